@@ -11,7 +11,7 @@ import numpy
 
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
-from zero3d.data.files import find_sources, function_of, parts_of_data
+from zero3d.data.files import HELD_OUT, find_sources, function_of, parts_of_data
 from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
@@ -42,7 +42,7 @@ def needs_tokenizer(data: Data) -> bool:
         if function := function_of(part):
             if "input_ids" not in OwnData(function).item(0):
                 return True
-        elif any(source.format != "npy" for source in find_sources(part.paths, part.format)):
+        elif any(source.format != "npy" for source in find_sources(part.paths, part.format, part.split)):
             return True
     return False
 
@@ -71,7 +71,7 @@ def open_data(
         lines += train.describe()
     held_out = [Member(source.part.name, source.held_out) for source in sources if source.held_out]
     if isinstance(data.validation, tuple):
-        for part in parts_of(data.validation, data.format):
+        for part in parts_of(data.validation, data.format, HELD_OUT):
             source = opener.open(part)
             lines += [*source.notes, *_describe("validation", part, source.train, source.store)]
             held_out.append(Member(part.name, source.train))
@@ -146,7 +146,7 @@ class _Opener:
         return ImageTokens(self.tokenizer, self.vision, Path(folder).expanduser())
 
     def _store(self, part: Part, images: ImageTokens | None) -> TokenStore:
-        sources = find_sources(part.paths, part.format)
+        sources = find_sources(part.paths, part.format, part.split)
         check_rows(sources, self.data.length)
         store = prepare(
             sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,

@@ -23,10 +23,11 @@ from zipfile import BadZipFile
 import numpy
 from numpy.typing import NDArray
 
+from zero3d.data.columns import NoColumn, read_rows
 from zero3d.data.conversations import Malformed, Messages, from_llava, from_messages, has_images
 from zero3d.data.files import Source
 from zero3d.data.json_list import list_items
-from zero3d.errors import ConfigError, DataError, short
+from zero3d.errors import DataError, short
 
 PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
@@ -93,16 +94,18 @@ def read(source: Source, passed: Passed = lambda read: None) -> Iterator[Record]
 
     passed  called with how many bytes more have been read
     """
-    reader = {"text": _text, "jsonl": _lines, "npy": _array, "parquet": _parquet}[source.format]
     try:
-        yield from reader(source.path, passed)
+        if source.format in ("parquet", "arrow"):
+            yield from _rows(source, passed)
+        else:
+            yield from {"text": _text, "jsonl": _lines, "npy": _array}[source.format](source.path, passed)
     except OSError as error:
         raise DataError(f"{source.path} cannot be read: {error.strerror or error}.") from error
 
 
 def has_pictures(source: Source) -> bool:
     """Say whether the first record of a file of records is a conversation with images."""
-    if source.format not in ("jsonl", "parquet"):
+    if source.format not in ("jsonl", "parquet", "arrow"):
         return False
     try:
         return isinstance(next(read(source), None), Pictured)
@@ -174,24 +177,15 @@ def _list(path: Path, passed: Passed) -> Iterator[Record]:
             yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
 
 
-def _parquet(path: Path, passed: Passed) -> Iterator[Record]:
+def _rows(source: Source, passed: Passed) -> Iterator[Record]:
+    path, number = source.path, 0
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ConfigError(f"{path}: reading parquet needs pyarrow: type pip install 'zero3d[data]'.") from None
-    try:
-        file = parquet.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in (*KEYS, *OF_IMAGES)]
-        if not columns:
-            raise DataError(f"{path}: {_wanted(file.schema_arrow.names)}")
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
-            passed(path.stat().st_size * len(batch) // file.metadata.num_rows)
-            for value in batch.to_pylist():
+        for rows in read_rows(path, source.format, (*KEYS, *OF_IMAGES), passed):
+            for value in rows:
                 number += 1
                 yield record_of(value, f"{path}:row {number}")
-    except ArrowException as error:
-        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+    except NoColumn as error:
+        raise DataError(f"{path}: {_wanted(error.columns)}") from None
 
 
 def _array(path: Path, passed: Passed) -> Iterator[Record]:
