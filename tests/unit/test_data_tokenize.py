@@ -26,11 +26,10 @@ def build(tmp_path, cache, processes, tokenizer=None, **options):
 
 @pytest.fixture
 def data(tmp_path):
-    """Chats, a bad line among them, a long text and an array of ids."""
+    """Lines, a bad one among them, a long text and an array of ids."""
     folder = tmp_path / "data"
     folder.mkdir()
-    lines = [{"text": "what is one"}, {"messages": CHAT}, {"prompt": "one and", "completion": "one"}]
-    write_lines(folder / "a.jsonl", [*lines * 400, "{"])
+    write_lines(folder / "a.jsonl", [*[{"text": "what is one"}, {"prompt": "one", "completion": "two"}] * 750, "{"])
     (folder / "b.txt").write_text("one is two and four\n" * 20_000)
     numpy.save(folder / "c.npy", numpy.arange(9, dtype=numpy.int32))
     return folder
@@ -47,24 +46,24 @@ def threads(monkeypatch):
     monkeypatch.setattr(tokenize, "ProcessPoolExecutor", pool)
 
 
-def same_files(tmp_path, data):
+def same_files(tmp_path, tokenizer=None):
     """Build with 1 and with 2 processes, and compare."""
-    tokenizer = tiny_tokenizer(tmp_path / "tokenizer", APPENDS)
     alone, shared = (build(tmp_path, f"by{n}", n, tokenizer, skip=True) for n in (1, 2))
     assert alone.meta == shared.meta
     assert alone.meta.skipped == 1
-    assert alone.meta.documents == 1202
+    assert alone.meta.documents == 1502
     for file in alone.folder.iterdir():
         assert file.read_bytes() == (shared.folder / file.name).read_bytes()
 
 
 def test_the_files_are_the_same_however_encoding_is_shared_out(tmp_path, data, threads):
-    same_files(tmp_path, data)
+    same_files(tmp_path)
 
 
 @pytest.mark.long
 def test_the_files_are_the_same_with_any_number_of_processes(tmp_path, data):
-    same_files(tmp_path, data)
+    write_lines(data / "a.jsonl", [*[{"messages": CHAT}, {"text": "one"}, {"text": "two"}] * 500, "{"])
+    same_files(tmp_path, tiny_tokenizer(tmp_path / "tokenizer", APPENDS))
 
 
 def test_the_first_bad_record_ends_it_though_later_ones_are_read_before(tmp_path, threads):
@@ -96,11 +95,14 @@ def test_a_killed_process_is_one_clear_error_and_leaves_nothing(tmp_path, data):
 def test_processes_are_as_many_as_the_data_are_worth_and_arrays_need_none(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize.os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(tokenize, "WORTH", 100)
+    words, ours = Encoder(tiny_tokenizer(tmp_path / "tokenizer")), Encoder(ByteTokenizer())
+    text, array = [Source(tmp_path / "a.txt", "text")], [Source(tmp_path / "a.txt", "npy")]
     for size, wanted in ((10, 1), (250, 2), (9999, 4)):
         (tmp_path / "a.txt").write_bytes(b"a" * size)
-        assert processes_for([Source(tmp_path / "a.txt", "text")], None) == wanted
-    assert processes_for([Source(tmp_path / "a.txt", "text")], 3) == 3
-    assert processes_for([Source(tmp_path / "a.txt", "npy")], 3) == 1
+        assert processes_for(text, words, None) == wanted
+        assert processes_for(text, ours, None) == 1
+    assert processes_for(text, ours, 3) == 3
+    assert processes_for(array, words, 3) == 1
 
 
 def test_lines_come_where_it_takes_long(tmp_path):

@@ -16,11 +16,12 @@ from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.mixture import Member, Mixture
-from zero3d.data.own import OwnData, OwnSamples
+from zero3d.data.own import Items, OwnData, OwnSamples
 from zero3d.data.packing import Documents, hold_out
-from zero3d.data.records import check_rows
+from zero3d.data.records import check_rows, has_pictures
 from zero3d.data.sequences import Samples, Sequences
 from zero3d.data.store import TokenStore, prepare
+from zero3d.data.streamed import StreamedRecords
 from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_vocabulary
 from zero3d.errors import ConfigError, DataError
@@ -110,7 +111,9 @@ class _Opener:
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
         if function := function_of(part):
-            return self._call(part, OwnData(function), fraction)
+            return self._one_by_one(part, OwnData(function), fraction)
+        if self.data.streaming:
+            return self._one_by_one(part, self._stream(part), fraction)
         images = self._images(part)
         store = self._store(part, images)
         documents, end, notes = _divide(store.documents(), fraction)
@@ -118,8 +121,19 @@ class _Opener:
         held_out = None if end is None else self._sequences(store, end, images)
         return _Source(part, train, held_out, store, ([] if store.note is None else [store.note]) + notes)
 
-    def _call(self, part: Part, own: OwnData, fraction: float) -> _Source:
-        """Take the items of a function; the first and the last are looked at."""
+    def _stream(self, part: Part) -> StreamedRecords:
+        sources = find_sources(part.paths, part.format, part.split)
+        if self.data.skip_bad_lines:
+            raise ConfigError(
+                "data.streaming reads a record when a batch needs it, so bad ones are not known before and not left "
+                "out: set data.skip_bad_lines or data.streaming to false."
+            )
+        if pictured := [source.path for source in sources if has_pictures(source)]:
+            raise ConfigError(f"{pictured[0]} has images, and data.streaming is for texts: set data.streaming=false.")
+        return StreamedRecords(sources, self.how.made)
+
+    def _one_by_one(self, part: Part, own: Items, fraction: float) -> _Source:
+        """Take items by index, of a function or of files; the first and the last are looked at."""
         if self.data.packing:
             raise ConfigError(f"data.train={own.name} gives items one by one, each a sequence: set data.packing=false.")
         every = numpy.arange(own.count)

@@ -20,7 +20,7 @@ from zero3d.data.conversations import Malformed, from_messages
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import Pictures
 from zero3d.data.records import BadRecord, Chat, Completion, Pictured, Record, Row, Text
-from zero3d.data.tokenizers import Tokenizer
+from zero3d.data.tokenizers import ByteTokenizer, Tokenizer
 from zero3d.errors import ConfigError, DataError
 
 RECORDS, CHARACTERS = 1024, 1 << 20  # tokenized at once, at most: a fast tokenizer needs 130 bytes a character
@@ -64,6 +64,11 @@ class Encoder:
     def takes_images(self) -> bool:
         """Whether records may have images."""
         return self._images is not None
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether bytes are the tokens."""
+        return isinstance(self._given, ByteTokenizer)
 
     def encode(self, batch: Sequence[Record]) -> Iterator[Encoded]:
         """Yield the documents of a batch of records, in their order."""

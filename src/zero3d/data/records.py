@@ -34,7 +34,7 @@ ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
 KEYS = ("text", "prompt", "completion", "messages")
-OF_IMAGES = ("conversations", "image")
+COLUMNS = (*KEYS, "conversations", "image")
 
 
 class Text(NamedTuple):
@@ -127,6 +127,11 @@ def _text(path: Path, passed: Passed) -> Iterator[Record]:
             raise DataError(f"{path}:{_undecodable_line(path)} is not UTF-8 text: {error.reason}.") from None
 
 
+def read_text(path: Path) -> str:
+    """Return a whole text file. Raises OSError, DataError."""
+    return "".join(record.text for record in _text(path, lambda read: None) if isinstance(record, Text))
+
+
 def _undecodable_line(path: Path) -> int:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
@@ -148,10 +153,12 @@ def _lines(path: Path, passed: Passed) -> Iterator[Record]:
             passed(len(raw))
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
-                yield _line(raw, place)
+                value = parse_line(raw, place)
+                yield value if isinstance(value, BadRecord) else record_of(value, place)
 
 
-def _line(raw: bytes, place: str) -> Record:
+def parse_line(raw: bytes, place: str) -> dict[str, Any] | BadRecord:
+    """Return the object that a line of a jsonl file holds, or why it is none."""
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -164,7 +171,7 @@ def _line(raw: bytes, place: str) -> Record:
         return BadRecord("not a record: nested too deeply", place)
     if not isinstance(value, dict):
         return BadRecord(f"one JSON object a line is wanted, and this is a {type(value).__name__}", place)
-    return record_of(value, place)
+    return value
 
 
 def _list(path: Path, passed: Passed) -> Iterator[Record]:
@@ -180,12 +187,12 @@ def _list(path: Path, passed: Passed) -> Iterator[Record]:
 def _rows(source: Source, passed: Passed) -> Iterator[Record]:
     path, number = source.path, 0
     try:
-        for rows in read_rows(path, source.format, (*KEYS, *OF_IMAGES), passed):
+        for rows in read_rows(path, source.format, COLUMNS, passed):
             for value in rows:
                 number += 1
                 yield record_of(value, f"{path}:row {number}")
     except NoColumn as error:
-        raise DataError(f"{path}: {_wanted(error.columns)}") from None
+        raise DataError(f"{path}: {wanted_keys(error.columns)}") from None
 
 
 def _array(path: Path, passed: Passed) -> Iterator[Record]:
@@ -242,7 +249,7 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
         return BadRecord(why, place) if why else Chat(value["messages"], place)
     keys = ("prompt", "completion") if "prompt" in value and "completion" in value else ("text",)
     if keys[0] not in value:
-        return BadRecord(_wanted(value), place)
+        return BadRecord(wanted_keys(value), place)
     for key in keys:
         if why := _bad_text(value[key]):
             return BadRecord(f"{key} {why}", place)
@@ -251,7 +258,8 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
     return Completion(value["prompt"], value["completion"], place)
 
 
-def _wanted(keys: Any) -> str:
+def wanted_keys(keys: Any) -> str:
+    """Say what keys there are and which are wanted."""
     names = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
     return f"the keys are {names}; wanted is text, or prompt and completion, or messages, or image and conversations."
 

@@ -52,7 +52,7 @@ class Tokenizing:
     def documents(self, sources: Sequence[Source], encoder: Encoder) -> Iterator[tuple[Path, Encoded]]:
         """Yield each document with its file. Raises DataError, ConfigError."""
         progress = TokenizingProgress(sources, self.say)
-        processes = processes_for(sources, self.processes)
+        processes = processes_for(sources, encoder, self.processes)
         groups = _read(sources, progress)
         encoded = _alone(groups, encoder) if processes == 1 else _shared(groups, encoder, processes)
         for path, documents in encoded:
@@ -101,13 +101,13 @@ class TokenizingProgress:
         )
 
 
-def processes_for(sources: Sequence[Source], asked: int | None) -> int:
+def processes_for(sources: Sequence[Source], encoder: Encoder, asked: int | None) -> int:
     """Return how many processes encode: those asked for, else as many as there are cores and data are worth.
 
-    Arrays of token ids have nothing to encode.
+    Arrays of token ids have nothing to encode, and bytes are tokens nearly as fast as they are read.
     """
     size = sum(source.path.stat().st_size for source in sources if source.format != "npy")
-    if not size:
+    if not size or (asked is None and encoder.of_bytes):
         return 1
     return asked or max(1, min(len(os.sched_getaffinity(0)), size // WORTH))
 
