@@ -1,4 +1,5 @@
 # make demo      train the embedded default on this machine       (own .venv)
+# make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
 # make test-all  all tests, the longer ones too                     (45 minutes)
@@ -30,10 +31,13 @@ define both
   wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
 endef
 
-.PHONY: demo test test-part test-all campaign style lint bench tables docs clean
+.PHONY: demo demo-llava test test-part test-all campaign style lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
+
+demo-llava: $(VENV)/.installed
+	$(BIN)/python examples/llava_demo/demo.py
 
 test: style
 	$(call both,,$(PARITY),$(BESIDE))

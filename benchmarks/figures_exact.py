@@ -138,6 +138,25 @@ def plan_llava() -> str:
     return table(["cards", "of a GPU", "of the host"], rows)
 
 
+# (stage, GPUs): GB of the host and samples/s, of a practice report on LLaVA-1.5-7B with r 128 on A6000s
+MEASURED_LLAVA = {(2, 1): (68, 1.043), (2, 2): (126, 2.11), (3, 2): (30, 2.09)}
+
+
+def plan_llava_job() -> str:
+    """The LoRA job of LLaVA-1.5-7B as planned, beside what a report has measured of it."""
+    rows = []
+    for run in results("plan-llava-job"):
+        plan, memory = run["plan"], run["memory"]
+        size, gpus = plan["micro_batch"], plan["dp"]
+        told = MEASURED_LLAVA.get((plan["stage"], gpus))
+        planned = [f"{memory[place] / GB:.0f} GB" for place in ("device", "host")]
+        planned.append(f"{size * gpus / run['seconds']['mid']:.2f}")
+        measured = (f"{told[0]} GB", f"{told[1]:g}") if told else ("–", "–")
+        rows.append([f"{plan['stage']}", f"{gpus}", f"{size}", *planned, *measured])
+    head = ["stage", "GPUs", "batch of a GPU", "a GPU", "the host", "samples/s", "report: memory", "report: samples/s"]
+    return table(head, rows)
+
+
 def states_72b() -> str:
     """Model states by pipeline stage of examples/72b_128gpu.yaml."""
     [stages] = results("states-72b")
@@ -326,6 +345,7 @@ EXACT: dict[str, Callable[[], str]] = {
     "theory": theory,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,
+    "plan-llava-job": plan_llava_job,
     "states-72b": states_72b,
     "planner-accuracy": accuracy,
     "planner-missed": missed,

@@ -213,6 +213,19 @@ def checkpoint_speed() -> str:
     return table(["", "", "median", "of raw; a stall of a save", limits], rows)
 
 
+def llava_job() -> str:
+    """Stages and ranks of the LLaVA job in small."""
+    [run] = results("llava")
+    rows = [
+        [
+            f"{row['stage']}", f"{row['ranks']}", f"{row['micro_batch']} x {row['accumulate']}",
+            f"{row['peak'] / MIB:.0f} MiB", f"{row['peak_host'] / MIB:,.0f} MiB", f"{row['samples_per_s']:.0f}",
+        ]
+        for row in run["rows"]
+    ]  # fmt: skip
+    return table(["stage", "ranks", "batch of a rank", "device peak", "host peak", "samples/s"], rows)
+
+
 MEASURED: dict[str, Callable[[], str]] = {
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
@@ -227,4 +240,5 @@ MEASURED: dict[str, Callable[[], str]] = {
     "offload-steps": offload_steps,
     "loop-share": loop_share,
     "checkpoint": checkpoint_speed,
+    "llava": llava_job,
 }

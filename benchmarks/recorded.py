@@ -68,6 +68,8 @@ _LAUNCHES = (
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
+_LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json"
+_LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -100,6 +102,16 @@ RECIPES = {
         ),
         Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
         Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False, repeats=True),
+        Recipe(
+            "plan-llava-job",
+            tuple(
+                f"{_LLAVA_RUN} zero.stage={stage} train.micro_batch={size} train.batch={size * gpus} mesh.dp={gpus}"
+                for stage, size, gpus in _LLAVA_SHAPES
+            ),
+            timed=False,
+            repeats=True,
+        ),
+        Recipe("llava", ("python benchmarks/llava.py --steps 20 --json OUT",)),
         Recipe("states-72b", ("python benchmarks/states.py EXAMPLES/72b_128gpu.yaml",), timed=False, repeats=True),
         Recipe(
             "planner-accuracy",

@@ -81,8 +81,8 @@ def save_processor(folder, family):
     return words.convert_tokens_to_ids({"gemma3": "<soft>"}.get(family, MARKS.get(family, "<image>")))
 
 
-def save_model(folder, family="llava"):
-    """Save a tiny model of a family with its processor; return the folder."""
+def save_model(folder, family="llava", positions=64):
+    """Save a tiny model of a family with its processor, for sequences of so many tokens; return the folder."""
     import transformers as t
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -92,6 +92,7 @@ def save_model(folder, family="llava"):
     file = Path(folder) / "config.json"
     config = json.loads(file.read_text())
     config |= {key: image for key in ("image_token_id", "image_token_index") if key in config}
+    config.get("text_config", config)["max_position_embeddings"] = positions
     file.write_text(json.dumps(config))
     assert t.AutoConfig.from_pretrained(folder).image_token_id == image
     return str(folder)
@@ -106,7 +107,7 @@ def record(image=None, answer="a red circle", question="what is it?"):
     return ({"image": image} if image else {}) | {"id": "0", "conversations": turns}
 
 
-def save_data(folder, pictured=24, plain=0):
+def save_data(folder, pictured=24, plain=0, name="data.json"):
     """Draw images and write records of them and of texts alone; return the file and the folder of the images."""
     from PIL import Image
 
@@ -119,6 +120,6 @@ def save_data(folder, pictured=24, plain=0):
         rows.append(record(f"{i}.png", f"a {colour} circle"))
     for i in range(plain):
         rows.insert(2 * i, record(answer="a blue square"))
-    file = Path(folder) / "data.json"
+    file = Path(folder) / name
     file.write_text(json.dumps(rows))
     return str(file), str(images)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 import transformers
 from corpora import APPENDS, CHAT, save_tokenizer, write_lines
@@ -18,12 +19,13 @@ LARGE = "72b_128gpu"  # a test builds it without memory
 SMALL = [path for path in EXAMPLES if path.stem != LARGE]
 RANKS = {"llama_3d": 8}  # else 2
 NODES = {LARGE: ("--nodes=16", "--gpus-per-node=8")}
+LLAVA = "llava_v1_5_mix665k.json"
 WORDS = "what is one and one two four I think "
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the examples name: models/llama, text/, chats.jsonl."""
+    """What the examples name: models/llama, text/, chats.jsonl; models/llava-1.5-7b-hf and data in LLaVA's layout."""
     folder = tmp_path_factory.mktemp("examples")
     save_model(folder / "models" / "llama", vocab=62, max_position_embeddings=512)  # 62: llama_3d has tp 2
     save_tokenizer(folder / "models" / "llama", APPENDS)
@@ -31,6 +33,8 @@ def folder(tmp_path_factory):
     for i in range(40):
         (folder / "text" / f"{i:02}.txt").write_text(WORDS * (100 + i))
     write_lines(folder / "chats.jsonl", [{"messages": CHAT}] * 300)
+    pictures.save_model(folder / "models" / "llava-1.5-7b-hf", positions=2048)
+    pictures.save_data(folder, pictured=130, plain=70, name=LLAVA)
     return folder
 
 
@@ -42,14 +46,16 @@ def check_run(folder, example, result, again):
     assert len(losses) >= 2
     assert losses[-1] < losses[0]
     assert ("validation_loss" in records[-1]) == (result["held_out_loss"] is not None)
-    transformers.AutoModelForCausalLM.from_pretrained(result["paths"]["export"])  # also an adapter, by PEFT
+    kind = transformers.AutoModelForImageTextToText if "llava" in example.stem else transformers.AutoModelForCausalLM
+    kind.from_pretrained(result["paths"]["export"])  # also an adapter, by PEFT
     transformers.AutoTokenizer.from_pretrained(result["paths"]["export"])
     assert again["steps"] == result["steps"] == len(losses)
 
 
 @pytest.mark.parametrize("example", [path for path in SMALL if path.stem not in RANKS], ids=lambda path: path.stem)
 def test_it_trains_evaluates_exports_and_resumes(ranks, folder, example):
-    first, again = (ranks(2, run_in, folder, [example], resume)[0] for resume in (None, "auto"))
+    words = [example, "data.workers=0"]  # ranks of the pool may not start processes
+    first, again = (ranks(2, run_in, folder, words, resume)[0] for resume in (None, "auto"))
     check_run(folder, example, first, again)
 
 
@@ -63,7 +69,7 @@ def zero3d(folder, *words):
 @pytest.mark.long
 @pytest.mark.parametrize("example", SMALL, ids=[path.stem for path in SMALL])
 def test_it_does_so_as_a_command(folder, tmp_path, example):
-    for name in ("models", "text", "chats.jsonl"):
+    for name in ("models", "text", "chats.jsonl", LLAVA, "images"):
         (tmp_path / name).symlink_to(folder / name)
     words = ("train", example, f"--ranks={RANKS.get(example.stem, 2)}", "--json")
     check_run(tmp_path, example, *(json.loads(zero3d(tmp_path, *words, *more)) for more in ([], ["--resume=auto"])))

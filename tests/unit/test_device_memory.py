@@ -10,7 +10,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
-from zero3d.train.device_memory import fullest, memory_bytes, memory_peak, reserved_bytes
+from zero3d.train.device_memory import fullest, host_peak, memory_bytes, memory_peak, process_peak, reserved_bytes
 from zero3d.train.measure import memory_rows
 from zero3d.train.plan_check import check_line, checked_memory
 from zero3d.train.progress import amounts
@@ -53,9 +53,25 @@ def test_an_accelerator_has_two_figures(engine):
 
 def test_the_cpu_has_one(on_cpu):
     assert memory_bytes(on_cpu) > 1 << 20
-    assert memory_peak(on_cpu) >= memory_bytes(on_cpu) // 2
+    assert memory_peak(on_cpu) == process_peak() >= memory_bytes(on_cpu) // 2
     assert reserved_bytes(on_cpu) is None
     assert fullest(on_cpu, 1000) == (1000, None)
+
+
+@pytest.mark.parametrize(("local_ranks", "most"), [((0, 1, 0, 1), 60), ((0, 1, 2, 3), 110), ((0, 0, 0, 1), 50)])
+def test_a_hosts_peak_is_of_its_ranks_together(monkeypatch, local_ranks, most):
+    flags = torch.tensor([[float(rank == 0)] for rank in local_ranks], dtype=torch.float64)
+    peaks = torch.tensor([[10.0], [50.0], [20.0], [30.0]], dtype=torch.float64)
+    given = []
+
+    class Four:
+        def exchange(self, figures):
+            given.extend(figures.tolist())
+            return torch.cat([peaks, flags], 1)
+
+    monkeypatch.setattr("zero3d.train.device_memory.process_peak", lambda: 7)
+    assert host_peak(SimpleNamespace(world=Four(), mesh=SimpleNamespace(local_rank=0))) == most
+    assert given == [7.0, 1.0]
 
 
 def test_the_plan_line_names_both():

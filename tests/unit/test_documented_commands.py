@@ -18,6 +18,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pictures
 import pytest
 from damage import edit
 from models import hf
@@ -36,7 +37,7 @@ from zero3d.train.lock import FolderLock
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
 TWINS = ("parallelism", "reproducibility", "checkpoints", "offload", "reliability", "doctor")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "plan", "training")
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "llava", "plan", "training")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
@@ -76,6 +77,8 @@ def place(tmp_path_factory):
     (folder / "examples").symlink_to(ROOT / "examples")
     for name in ("llama", "llama-1b"):
         save_model(folder / "models" / name, max_position_embeddings=4096)
+    pictures.save_model(folder / "models" / "llava-1.5-7b-hf", positions=2048)
+    pictures.save_data(folder, name="llava_v1_5_mix665k.json")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("some text\n" * 99)
     for name in ("corpus/a.jsonl", "corpus/b.jsonl", "a.txt", "b.txt"):

@@ -3,7 +3,7 @@
 memory       bytes of one rank by category: measured, by formula, and whether they agree
 places       the same of model states wherever they are: on the device, the host, a disk (in two slots there)
 traffic      bytes that one rank sends per step, by operation: the same three
-speed        sequences per rank and step, seconds per step, samples per second
+speed        sequences per rank and step, seconds per step, samples per second, beside the peaks of device and host
 loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
              `moment` of reduction about why they may differ
 exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
@@ -75,6 +75,7 @@ class Row:
     memory: Mapping[str, Figure]
     places: Mapping[str, Mapping[str, Figure]]
     peak: int
+    peak_host: int
     traffic: Mapping[str, Figure]
     micro_batch: int
     accumulate: int
@@ -120,7 +121,7 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: b
     apart = alike and not same and reduced != moment(first)
     return Row(
         variant.label, variant.values, result["ranks"], memory(result), places(result), result["peak_memory"],
-        traffic(result),
+        result["peak_host"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
         same, reduced, apart, result.get("fingerprint"), recompute,

@@ -1,4 +1,4 @@
-"""A comparison as tables for people: memory, traffic, speed and loss, recomputation. Each fits 80 columns.
+"""A comparison as tables for people: memory, traffic, speed and peaks, losses, recomputation. Each fits 80 columns.
 
 Rows are runs, labelled by their values on the axes. In the first two tables a run has two lines, measured
 and by formula; one line below says whether they agree. Runs that failed come last, with the reason below.
@@ -37,7 +37,7 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str
         tables.append(place_table(axes, rows))
     if any(row.traffic for row in rows):
         tables.append(traffic_table(axes, rows))
-    tables.append(speed_table(axes, rows))
+    tables += [speed_table(axes, rows), loss_table(axes, rows)]
     if any(row.fingerprint for row in rows):
         tables.append(exact_table(axes, rows))
     if any(row.recompute for row in rows):
@@ -58,17 +58,12 @@ def failure(variant: Variant, why: str) -> Text:
 
 
 def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Return bytes of rank 0 by category, and the peak of the device or process."""
+    """Return bytes of rank 0 by category."""
     unit, scale = unit_of(figure.measured for row in rows for figure in row.memory.values())
-    table = _table(
-        axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES] + ["peak"], gap=0
-    )
+    table = _table(axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES], gap=0)
     for row in rows:
-        _two_lines(table, row, row.memory, CATEGORIES, scale, size(row.peak, keep_zero=True))
-    table.caption = (
-        "temporary: most held at an instant, by kind; activations: by a forward\n"
-        "peak: most ever held by a rank's device, on the CPU by its process"
-    )
+        _two_lines(table, row, row.memory, CATEGORIES, scale)
+    table.caption = "temporary: most held at an instant, by kind\nactivations: by a forward"
     return table
 
 
@@ -101,19 +96,34 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
 
 
 def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
-    """Return batch, time and losses; differences are to the first run."""
-    columns = ["batch per rank", "s per step", "samples/s", "loss", "against first", "held-out loss", "against first"]
-    table = _table(axes, "speed and loss", columns, gap=0)
+    """Return ranks, batch, the peaks of a device and of the host, and time."""
+    columns = ["ranks", "batch per rank", "device peak", "host peak", "s per step", "samples/s"]
+    table = _table(axes, "speed and peaks", columns)
+    for row in rows:
+        table.add_row(
+            ", ".join(row.values), str(row.ranks), f"{row.micro_batch} x {row.accumulate}",
+            size(row.peak, keep_zero=True), size(row.peak_host, keep_zero=True),
+            f"{row.step_seconds:.3f}", f"{row.samples_per_s:,.1f}",
+        )  # fmt: skip
+    table.caption = (
+        "batch: micro_batch x accumulate; s: median from step 2\n"
+        "device: most ever held by a rank's (CPU: its process)\n"
+        "host: by its ranks together, each at its own peak"
+    )
+    return table
+
+
+def loss_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return last and held-out losses; differences are to the first run."""
+    table = _table(axes, "losses", ["loss", "against first", "held-out loss", "against first"])
     for row in rows:
         first = row is rows[0]
         table.add_row(
-            ", ".join(row.values), f"{row.micro_batch} x {row.accumulate}", f"{row.step_seconds:.3f}",
-            f"{row.samples_per_s:,.1f}", _loss(row.loss), "" if first else _difference(row, row.loss_difference),
+            ", ".join(row.values), _loss(row.loss), "" if first else _difference(row, row.loss_difference),
             _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
         )  # fmt: skip
-    table.caption = "batch: micro_batch x accumulate; s per step: median from the second"
     if any(row.apart for row in rows):
-        table.caption += "\nr: gradients are reduced at other moments than in the first run"
+        table.caption = "r: gradients are reduced at other moments\nthan in the first run"
     return table
 
 

@@ -31,8 +31,11 @@ def reserved_bytes(engine: Engine) -> int | None:
 
 def memory_peak(engine: Engine) -> int:
     """Return the most memory this rank ever had: of its device, or on the CPU of its process."""
-    if engine.mesh.device.type != "cpu":
-        return memory_bytes(engine)
+    return process_peak() if engine.mesh.device.type == "cpu" else memory_bytes(engine)
+
+
+def process_peak() -> int:
+    """Return the most host memory that this process ever held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -43,3 +46,14 @@ def fullest(engine: Engine, local: int) -> tuple[int, int | None]:
     figures = torch.tensor([float(figure) for figure in (local, reserved) if figure is not None], dtype=torch.float64)
     most = engine.world.exchange(figures).amax(0).tolist()
     return int(most[0]), int(most[1]) if reserved is not None else None
+
+
+def host_peak(engine: Engine) -> int:
+    """Return what the ranks of the fullest host held, each at its own peak. All ranks call it.
+
+    Processes that prepare batches are not among them; pages that ranks share count once for each.
+    """
+    figures = torch.tensor([float(process_peak()), float(engine.mesh.local_rank == 0)], dtype=torch.float64)
+    peaks, first = engine.world.exchange(figures).unbind(1)
+    host = first.cumsum(0).long()  # ranks of a host follow one another
+    return int(torch.zeros(len(host) + 1, dtype=torch.float64).index_add_(0, host, peaks).max())

@@ -172,6 +172,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "sample": result.sample,
         "peak_memory": result.peak_memory,
         "peak_reserved": result.peak_reserved,
+        "peak_host": result.peak_host,
         "memory": [row._asdict() for row in result.memory],
         "traffic": [
             {"op": row.op, "formula": row.formula._asdict(), "measured": row.measured._asdict(), "equal": row.equal}

@@ -28,7 +28,7 @@ from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
-from zero3d.train.device_memory import fullest, memory_peak
+from zero3d.train.device_memory import fullest, host_peak, memory_peak
 from zero3d.train.export_places import export_places
 from zero3d.train.exported_folder import Reloaded, export_model, model_tokenizer, verifies, verify
 from zero3d.train.flops import flops_per_token
@@ -55,6 +55,7 @@ class Result:
 
     fingerprint    of exact mode: of all masters and optimizer states at the end
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
+    peak_host      by the ranks of the fullest host, each at its own peak
     averaged_loss  held-out, of averages of the weights, which are what is exported; NaN without train.ema
     exports        folders that were written; reloaded_by: what has loaded the first of them
     values         of evaluate.function, at the last evaluation
@@ -72,6 +73,7 @@ class Result:
     memory: Sequence[MemoryRow]
     traffic: Sequence[TrafficRow]
     peak_memory: int
+    peak_host: int
     held_out_loss: float
     reloaded_loss: float
     sample: str
@@ -213,6 +215,7 @@ def _finish(
         traffic=traffic,
         peak_memory=peak,
         peak_reserved=reserved,
+        peak_host=host_peak(engine),
         held_out_loss=losses(history, HELD_OUT)[-1] if history else math.nan,
         averaged_loss=losses(history, OF_AVERAGES)[-1] if history else math.nan,
         reloaded_loss=reloaded.loss,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from zero3d.config import Config, load
@@ -101,13 +101,12 @@ def check_variants(
 
     source  the file below a run's overrides
     """
-    variant_of: dict[Any, Variant] = {}
+    configs: list[Config] = []
     for variant in runs:
         words = [*common, *variant.words]
         config = load(source(words), words)
-        if config in variant_of:
-            raise ConfigError(
-                f"{variant_of[config].label} and {variant.label} are the same run: leave one of them out."
-            )
-        variant_of[config] = variant
-    return list(variant_of)
+        if config in configs:
+            twin = runs[configs.index(config)]
+            raise ConfigError(f"{twin.label} and {variant.label} are the same run: leave one of them out.")
+        configs.append(config)
+    return configs

@@ -1,0 +1,55 @@
+"""docs/llava.md: every flag of LLaVA's scripts has a row, every key in it is one, and the example has the script's values."""
+
+import re
+from pathlib import Path
+
+from zero3d.config import load
+from zero3d.config.keys import KEYS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+    lora_enable lora_r lora_alpha mm_projector_lr deepspeed model_name_or_path version data_path image_folder vision_tower
+    pretrain_mm_mlp_adapter mm_projector_type mm_vision_select_layer mm_use_im_start_end mm_use_im_patch_token
+    image_aspect_ratio group_by_modality_length bf16 output_dir num_train_epochs per_device_train_batch_size
+    per_device_eval_batch_size gradient_accumulation_steps evaluation_strategy save_steps
+    save_total_limit learning_rate weight_decay warmup_ratio lr_scheduler_type logging_steps tf32 model_max_length
+    gradient_checkpointing dataloader_num_workers lazy_preprocess report_to
+"""  # of scripts/v1_5/finetune_lora.sh
+OTHERS = """
+    freeze_backbone tune_mm_mlp_adapter mm_patch_merge_type mm_vision_select_feature is_multimodal cache_dir
+    freeze_mm_mlp_adapter double_quant quant_type bits lora_dropout lora_weight_path lora_bias
+"""  # what else train.py's arguments have
+
+
+def rows():
+    """The flags and the texts of every row of the table."""
+    text = (ROOT / "docs" / "llava.md").read_text()
+    begin = text.index("| flag of LLaVA |")
+    lines = text[begin : text.index("\n\n", begin)].splitlines()[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return [(re.findall(r"--(\w+)", flags), told) for flags, told in cells]
+
+
+def test_every_flag_of_the_scripts_has_one_row():
+    found = [flag for flags, _ in rows() for flag in flags]
+    assert sorted(found) == sorted(set(SCRIPT.split() + OTHERS.split()))
+
+
+def test_every_key_in_it_is_one():
+    sections = {name.split(".")[0] for name in KEYS}
+    named = [key for _, told in rows() for key in re.findall(r"`([\w.]+)`", told) if not key.startswith("--")]
+    assert len(named) > 25
+    assert [key for key in named if key not in KEYS and key not in sections] == []
+
+
+def test_the_example_has_the_scripts_values():
+    config = load(ROOT / "examples" / "llava_lora.yaml")
+    lora, batch = config.lora, config.train
+    assert (lora.rank, lora.alpha, lora.dropout, lora.targets) == (128, 256, 0.05, ("all-linear",))
+    assert lora.train_also == ("multi_modal_projector",)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-4, 0)
+    assert config.optimizer.groups == ({"match": "multi_modal_projector", "lr": 2e-5},)
+    assert (config.schedule.name, config.schedule.warmup) == ("cosine", 0.03)
+    assert (batch.epochs, batch.micro_batch, config.zero.stage) == (1, 16, 3)
+    assert (config.data.length, config.data.workers, config.data.group_by_modality) == (2048, 4, True)
+    assert (config.precision, config.activations, config.checkpoint.keep) == ("bf16", "full", 1)
