@@ -86,6 +86,7 @@ SECONDS = {
     "tests/unit/test_config_hostile.py": 10.4,
     "tests/unit/test_data_batches.py": 4.5,
     "tests/unit/test_data_own.py": 2.5,
+    "tests/unit/test_data_tokenize.py": 12.0,
     "tests/unit/test_disk_slab.py": 1.0,
     "tests/unit/test_doctor.py": 4.0,
     "tests/unit/test_doctor_rules.py": 5.0,

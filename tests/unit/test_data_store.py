@@ -10,9 +10,10 @@ import numpy
 import pytest
 from corpora import opened, tiny_tokenizer, write_lines
 
-from zero3d.data import store
+from zero3d.data import store, tokenize
 from zero3d.data.files import find_sources
 from zero3d.data.store import prepare
+from zero3d.data.tokenize import Tokenizing
 from zero3d.data.tokenizers import ByteTokenizer
 from zero3d.errors import DataError
 
@@ -50,7 +51,7 @@ def test_marks_are_not_kept_where_everything_is_learnt(tmp_path):
 
 def test_the_second_call_reads_nothing(tmp_path, text, monkeypatch):
     first = build(tmp_path, text)
-    monkeypatch.setattr(store, "read", lambda source: pytest.fail("read again"))
+    monkeypatch.setattr(tokenize, "read", lambda *_: pytest.fail("read again"))
     assert build(tmp_path, text).folder == first.folder
 
 
@@ -182,5 +183,5 @@ def test_every_document_that_is_tokenized_is_told_and_none_that_is_there(tmp_pat
     path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
     told = []
     for _ in range(2):
-        prepare(find_sources([str(path)]), ByteTokenizer(), cache=str(tmp_path / "cache"), made=lambda: told.append(1))
+        build(tmp_path, path, how=Tokenizing(made=lambda: told.append(1)))
         assert len(told) == 3

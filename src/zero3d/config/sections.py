@@ -84,9 +84,15 @@ class Data:
     group_by_length: bool = key(
         False, "without packing: sequences of similar length in each batch, and batches in random order"
     )
+    streaming: bool = key(
+        False, "without packing: tokens are made when a batch needs them, and none are kept; a record is a sequence"
+    )
     shuffle: bool = key(True, "another order in every epoch")
     skip_bad_lines: bool = key(False, "leave out lines that do not parse, and count them")
     workers: int = key(0, "processes per rank that prepare batches", least=0)
+    processes: int | None = key(
+        None, "processes per host that tokenize; by default by its cores and the size of the data", least=1
+    )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
 
 

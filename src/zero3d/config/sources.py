@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import short
 
-FORMATS = ("auto", "text", "jsonl", "npy", "parquet")
+FORMATS = ("auto", "text", "jsonl", "npy", "parquet", "arrow")
 ALL = "data"  # the name of what is read as one
 FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
@@ -39,12 +39,16 @@ class DataSource:
 
 
 class Part(NamedTuple):
-    """What is read together. `name` is for people and for metrics, unique among the parts."""
+    """What is read together. `name` is for people and for metrics, unique among the parts.
+
+    split  which one of a folder with several is meant
+    """
 
     name: str
     paths: tuple[str, ...]
     format: str
     weight: float | None = None
+    split: str = "train"
 
 
 def read_sources(value: Any) -> tuple[DataSource, ...]:
@@ -98,18 +102,18 @@ def names_function(path: str) -> bool:
     return FUNCTION.fullmatch(path) is not None
 
 
-def parts_of(paths: Sequence[str | DataSource], format: str) -> list[Part]:
+def parts_of(paths: Sequence[str | DataSource], format: str, split: str = "train") -> list[Part]:
     """Return what is read together: plain paths all, sources and functions each on their own."""
     plain = all(isinstance(path, str) for path in paths)
     if plain and (len(paths) == 1 or not any(names_function(str(path)) for path in paths)):
-        return [Part(ALL, tuple(map(str, paths)), format)]
+        return [Part(ALL, tuple(map(str, paths)), format, split=split)]
     sources = [DataSource(path) if isinstance(path, str) else path for path in paths]
     parts: list[Part] = []
     for source in sources:
         stem = source.path.rpartition(":")[2] if names_function(source.path) else _stem(source.path)
         same = sum(part.name == stem or part.name.startswith(f"{stem}~") for part in parts)
         name = f"{stem}~{same + 1}" if same else stem
-        parts.append(Part(name, (source.path,), source.format or format, source.weight))
+        parts.append(Part(name, (source.path,), source.format or format, source.weight, split))
     return parts
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,16 +11,18 @@ import numpy
 
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
-from zero3d.data.files import find_sources, function_of, parts_of_data
+from zero3d.data.files import HELD_OUT, find_sources, function_of, parts_of_data
 from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.mixture import Member, Mixture
-from zero3d.data.own import OwnData, OwnSamples
+from zero3d.data.own import Items, OwnData, OwnSamples
 from zero3d.data.packing import Documents, hold_out
-from zero3d.data.records import check_rows
+from zero3d.data.records import check_rows, has_pictures
 from zero3d.data.sequences import Samples, Sequences
 from zero3d.data.store import TokenStore, prepare
+from zero3d.data.streamed import StreamedRecords
+from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_vocabulary
 from zero3d.errors import ConfigError, DataError
 
@@ -41,25 +43,25 @@ def needs_tokenizer(data: Data) -> bool:
         if function := function_of(part):
             if "input_ids" not in OwnData(function).item(0):
                 return True
-        elif any(source.format != "npy" for source in find_sources(part.paths, part.format)):
+        elif any(source.format != "npy" for source in find_sources(part.paths, part.format, part.split)):
             return True
     return False
 
 
 def open_data(
     data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True,
-    made: Callable[[], None] = lambda: None, vision: Vision | None = None,
+    vision: Vision | None = None, how: Tokenizing = QUIETLY,
 ) -> DataSet:  # fmt: skip
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
-    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `made` is
-    called with every document that is tokenized; `vision` is the processor of a model that takes images. Raises
-    DataError and ConfigError.
+    once more. `vocabulary` is the model's, if known; micro-batches are padded to a `multiple` of tokens. `vision` is
+    the processor of a model that takes images; `how` says who hears of tokenizing. Raises DataError
+    and ConfigError.
     """
     if vocabulary is not None and tokenizer is not None:
         check_vocabulary(tokenizer, vocabulary)
-    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, made, vision)
+    opener = _Opener(data, tokenizer, vocabulary, multiple, verify, vision, replace(how, processes=data.processes))
     fraction = 0.0 if isinstance(data.validation, tuple) else data.validation
     sources = [opener.open(part, fraction) for part in parts_of(data.train, data.format)]
     trained = [source for source in sources if source.part.weight != 0]
@@ -70,7 +72,7 @@ def open_data(
         lines += train.describe()
     held_out = [Member(source.part.name, source.held_out) for source in sources if source.held_out]
     if isinstance(data.validation, tuple):
-        for part in parts_of(data.validation, data.format):
+        for part in parts_of(data.validation, data.format, HELD_OUT):
             source = opener.open(part)
             lines += [*source.notes, *_describe("validation", part, source.train, source.store)]
             held_out.append(Member(part.name, source.train))
@@ -103,13 +105,15 @@ class _Opener:
     vocabulary: int | None
     multiple: int
     verify: bool
-    made: Callable[[], None]
     vision: Vision | None
+    how: Tokenizing
 
     def open(self, part: Part, fraction: float = 0.0) -> _Source:
         """Open a part, with a fraction of it held out."""
         if function := function_of(part):
-            return self._call(part, OwnData(function), fraction)
+            return self._one_by_one(part, OwnData(function), fraction)
+        if self.data.streaming:
+            return self._one_by_one(part, self._stream(part), fraction)
         images = self._images(part)
         store = self._store(part, images)
         documents, end, notes = _divide(store.documents(), fraction)
@@ -117,8 +121,19 @@ class _Opener:
         held_out = None if end is None else self._sequences(store, end, images)
         return _Source(part, train, held_out, store, ([] if store.note is None else [store.note]) + notes)
 
-    def _call(self, part: Part, own: OwnData, fraction: float) -> _Source:
-        """Take the items of a function; the first and the last are looked at."""
+    def _stream(self, part: Part) -> StreamedRecords:
+        sources = find_sources(part.paths, part.format, part.split)
+        if self.data.skip_bad_lines:
+            raise ConfigError(
+                "data.streaming reads a record when a batch needs it, so bad ones are not known before and not left "
+                "out: set data.skip_bad_lines or data.streaming to false."
+            )
+        if pictured := [source.path for source in sources if has_pictures(source)]:
+            raise ConfigError(f"{pictured[0]} has images, and data.streaming is for texts: set data.streaming=false.")
+        return StreamedRecords(sources, self.how.made)
+
+    def _one_by_one(self, part: Part, own: Items, fraction: float) -> _Source:
+        """Take items by index, of a function or of files; the first and the last are looked at."""
         if self.data.packing:
             raise ConfigError(f"data.train={own.name} gives items one by one, each a sequence: set data.packing=false.")
         every = numpy.arange(own.count)
@@ -145,11 +160,11 @@ class _Opener:
         return ImageTokens(self.tokenizer, self.vision, Path(folder).expanduser())
 
     def _store(self, part: Part, images: ImageTokens | None) -> TokenStore:
-        sources = find_sources(part.paths, part.format)
+        sources = find_sources(part.paths, part.format, part.split)
         check_rows(sources, self.data.length)
         store = prepare(
             sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,
-            vocabulary=self.vocabulary, verify=self.verify, made=self.made, images=images,
+            vocabulary=self.vocabulary, verify=self.verify, how=self.how, images=images,
         )  # fmt: skip
         if self.vocabulary is not None:
             check_vocabulary(None, self.vocabulary, store.meta.highest)

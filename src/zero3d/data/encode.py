@@ -9,7 +9,7 @@ Row         its ids                                         all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,7 +20,7 @@ from zero3d.data.conversations import Malformed, from_messages
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import Pictures
 from zero3d.data.records import BadRecord, Chat, Completion, Pictured, Record, Row, Text
-from zero3d.data.tokenizers import Tokenizer
+from zero3d.data.tokenizers import ByteTokenizer, Tokenizer
 from zero3d.errors import ConfigError, DataError
 
 RECORDS, CHARACTERS = 1024, 1 << 20  # tokenized at once, at most: a fast tokenizer needs 130 bytes a character
@@ -65,30 +65,34 @@ class Encoder:
         """Whether records may have images."""
         return self._images is not None
 
-    def documents(self, records: Iterable[Record]) -> Iterator[Encoded]:
-        """Yield the records' documents, in their order."""
-        for batch in _batches(records):
-            texts = iter(self._encode((text for text, starts in _texts(batch) if starts), starts=True))
-            rest = iter(self._encode((text for text, starts in _texts(batch) if not starts), starts=False))
-            for record in batch:
-                match record:
-                    case Text():
-                        ids = next(texts if record.first else rest) + (self._end() if record.last else [])
-                        yield Encoded(_ids(ids), None, example=False, last=record.last)
-                    case Completion():
-                        yield _completion(next(texts), next(rest) + self._end())
-                    case Row():
-                        yield Encoded(record.ids, None, example=not record.stream, last=record.last)
-                    case Chat() if self._images is not None:
-                        yield from self._chat_of_parts(record)
-                    case Chat():
-                        yield from self._chat(record)
-                    case Pictured():
-                        yield from self._pictured(record)
-                    case BadRecord():
-                        self._leave_out(record)
+    @property
+    def of_bytes(self) -> bool:
+        """Whether bytes are the tokens."""
+        return isinstance(self._given, ByteTokenizer)
 
-    def _encode(self, texts: Iterable[str], starts: bool) -> list[list[int]]:
+    def encode(self, batch: Sequence[Record]) -> Iterator[Encoded]:
+        """Yield the documents of a batch of records, in their order."""
+        texts = iter(self._tokens((text for text, starts in _texts(batch) if starts), starts=True))
+        rest = iter(self._tokens((text for text, starts in _texts(batch) if not starts), starts=False))
+        for record in batch:
+            match record:
+                case Text():
+                    ids = next(texts if record.first else rest) + (self._end() if record.last else [])
+                    yield Encoded(_ids(ids), None, example=False, last=record.last)
+                case Completion():
+                    yield _completion(next(texts), next(rest) + self._end())
+                case Row():
+                    yield Encoded(record.ids, None, example=not record.stream, last=record.last)
+                case Chat() if self._images is not None:
+                    yield from self._chat_of_parts(record)
+                case Chat():
+                    yield from self._chat(record)
+                case Pictured():
+                    yield from self._pictured(record)
+                case BadRecord():
+                    self._leave_out(record)
+
+    def _tokens(self, texts: Iterable[str], starts: bool) -> list[list[int]]:
         batch = list(texts)
         return self._tokenizer.encode(batch, starts) if batch else []
 
@@ -143,7 +147,8 @@ class Encoder:
         self.skipped += 1
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records as many at once as are tokenized together."""
     batch: list[Record] = []
     characters = 0
     for record in records:

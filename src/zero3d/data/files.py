@@ -5,9 +5,10 @@
     jsonl    .jsonl .ndjson .json        a line
     npy      .npy                        the array (1-D) or a row of it (2-D)
     parquet  .parquet                    a row
+    arrow    .arrow                      a row
 
 `stdlib` stands for the text of Python's standard library without its tests. Folders are read with
-everything below them, in sorted order, without hidden files.
+everything below them, in sorted order, without hidden files; those of the datasets library as it wrote them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from typing import NamedTuple
 from zero3d.config.hints import nearest
 from zero3d.config.sections import Data
 from zero3d.config.sources import Part, names_function, parts_of
+from zero3d.data.saved_datasets import SPLITS, files_of, is_bookkeeping, is_saved, split_of
 from zero3d.errors import DataError, short
 from zero3d.reading import Unreadable, check_regular
 
 STDLIB = "stdlib"
+HELD_OUT = "validation"  # the split of a folder with several that data.validation means
 SUFFIXES = {
     "text": (".txt", ".md", ".text", ".py"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "npy": (".npy",),
     "parquet": (".parquet",),
+    "arrow": (".arrow",),
 }
 NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -42,16 +46,19 @@ class Source(NamedTuple):
     format: str
 
 
-def find_sources(paths: Sequence[str], format: str = "auto") -> list[Source]:
-    """Return all files behind `paths`, each folder's sorted. Raises DataError where there are none."""
+def find_sources(paths: Sequence[str], format: str = "auto", split: str = "train") -> list[Source]:
+    """Return all files behind `paths`, each folder's sorted. Raises DataError where there are none.
+
+    split  taken of a folder with several
+    """
     if not paths:
         raise DataError("no data: give data.train files or folders.")
-    return [source for path in paths for source in _find(path, format)]
+    return [source for path in paths for source in _find(path, format, split)]
 
 
 def parts_of_data(data: Data) -> list[Part]:
     """Return all that is read, to train on and to evaluate on."""
-    held_out = parts_of(data.validation, data.format) if isinstance(data.validation, tuple) else []
+    held_out = parts_of(data.validation, data.format, HELD_OUT) if isinstance(data.validation, tuple) else []
     return parts_of(data.train, data.format) + held_out
 
 
@@ -71,15 +78,15 @@ def check_paths(data: Data) -> None:
 def check_path(path: str, format: str) -> None:
     """Refuse a file or folder that is not there or cannot be read, without a look into a folder. Raises DataError."""
     if path == STDLIB or not _is_folder(_place(path)):
-        _find(path, format)
+        _find(path, format, "")
 
 
-def _find(path: str, format: str) -> list[Source]:
+def _find(path: str, format: str, split: str) -> list[Source]:
     if path == STDLIB:
         return _library(format)
     place = _place(path)
     if _is_folder(place):
-        return _in_folder(place, format)
+        return _in_folder(split_of(place, split), format)
     known_format = format if format != "auto" else _format_of(place)
     if known_format is None:
         known = " ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
@@ -91,6 +98,8 @@ def _find(path: str, format: str) -> list[Source]:
 
 
 def _in_folder(folder: Path, format: str) -> list[Source]:
+    if is_saved(folder) and format in ("auto", "arrow"):
+        return [Source(file.resolve(), "arrow") for file in files_of(folder)]
     files = list(_visible_files(folder))
     if format == "auto":
         sources = [Source(file.resolve(), known) for file in files if (known := _format_of(file))]
@@ -118,7 +127,10 @@ def _library(format: str) -> list[Source]:
 
 def _visible_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if path.name == SPLITS:
+            raise DataError(f"{path.parent} is a DatasetDict, below {folder}: name it, or one of its splits, itself.")
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and not is_bookkeeping(path):
             yield path
 
 

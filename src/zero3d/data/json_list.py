@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from zero3d.errors import DataError
 
@@ -13,12 +13,21 @@ PIECE = 1 << 20  # characters read at once
 LONGEST = 1 << 26  # characters of an item
 
 
-def list_items(path: Path) -> Iterator[Any]:
-    """Yield the items of a list. Raises DataError where it ends too early or is damaged, behind which item."""
+def list_items(path: Path, passed: Callable[[int], None] = lambda read: None) -> Iterator[Any]:
+    """Yield the items of a list. Raises DataError where it ends too early or is damaged, behind which item.
+
+    passed  called with the length of each piece that is read
+    """
     number = 0
     with path.open(encoding="utf-8-sig") as file:
+
+        def more(characters: int) -> str:
+            piece = file.read(characters)
+            passed(len(piece))
+            return piece
+
         try:
-            for value in _items(file):
+            for value in _items(more):
                 number += 1
                 yield value
         except (ValueError, RecursionError) as error:
@@ -28,12 +37,12 @@ def list_items(path: Path) -> Iterator[Any]:
             ) from error
 
 
-def _items(file: TextIO) -> Iterator[Any]:
-    """Yield the items of a list; ValueError where it is none."""
+def _items(more: Callable[[int], str]) -> Iterator[Any]:
+    """Yield the items of a list that comes in pieces; ValueError where it is none."""
     decode = json.JSONDecoder().raw_decode
-    text, first = file.read(PIECE).lstrip()[1:], True
+    text, first = more(PIECE).lstrip()[1:], True
     while True:
-        text = text.lstrip() or file.read(PIECE).lstrip()
+        text = text.lstrip() or more(PIECE).lstrip()
         if text[:1] == "]":
             return
         if not first:
@@ -46,7 +55,7 @@ def _items(file: TextIO) -> Iterator[Any]:
             try:
                 value, stop = decode(text)
             except json.JSONDecodeError:
-                piece = file.read(max(PIECE, len(text)))
+                piece = more(max(PIECE, len(text)))
                 if not piece or len(text) > LONGEST:
                     raise
                 text += piece

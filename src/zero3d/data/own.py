@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence as Listed
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -29,8 +29,34 @@ from zero3d.errors import DataError, Zero3dError, short
 WANTED = "{input_ids: [tokens], labels: [tokens]}, {text}, {prompt, completion} or {messages}"
 
 
+class Items(Protocol):
+    """Records that are read by index.
+
+    name    what messages call all of them
+    says    what decides them: a run goes on only with the same
+    where   where one that cannot be used is put right: the function, the file
+    """
+
+    name: str
+    count: int
+    says: str
+    where: str
+
+    def place(self, index: int) -> str:
+        """Return what a message calls an item."""
+
+    def item(self, index: int) -> Mapping[str, Any]:
+        """Return an item. Raises DataError."""
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each item [items]. Raises DataError, ConfigError where nobody knows."""
+
+
 class OwnData:
     """What a function returned: checked access by index. Pickling carries the function's name."""
+
+    where = "function"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,6 +72,7 @@ class OwnData:
         self.count = self._try(lambda: len(self._items), " when asked for its length")
         if not self.count:
             raise DataError(f"{name} returns a {kind} of length 0: there is nothing to train on.")
+        self.says = f"{name} {self.count}"
 
     def __reduce__(self) -> tuple[type[OwnData], tuple[str]]:
         return OwnData, (self.name,)
@@ -91,13 +118,13 @@ class OwnSamples:
     truncated = dropped = 0
 
     def __init__(
-        self, own: OwnData, indices: Ints, length: int, tokenizer: Tokenizer | None, *,
+        self, own: Items, indices: Ints, length: int, tokenizer: Tokenizer | None, *,
         vocabulary: int | None = None, multiple: int = 1,
     ) -> None:  # fmt: skip
         self.length = length
         self.documents = len(indices)
         self._own, self._indices = own, indices
-        self._encoder = Encoder(tokenizer, remedy="Correct it in the function.")
+        self._encoder = Encoder(tokenizer, remedy=f"Correct it in the {own.where}.")
         self._pad = tokenizer.pad if tokenizer else 0
         self._vocabulary, self._multiple = vocabulary, multiple
 
@@ -125,7 +152,7 @@ class OwnSamples:
         if (labels == IGNORED).all():
             raise DataError(
                 f"{place} has no target among its first {len(ids):,} tokens, and a loss without one is 0/0: leave it "
-                "out in the function, or set a larger data.length."
+                f"out in the {self._own.where}, or set a larger data.length."
             )
         return ids, labels
 
@@ -146,10 +173,10 @@ class OwnSamples:
             raise DataError(f"{place} gives the keys {', '.join(map(short, item)) or 'none'}; wanted is {WANTED}.")
         record = record_of(item, place)
         if isinstance(record, BadRecord):
-            raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the function.")
-        ids, targets, *_ = next(iter(self._encoder.documents([record])))
+            raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the {self._own.where}.")
+        ids, targets, *_ = next(self._encoder.encode([record]))
         if not len(ids):
-            raise DataError(f"{place} is empty: leave it out in the function.")
+            raise DataError(f"{place} is empty: leave it out in the {self._own.where}.")
         return ids, ids if targets is None else numpy.where(targets == 0, IGNORED, ids)
 
     def stack(self, samples: Listed[Sample]) -> Batch:
@@ -158,8 +185,8 @@ class OwnSamples:
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """The function's name and how many items it has: what they hold is its own business."""
-        digest = hashlib.sha256(f"{self._own.name} {self._own.count}".encode()).hexdigest()[:16]
+        """What the items say of themselves: of a function its name and their number, what they hold is its business."""
+        digest = hashlib.sha256(self._own.says.encode()).hexdigest()[:16]
         return {
             "length": self.length, "packing": False, "sequences": len(self), "documents": len(self), "digest": digest,
         }  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -23,17 +23,18 @@ from zipfile import BadZipFile
 import numpy
 from numpy.typing import NDArray
 
+from zero3d.data.columns import NoColumn, read_rows
 from zero3d.data.conversations import Malformed, Messages, from_llava, from_messages, has_images
 from zero3d.data.files import Source
 from zero3d.data.json_list import list_items
-from zero3d.errors import ConfigError, DataError, short
+from zero3d.errors import DataError, short
 
 PIECE = 1 << 18  # characters of a text file that are tokenized at once
 ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
 KEYS = ("text", "prompt", "completion", "messages")
-OF_IMAGES = ("conversations", "image")
+COLUMNS = (*KEYS, "conversations", "image")
 
 
 class Text(NamedTuple):
@@ -85,20 +86,26 @@ class BadRecord(NamedTuple):
 
 
 Record = Text | Completion | Chat | Pictured | Row | BadRecord
+Passed = Callable[[int], None]
 
 
-def read(source: Source) -> Iterator[Record]:
-    """Yield the records of one file. Raises DataError for what no line is to blame for."""
-    reader = {"text": _text, "jsonl": _lines, "npy": _array, "parquet": _parquet}[source.format]
+def read(source: Source, passed: Passed = lambda read: None) -> Iterator[Record]:
+    """Yield the records of one file. Raises DataError for what no line is to blame for.
+
+    passed  called with how many bytes more have been read
+    """
     try:
-        yield from reader(source.path)
+        if source.format in ("parquet", "arrow"):
+            yield from _rows(source, passed)
+        else:
+            yield from {"text": _text, "jsonl": _lines, "npy": _array}[source.format](source.path, passed)
     except OSError as error:
         raise DataError(f"{source.path} cannot be read: {error.strerror or error}.") from error
 
 
 def has_pictures(source: Source) -> bool:
     """Say whether the first record of a file of records is a conversation with images."""
-    if source.format not in ("jsonl", "parquet"):
+    if source.format not in ("jsonl", "parquet", "arrow"):
         return False
     try:
         return isinstance(next(read(source), None), Pictured)
@@ -106,17 +113,23 @@ def has_pictures(source: Source) -> bool:
         return False
 
 
-def _text(path: Path) -> Iterator[Record]:
+def _text(path: Path, passed: Passed) -> Iterator[Record]:
     """Yield a file as one document, a long one in pieces that end with a line."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             piece, first = file.read(PIECE) + file.readline(PIECE), True
             while piece:
+                passed(len(piece))
                 ahead = file.read(PIECE) + file.readline(PIECE)
                 yield Text(piece, str(path), first, last=not ahead)
                 piece, first = ahead, False
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{_undecodable_line(path)} is not UTF-8 text: {error.reason}.") from None
+
+
+def read_text(path: Path) -> str:
+    """Return a whole text file. Raises OSError, DataError."""
+    return "".join(record.text for record in _text(path, lambda read: None) if isinstance(record, Text))
 
 
 def _undecodable_line(path: Path) -> int:
@@ -129,20 +142,23 @@ def _undecodable_line(path: Path) -> int:
     return 0
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path, passed: Passed) -> Iterator[Record]:
     with path.open("rb") as file:
         if file.read(LOOK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield from _list(path)
+            yield from _list(path, passed)
             return
         file.seek(0)
         for number, raw in enumerate(file, 1):
             place = f"{path}:{number}"
+            passed(len(raw))
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
-                yield _line(raw, place)
+                value = parse_line(raw, place)
+                yield value if isinstance(value, BadRecord) else record_of(value, place)
 
 
-def _line(raw: bytes, place: str) -> Record:
+def parse_line(raw: bytes, place: str) -> dict[str, Any] | BadRecord:
+    """Return the object that a line of a jsonl file holds, or why it is none."""
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -155,12 +171,12 @@ def _line(raw: bytes, place: str) -> Record:
         return BadRecord("not a record: nested too deeply", place)
     if not isinstance(value, dict):
         return BadRecord(f"one JSON object a line is wanted, and this is a {type(value).__name__}", place)
-    return record_of(value, place)
+    return value
 
 
-def _list(path: Path) -> Iterator[Record]:
+def _list(path: Path, passed: Passed) -> Iterator[Record]:
     """Yield the records of a file that is one JSON list."""
-    for number, value in enumerate(list_items(path), 1):
+    for number, value in enumerate(list_items(path, passed), 1):
         place = f"{path}:record {number}"
         if isinstance(value, dict):
             yield record_of(value, place)
@@ -168,32 +184,26 @@ def _list(path: Path) -> Iterator[Record]:
             yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _rows(source: Source, passed: Passed) -> Iterator[Record]:
+    path, number = source.path, 0
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ConfigError(f"{path}: reading parquet needs pyarrow: type pip install 'zero3d[data]'.") from None
-    try:
-        file = parquet.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name in (*KEYS, *OF_IMAGES)]
-        if not columns:
-            raise DataError(f"{path}: {_wanted(file.schema_arrow.names)}")
-        number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
-            for value in batch.to_pylist():
+        for rows in read_rows(path, source.format, COLUMNS, passed):
+            for value in rows:
                 number += 1
                 yield record_of(value, f"{path}:row {number}")
-    except ArrowException as error:
-        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+    except NoColumn as error:
+        raise DataError(f"{path}: {wanted_keys(error.columns)}") from None
 
 
-def _array(path: Path) -> Iterator[Record]:
+def _array(path: Path, passed: Passed) -> Iterator[Record]:
     array = _open_array(path)
     if array.ndim == 1:
         for start in range(0, len(array), ROWS):
+            passed(array[start : start + ROWS].nbytes)
             yield Row(array[start : start + ROWS], str(path), stream=True, last=start + ROWS >= len(array))
     else:
         for number, row in enumerate(array, 1):
+            passed(row.nbytes)
             yield Row(row, f"{path}:row {number}", stream=False)
 
 
@@ -239,7 +249,7 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
         return BadRecord(why, place) if why else Chat(value["messages"], place)
     keys = ("prompt", "completion") if "prompt" in value and "completion" in value else ("text",)
     if keys[0] not in value:
-        return BadRecord(_wanted(value), place)
+        return BadRecord(wanted_keys(value), place)
     for key in keys:
         if why := _bad_text(value[key]):
             return BadRecord(f"{key} {why}", place)
@@ -248,7 +258,8 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
     return Completion(value["prompt"], value["completion"], place)
 
 
-def _wanted(keys: Any) -> str:
+def wanted_keys(keys: Any) -> str:
+    """Say what keys there are and which are wanted."""
     names = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
     return f"the keys are {names}; wanted is text, or prompt and completion, or messages, or image and conversations."
 

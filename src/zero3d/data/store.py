@@ -22,7 +22,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from zero3d.data.files import Source
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import ImageWriter, Pictures
 from zero3d.data.packing import Documents
-from zero3d.data.records import read
+from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import DataError
 from zero3d.reading import Unreadable, read_object
@@ -118,14 +118,14 @@ def prepare(
     skip: bool = False,
     vocabulary: int | None = None,
     verify: bool = True,
-    made: Callable[[], None] = lambda: None,
+    how: Tokenizing = QUIETLY,
     images: ImageTokens | None = None,
 ) -> TokenStore:
     """Return the tokens of `sources`: found in the cache, or made. Every call with the same data finds the same folder.
 
     `vocabulary` (else the tokenizer's size) says how wide a token is. `verify` reads all of a folder that is
-    there already; without it somebody else has. `made` is called with every document. `images` makes tokens of those
-    that conversations have. Raises DataError.
+    there already; without it somebody else has. `how` changes no byte. `images` makes tokens of those that
+    conversations have. Raises DataError.
     """
     root = Path(cache or CACHE).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
@@ -137,7 +137,7 @@ def prepare(
             root.mkdir(parents=True, exist_ok=True)
             building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
         try:
-            _build(building, sources, Encoder(tokenizer, skip, images=images), dtype, made)
+            _build(building, sources, Encoder(tokenizer, skip, images=images), dtype, how)
             with _cache_errors(root):
                 _commit(building, folder)
         finally:
@@ -179,17 +179,15 @@ def _open(folder: Path, verify: bool = True) -> TokenStore | None:
 
 
 def _build(
-    folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str, made: Callable[[], None]
+    folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str, how: Tokenizing
 ) -> None:  # fmt: skip
     root = folder.parent
     with ExitStack() as stack:
         with _cache_errors(root):
             writer = stack.enter_context(_Writer(folder, Meta(dtype, files=len(sources)), encoder.takes_images))
-        for source in sources:
-            for document in encoder.documents(read(source)):
-                with _cache_errors(root):
-                    writer.add(document, source.path)
-                made()
+        for path, document in how.documents(sources, encoder):
+            with _cache_errors(root):
+                writer.add(document, path)
         writer.meta.skipped = encoder.skipped
         if not writer.meta.tokens:
             names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")

@@ -11,6 +11,7 @@ import torch
 from zero3d.config import Batch, Config, asked_dp, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
+from zero3d.data.tokenize import Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
@@ -50,10 +51,13 @@ def open_mesh(config: Config) -> Mesh:
     return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp)
 
 
-def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: None) -> Inputs:
+def open_inputs(
+    config: Config, check: Callable[[Mesh], None] = lambda mesh: None, say: Callable[[str], None] = lambda line: None
+) -> Inputs:
     """Check everything that can be checked, read headers, tokenize. Raises the same Zero3dError on all ranks.
 
-    `check` comes first, on every rank. One rank of each machine tokenizes; the others wait for it as long as it takes.
+    `check` comes first, on every rank; `say` is called with lines for people where tokenizing takes long. One rank of
+    each machine tokenizes; the others wait for it as long as it takes.
     """
     mesh = open_mesh(config)
     with mesh.waiting_room() as everyone:
@@ -65,8 +69,8 @@ def open_inputs(config: Config, check: Callable[[Mesh], None] = lambda mesh: Non
 
         def read(verify: bool) -> DataSet:
             slices = slices_of(config, mesh)
-            made = partial(mesh.heartbeat.work, b"tokenizing")
-            return open_data(config.data, tokenizer, vocabulary, slices, verify, made, vision)
+            how = Tokenizing(made=partial(mesh.heartbeat.work, b"tokenizing"), say=say)
+            return open_data(config.data, tokenizer, vocabulary, slices, verify, vision, how)
 
         with mesh.heartbeat.phase("data"):
             first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)

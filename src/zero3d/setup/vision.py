@@ -45,5 +45,5 @@ def _has_images(config: Config) -> bool:
         has_pictures(source)
         for part in parts_of_data(config.data)
         if function_of(part) is None
-        for source in find_sources(part.paths, part.format)
+        for source in find_sources(part.paths, part.format, part.split)
     )

@@ -120,7 +120,7 @@ def run(config: Config, start: Start, progress: Progress, lock: FolderLock | Non
 
 def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, post_mortem: PostMortem) -> Result:
     """Open everything, train, and finish."""
-    inputs = open_inputs(config, lambda mesh: begin(config, start, lock, mesh.rank))
+    inputs = open_inputs(config, lambda mesh: begin(config, start, lock, mesh.rank), progress.say)
     post_mortem.mesh = inputs.mesh
     module = inputs.opened.module
     options, layers = forward_options(module), len(find_blocks(module))
