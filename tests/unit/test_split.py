@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from deep import deep
-from families import family, llava
+from families import family
 from models import VOCAB, Net, adamw, batch, bits, clone, net
 from torch import nn
 
@@ -467,13 +467,6 @@ def test_of_several_lists_of_blocks_one_that_can_be_cut_is_proposed():
     assert named(error) == "layers"
     output, _ = run(chunks_of(model, [2, 1], blocks=named(error)), batch(0), {})
     assert bits([output]) == bits([model(batch(0))])
-
-
-def test_a_model_of_images_and_text_is_told_at_once_that_it_trains_without_a_pipeline():
-    with pytest.raises(ConfigError, match=r"None of them can be cut alone.*vision_tower.*Pass pp=1") as error:
-        split(llava(), [1, 1], 0)
-    assert "blocks='model.language_model.layers'" in str(error.value)  # whose reason is given, not a remedy
-    assert "Name the one" not in str(error.value)
 
 
 @pytest.mark.parametrize("model", [net(layers=1), deep("llama", layers=1)], ids=["net", "llama"])

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tiers import Tiers, open_tiers
+from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
-from zero3d.models.images import BlankImages, sees_images
+from zero3d.models.images import BlankImages
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
 from zero3d.watchdog.heartbeat import Heartbeat

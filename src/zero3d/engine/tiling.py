@@ -14,8 +14,8 @@ from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.memory.budget import decimal, parse_size
+from zero3d.models.bases import model_of
 from zero3d.models.blocks import computed_in
-from zero3d.models.chain import model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.tiled_loss import Ranks, defer_logits, find_head

@@ -12,7 +12,6 @@ matter, and a model that is no chain is refused instead of trained wrongly.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,11 @@ from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import host_value
+from zero3d.models.bases import base_of, language_model
 from zero3d.models.blocks import find_blocks, owns
+from zero3d.models.copies import copy_with, without_weights
+from zero3d.models.image_trial import TrialImages, trial_images
+from zero3d.models.images import INPUTS
 from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import ChunkTensors, Placeholder, SkippedModule, first_argument
 from zero3d.nested import tensors_in
@@ -65,10 +68,11 @@ def find_chain(model: nn.Module, blocks: str | None = None) -> Chain:
 def _chain_of(model: nn.Module, name: str) -> Chain:
     """Return the chain whose blocks are in the list of this name. Raises ConfigError."""
     outside = _outside(model, name)
+    images = trial_images(model, outside)
     refusals = []
     for tuples in (False, True):
         try:
-            record = _trial(model, name, outside, tuples)
+            record = _trial(model, name, outside, tuples, images)
             chain = _sorted(model, name, outside, record, tuples)
         except ConfigError as error:
             refusals.append(error)
@@ -76,25 +80,6 @@ def _chain_of(model: nn.Module, name: str) -> Chain:
             _check_later_stage(model, chain, outside, record)
             return chain
     raise refusals[0]
-
-
-def copy_with(model: nn.Module, replaced: Mapping[nn.Module | Tensor, object]) -> Any:
-    """Copy the modules of a model, but for those `replaced` by something else; tensors are shared."""
-    memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    memo |= {id(old): new for old, new in replaced.items()}
-    return copy.deepcopy(model, memo)
-
-
-def base_of(model: Any) -> Any:
-    """Return the Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
-    inner = inner_model(model)
-    return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
-
-
-def model_of(module: nn.Module) -> nn.Module:
-    """Return the model that a pipeline's chunk was cut from, with its class and methods; any other module itself."""
-    model: nn.Module = vars(module).get("_model", module)
-    return model
 
 
 def block_lists(model: nn.Module, name: str | None) -> list[str]:
@@ -105,6 +90,8 @@ def block_lists(model: nn.Module, name: str | None) -> list[str]:
             return [name]
         raise ConfigError(f"blocks={name!r} names no list of modules of {type(model).__name__}. {_listed(lists)}")
     of_blocks = {block.rpartition(".")[0] for block in find_blocks(model)} & set(lists)
+    if text := language_model(model):
+        of_blocks = {name for name in of_blocks if name.startswith(f"{text}.")}
     if of_blocks:
         return sorted(of_blocks)
     single = _lists_of_one(lists)
@@ -185,12 +172,14 @@ class _TrialRecord:
     """Records a trial run: which modules and blocks were called, and on what.
 
     ids            the token ids of the run
+    of_all_stages  what later pipeline stages get beside it, too
     order          names of modules outside the blocks, and indices of blocks, as they were called
     latest         the hidden state that the latest block returned
     other_tensors  tensors that each block was given beside its hidden state
     """
 
     ids: Tensor
+    of_all_stages: dict[str, Tensor] = field(default_factory=dict)
     order: list[str | int] = field(default_factory=list)
     latest: Tensor | None = None
     other_tensors: list[list[Tensor]] = field(default_factory=list)
@@ -219,23 +208,31 @@ class _TrialBlock(Placeholder):
         return (record.latest,) if self._tuples else record.latest
 
 
-def _trial(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool) -> _TrialRecord:
-    """Run a copy on two sequences of three tokens and return what was called."""
-    record = _TrialRecord(torch.zeros(2, 3, dtype=torch.long, device="cpu"))
+def _trial(
+    model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], tuples: bool, images: TrialImages | None
+) -> _TrialRecord:
+    """Run a copy on two sequences of three tokens, and an image where it takes some; return what was called."""
+    record = _TrialRecord(torch.zeros(2, 3, dtype=torch.long, device="cpu") if images is None else images.ids)
     trial = _copy_without_weights(model, blocks, record, tuples, {})
     base = base_of(trial)
     for name in outside:
         trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: record.order.append(name))
     run = trial if base is None else base
+    inputs: dict[str, Tensor] = {}
+    if images is not None:
+        inputs, record.order[:] = images.inputs, images.ran
+        record.of_all_stages = {name: t for name, t in inputs.items() if name not in INPUTS}
+        base.get_image_features = lambda *_, **__: images.features
     try:
         with torch.enable_grad(), torch.device("cpu"):
-            run(record.ids, **forward_options(run))
+            run(record.ids, **forward_options(run), **inputs)
     except ConfigError as error:
         raise ConfigError(f"{_refusal(model)}: {error}. Pass pp=1.") from error
     except Exception as error:  # any error of its own, quoted
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with token ids [2, 3] it says {type(error).__name__}: {line}. Pass pp=1."
+            f"{_refusal(model)}: called with token ids {list(record.ids.shape)} it says {type(error).__name__}: "
+            f"{line}. Pass pp=1."
         ) from error
     return record
 
@@ -245,7 +242,7 @@ def _copy_without_weights(
 ) -> Any:
     """Copy a model in eval mode without weights, with trial blocks and with `others` replaced."""
     children = list(model.get_submodule(blocks).children())
-    replaced: dict[nn.Module | Tensor, object] = {t: _weightless(t) for t in (*model.parameters(), *model.buffers())}
+    replaced = without_weights(model)
     replaced |= {block: _TrialBlock(block, index, record, tuples) for index, block in enumerate(children)}
     return copy_with(model, replaced | others).eval()
 
@@ -261,11 +258,11 @@ def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.
     base = base_of(_copy_without_weights(model, chain.blocks, record, chain.tuples, skipped))
     try:
         with torch.no_grad(), torch.device("cpu"):
-            base(inputs_embeds=hidden, **forward_options(base))
+            base(inputs_embeds=hidden, **first.of_all_stages, **forward_options(base))
     except Exception as error:  # any error of its own, quoted
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with inputs_embeds [2, 3, {chain.width}] in the place of token ids, as later "
+            f"{_refusal(model)}: called with inputs_embeds {list(hidden.shape)} in the place of token ids, as later "
             f"stages are, it says {type(error).__name__}: {line}. Pass pp=1."
         ) from error
     if hidden._version > 0:
@@ -286,16 +283,6 @@ def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     if [t.shape for t in first] != [t.shape for t in second]:
         return False
     return all(host_value((a == b).all().view(1), [1.0]) == [1.0] for a, b in zip(first, second, strict=True))
-
-
-def _weightless(t: Tensor) -> Tensor:
-    """Return zeros of this shape and dtype on the CPU; for a parameter in the memory of one element.
-
-    Buffers have memory of their own, since forwards write to them.
-    """
-    if not isinstance(t, nn.Parameter):
-        return torch.zeros(t.shape, dtype=t.dtype)
-    return torch.zeros((), dtype=t.dtype).expand(t.shape).requires_grad_(t.is_floating_point())
 
 
 def _refusal(model: nn.Module) -> str:
@@ -327,6 +314,8 @@ def _sorted(model: nn.Module, blocks: str, outside: Mapping[str, nn.Module], see
             later.append(name)
         elif owns(module):
             fault = "runs between blocks" if where[1] else "runs at both ends" if any(where) else "never runs"
-            raise ConfigError(f"{_refusal(model)}: called with token ids [2, 3], {name} {fault}. Pass pp=1.")
+            raise ConfigError(
+                f"{_refusal(model)}: called with token ids {list(seen.ids.shape)}, {name} {fault}. Pass pp=1."
+            )
     assert seen.latest is not None
     return Chain(blocks, length, tuple(before), tuple(later), tuples, seen.latest.shape[-1])

@@ -19,17 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.chain import base_of, model_of
+from zero3d.models.bases import base_of, model_of
 from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
 SIDE = 448  # pixels of an image for towers that take any size
-
-
-def sees_images(model: nn.Module) -> bool:
-    """Say whether a model is a Hugging Face vision-language model: one base model makes features of images."""
-    base = base_of(model_of(model))
-    return hasattr(base, "get_image_features") and hasattr(getattr(base, "config", None), "vision_config")
+INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")  # what towers read
+TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
 def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
@@ -42,7 +38,7 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     vision = config.vision_config
     if "image_grid_thw" in takes:
         patch, merge = vision.patch_size, vision.spatial_merge_size
-        side = merge if smallest else max(SIDE // patch // merge, 1) * merge
+        side = 2 * merge if smallest else max(SIDE // patch // merge, 2) * merge
         channels = getattr(vision, "in_channels", 3)
         values = torch.ones(side * side, channels * vision.temporal_patch_size * patch**2)
         return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, side, side]])}

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 
 from zero3d.distributed.axis import Axis
 from zero3d.errors import ConfigError
-from zero3d.models.chain import Chain, base_of, copy_with, find_chain
+from zero3d.models.bases import base_of
+from zero3d.models.chain import Chain, find_chain
+from zero3d.models.copies import copy_with
+from zero3d.models.images import INPUTS
 from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import (
     ChunkDone,
@@ -110,6 +113,8 @@ class ModelChunk(nn.Module):
             return self._run_plain(model, entering, batch)
         # The hidden state itself enters at the first block; here it tells shape, dtype and device.
         start = {"input_ids": entering} if self.is_first else {"inputs_embeds": entering.detach()}
+        if not self.is_first:
+            batch = {key: value for key, value in batch.items() if key not in INPUTS}
         if self.is_last:
             return model(**start, **batch | forward_options(model))
         batch = {key: value for key, value in batch.items() if key not in OF_THE_HEAD}

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero3d.activations.targets import attentions_in
 from zero3d.distributed.ledger import Ledger
-from zero3d.models.chain import copy_with
+from zero3d.models.copies import copy_with
 from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.nested import tensors_out

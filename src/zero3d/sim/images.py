@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from zero3d.models.chain import copy_with
-from zero3d.models.images import image_features, image_inputs, sees_images
+from zero3d.models.bases import sees_images
+from zero3d.models.copies import copy_with
+from zero3d.models.images import TOLD_APART, image_features, image_inputs
 from zero3d.models.packing import inner_model
 from zero3d.sim.patches import without_values
 from zero3d.sim.stand_ins import empty_like
 
 TEXT_ALONE = "as text alone"
-TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
 class Images(NamedTuple):

@@ -23,7 +23,7 @@ from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import ALL
-from zero3d.models.images import sees_images
+from zero3d.models.bases import sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part

@@ -20,9 +20,9 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
+from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, partition
-from zero3d.models.chain import base_of, block_lists, find_chain
-from zero3d.models.images import sees_images
+from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.packing import inner_model
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
@@ -84,10 +84,8 @@ def _longest_list(model: nn.Module) -> PartNames:
             f"{type(model).__name__} has no list of two or more blocks, which a plan is made of: put its "
             "blocks in an nn.ModuleList."
         )
-    if sees_images(model):
-        names_of = {module: name for name, module in model.named_modules()}
-        language = names_of[base_of(model).get_decoder()]
-        lists = {name: blocks for name, blocks in lists.items() if name.startswith(f"{language}.")} or lists
+    language = language_model(model)
+    lists = {name: blocks for name, blocks in lists.items() if name.startswith(language)} or lists
     main = max(lists, key=lambda name: sum(p.numel() for p in model.get_submodule(name).parameters()))
     names = list(dict(model.named_modules()))
     first = names.index(main)

@@ -10,7 +10,7 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models.chain import model_of
+from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel

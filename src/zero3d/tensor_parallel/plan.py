@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from zero3d.errors import ConfigError
+from zero3d.models.bases import base_of
 from zero3d.models.blocks import find_blocks
-from zero3d.models.chain import base_of
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.tensor_parallel.proposal import propose

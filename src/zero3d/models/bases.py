@@ -1,0 +1,41 @@
+"""What Hugging Face models are made of: a head around a base model; of a vision-language one, a language model in it.
+
+LlamaForCausalLM                   model (base)      lm_head
+LlavaForConditionalGeneration      model (base)      lm_head
+                                     vision_tower, multi_modal_projector, language_model
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zero3d.models.packing import inner_model
+
+
+def base_of(model: Any) -> Any:
+    """Return the Hugging Face model below the head, which takes inputs_embeds; None for any other module."""
+    inner = inner_model(model)
+    return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    """Return the model that a pipeline's chunk was cut from, with its class and methods; any other module itself."""
+    model: nn.Module = vars(module).get("_model", module)
+    return model
+
+
+def sees_images(model: nn.Module) -> bool:
+    """Say whether a model is a Hugging Face vision-language model: one base model makes features of images."""
+    base = base_of(model_of(model))
+    return hasattr(base, "get_image_features") and hasattr(getattr(base, "config", None), "vision_config")
+
+
+def language_model(model: nn.Module) -> str:
+    """Return the name of a vision-language model's module for text, "" for any other model."""
+    if not sees_images(model):
+        return ""
+    decoder: nn.Module = base_of(model_of(model)).get_decoder()
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+    return names[decoder]

@@ -1,0 +1,76 @@
+"""Sequences with images for a run without weights, whose vision tower is not run again.
+
+A tower of half a billion parameters takes seconds for an image on a CPU, even of zeros. So its features are made of
+shapes alone, where it reads no values, and stand for what it would return.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import nullcontext
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from zero3d.models.bases import base_of, sees_images
+from zero3d.models.copies import copy_with, without_weights
+from zero3d.models.images import TOLD_APART, image_inputs
+from zero3d.models.packing import inner_model
+from zero3d.nested import map_tensors, tensors_in
+
+SEQUENCES, TEXT = 2, 3  # sequences of a trial, and tokens of each beside its image's
+
+
+class TrialImages(NamedTuple):
+    """Sequences of an image each.
+
+    ids       [SEQUENCES, tokens of an image + TEXT]
+    inputs    what `forward` takes beside them
+    features  what `get_image_features` returns of these, all zeros
+    ran       names of the modules that make them, of those asked for
+    """
+
+    ids: Tensor
+    inputs: dict[str, Tensor]
+    features: Any
+    ran: tuple[str, ...]
+
+
+def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None:
+    """Return sequences with images of the smallest size that a model takes; None of one that takes no images."""
+    if not sees_images(model):
+        return None
+    one = image_inputs(model, smallest=True)
+    inputs = {name: t.repeat(SEQUENCES, *[1] * (t.dim() - 1)) for name, t in one.items()}
+    try:
+        features, ran = _features(model, inputs, modules, shapes=True)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        features, ran = _features(model, inputs, modules, shapes=False)
+    tokens = sum(prod(t.shape[:-1]) for t in tensors_in(features.pooler_output)) // SEQUENCES
+    base = base_of(model)
+    ids = torch.zeros(SEQUENCES, tokens + TEXT, dtype=torch.long, device="cpu")
+    ids[:, 1 : 1 + tokens] = base.config.image_token_id
+    takes = inspect.signature(inner_model(model).forward).parameters
+    kinds = {name: (ids == base.config.image_token_id).long() for name in TOLD_APART if name in takes}
+    return TrialImages(ids, inputs | kinds, features, ran)
+
+
+def _features(
+    model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str], shapes: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """Return zeros in the shape of features, and which of these modules ran; `shapes`: without computing any."""
+    ran: list[str] = []
+    trial = copy_with(model, without_weights(model)).eval()
+    for name in modules:
+        trial.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+    dtype = next(trial.parameters()).dtype
+    given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+    dry = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    with FakeTensorMode(allow_non_fake_inputs=True) if shapes and not dry else nullcontext(), torch.no_grad():
+        features = base_of(trial).get_image_features(**given, return_dict=True)
+    return map_tensors(features, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")), tuple(ran)
