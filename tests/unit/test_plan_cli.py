@@ -198,6 +198,6 @@ def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
     assert told["model"]["params"] - told["model"]["trainable"] == 7_063_427_072  # of llava-hf/llava-1.5-7b-hf
     assert told["model"]["trainable"] == 32 * 128 * (4 * 2 * 4096 + 3 * (4096 + 11008))  # r (in + out) of 7 matrices
     for row in told["plans"]:
-        assert row["plan"]["dp"] * row["plan"]["tp"] == gpus
+        assert row["plan"]["dp"] * row["plan"]["tp"] * row["plan"]["pp"] == gpus
         assert 14.1e9 / gpus < row["memory"]["device"] < 0.95 * 48 * 2**30
         assert row["memory"]["host"] > 0
