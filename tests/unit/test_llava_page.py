@@ -3,8 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+import vision
+
 from zero3d.config import load
 from zero3d.config.keys import KEYS
+from zero3d.errors import ConfigError
+from zero3d.models.chain import find_chain
+from zero3d.sim.images import find_images
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -33,6 +39,20 @@ def rows():
 def test_every_flag_of_the_scripts_has_one_row():
     found = [flag for flags, _ in rows() for flag in flags]
     assert sorted(found) == sorted(set(SCRIPT.split() + OTHERS.split()))
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_what_it_says_of_a_family_is_so(family):
+    [row] = [
+        line.split(" | ") for line in (ROOT / "docs" / "llava.md").read_text().splitlines() if f" `{family}` " in line
+    ]
+    made = vision.model(family)
+    assert row[4].startswith("yes") == (find_images(made, 32, packed=False) is not None)
+    if row[3] == "yes":
+        assert find_chain(made).blocks.endswith(".layers")
+    else:
+        with pytest.raises(ConfigError):
+            find_chain(made)
 
 
 def test_every_key_in_it_is_one():
