@@ -64,3 +64,32 @@ def test_ranks_with_images_beside_ranks_without_equal_one_process(ranks, name, s
     for found in (first, second):
         assert found[1] == pytest.approx(norms, rel=1e-4)
         assert found[2] == pytest.approx(weights, rel=1e-3)
+
+
+def generate(engine_or_model, shown, **options):
+    ids, others = shown["input_ids"], {key: value for key, value in shown.items() if key not in ("input_ids", "labels")}
+    return engine_or_model.generate(ids, max_new_tokens=4, do_sample=False, **others, **options).tolist()
+
+
+def generate_on_a_rank(name, stage):
+    """After a step: what this rank's sequences with images go on with, units gathered for all tokens and for each."""
+    rank = torch.distributed.get_rank()
+    engine = zero3d.Engine(model(name), stage=stage, precision="fp32", clip_norm=0.5, optimizer=adamw)
+    shown = batches(name)[3][rank]
+    found = [generate(engine, shown, keep_full=keep) for keep in (True, False)]
+    engine.train_batch([shown])
+    return [*found, generate(engine, shown)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
+    plain = model(name)
+    optimizer = adamw(plain.parameters())
+    wanted = [generate(plain.eval(), shown) for shown in batches(name)[3]]
+    (sum(plain.train()(**shown, use_cache=False).loss for shown in batches(name)[3]) / 2).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    trained = [generate(plain.eval(), shown) for shown in batches(name)[3]]
+    found = ranks(2, generate_on_a_rank, name, stage)
+    assert found == [[each, each, after] for each, after in zip(wanted, trained, strict=True)]

@@ -8,8 +8,9 @@ import torch
 from models import adamw, batch, hf, train_engine
 
 import zero3d
-from zero3d.config import Model
+from zero3d.config import Model, load
 from zero3d.models.open import open_model
+from zero3d.models.trained import open_trained
 
 
 def train_both(folder, stage, precision):
@@ -60,33 +61,52 @@ def status(what):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
-def load_and_measure(folder):
-    """Peak growth of resident memory while an engine is built at stage 3, what it then holds, its largest parameter."""
-    opened = open_model(Model(path=str(folder)))
+def load_and_measure(folder, stage=3, rank=0):
+    """Peak growth of resident memory while an engine is built, what it then holds, its largest parameter."""
+    opened = open_trained(load({"model": {"path": str(folder)}, **({"lora": {"rank": rank}} if rank else {})}))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak restarts from what is resident now
     before = status("VmRSS")
-    engine = zero3d.Engine(opened.module, stage=3, precision="bf16", weights=opened.weights)
+    engine = zero3d.Engine(opened.module, stage=stage, precision="bf16", weights=opened.weights)
     peak = status("VmHWM") - before
     held = sum(entry.measured for entry in engine.memory)
     return peak, held, max(4 * p.numel() for p in engine.module.parameters())
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks")
-def test_no_rank_ever_holds_the_model(ranks, tmp_path):
-    """340 MB in fp32 on two ranks: the peak is what a rank keeps, a few tensors' worth, and a file's pages."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+measured = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks")
 
-    from zero3d.models.load import REOPEN_BYTES
+
+def save_a_large_one(folder):
+    """Save a model of 340 MB in fp32; return how many parameters it has."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=4096, hidden_size=768, intermediate_size=2048, num_hidden_layers=11,
                          num_attention_heads=12, max_position_embeddings=64)  # fmt: skip
     model = LlamaForCausalLM(config)
-    params = sum(p.numel() for p in model.parameters())
-    model.save_pretrained(tmp_path, max_shard_size="60MB")
-    del model
+    model.save_pretrained(folder, max_shard_size="60MB")
+    return sum(p.numel() for p in model.parameters())
+
+
+@measured
+def test_no_rank_ever_holds_the_model(ranks, tmp_path):
+    """The peak is what a rank keeps, a few tensors' worth, and a file's pages."""
+    from zero3d.models.load import REOPEN_BYTES
+
+    params = save_a_large_one(tmp_path)
     for peak, held, largest in ranks(2, load_and_measure, tmp_path):
         beyond = 4 * largest + REOPEN_BYTES
         assert peak < held + beyond
         assert beyond < 2 * params / 2, "holding even the bf16 model's other half would be seen"
+
+
+@measured
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_ranks_peak_does_not_grow_with_ranks_under_adapters(ranks, tmp_path, stage):
+    """The frozen base is in bf16, at stage 3 the less of it the more ranks there are."""
+    params = save_a_large_one(tmp_path)
+    peaks = [max(peak for peak, _, _ in ranks(n, load_and_measure, tmp_path, stage, 4)) for n in (1, 2, 4)]
+    assert max(peaks[1:]) < 1.1 * peaks[0]
+    if stage == 3:
+        assert peaks[0] - peaks[2] > params

@@ -44,6 +44,7 @@ from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.offload import Offload
 from zero3d.memory.record_store import RecordStore
 from zero3d.memory.threads import unwaited
+from zero3d.nested import map_tensors
 from zero3d.precision import Precision
 from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
@@ -269,9 +270,11 @@ class Engine:
         keep_full  keep units gathered until training goes on, so that ranks may generate different
                    lengths; False gathers per use, and ranks must then stay in lockstep
         Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
-        A model's own generate (Hugging Face) takes its other options, too; a pipeline has these three.
+        A model's own generate (Hugging Face) takes its other options, too, such as pixel_values of images; a pipeline
+        has these three.
         """
         ids = input_ids.to(self.mesh.device)
+        options = map_tensors(options, lambda t: t.to(self.mesh.device))
         alone = keep_full or self.dp.size == 1
         with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
