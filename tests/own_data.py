@@ -55,6 +55,20 @@ def late_nonsense():
     return Items(lambda i: {"input_ids": [1, 2, 3] if i in (0, 9) else [1.5]})
 
 
+def pictured():
+    """Conversations about drawn images."""
+    from PIL import Image
+
+    asked = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
+
+    def item(i):
+        colour = ("red", "blue")[i % 2]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": f"a {colour} circle"}]
+        return {"images": [Image.new("RGB", (24 + i, 20 + 3 * i), colour)], "messages": turns}
+
+    return Items(item)
+
+
 generator = lambda: iter([{"text": "a"}])  # noqa: E731
 nothing = of(lambda i: {"text": "ab"}, 0)
 negative = of(lambda i: {"text": "ab"}, -3)

@@ -232,6 +232,74 @@ def test_chats_have_images_as_parts():
         from_messages([{"role": "user", "content": [{"type": "video"}]}])
 
 
+def test_a_column_of_images_is_for_parts_that_name_none():
+    turns = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "image"}]},
+             {"role": "user", "content": "b"}, {"role": "assistant", "content": "a circle"}]  # fmt: skip
+    asked, answer = [turns[0], turns[2]], ("a.png",)
+    assert from_messages(asked, ["a.png"])[1] == answer
+    made, images = from_messages([turns[1], turns[2]], ["a.png", {"bytes": b"", "path": "b.png"}])
+    assert images == ("a.png", {"bytes": b"", "path": "b.png"})
+    assert [part["type"] for part in made[0]["content"]] == ["image", "image", "text"]  # none is named: all come first
+    with pytest.raises(Malformed, match="2 images in images, and 1 of its parts name none: they must be as many"):
+        from_messages(asked, ["a.png", "b.png"])
+    with pytest.raises(Malformed, match="a part of message 0 is neither"):
+        from_messages(asked, [])
+    with pytest.raises(Malformed, match="images is 3"):
+        from_messages(asked, 3)
+
+
+def bytes_of(path):
+    return {"bytes": path.read_bytes(), "path": path.name}
+
+
+def written(folder, kind):
+    """The records of `folder` about images, in the form of another kind of data; how they are given."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [row for row in json.loads((folder / "data.json").read_text()) if "image" in row]
+    if kind == "jsonl":
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        chats = [from_llava(row)[0] for row in rows]
+        columns = {"messages": chats, "images": [[bytes_of(folder / "images" / row["image"])] for row in rows]}
+        parquet.write_table(pyarrow.table(columns), folder / "rows.parquet", row_group_size=5)
+    return f"{folder / 'rows'}.{kind}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_images_are_streamed_as_they_are_kept(folder, kind, tmp_path):
+    given = {"train": written(folder, kind), "streaming": True, "cache": str(tmp_path)}
+    kept, streamed = opened(folder).train, opened(folder, **given).train
+    wanted = [kept[i] for i in range(len(kept)) if kept[i]["images"]]
+    assert len(streamed) == len(wanted) == 12
+    found = streamed.stack([streamed[i] for i in (0, 5, 11)])
+    for name, values in kept.stack([wanted[i] for i in (0, 5, 11)]).items():
+        assert found[name].equal(values), name
+    assert not list(tmp_path.iterdir())
+    assert "pixel_values" not in streamed.stack([streamed[len(streamed)]])  # padding
+    with pytest.raises(DataError, match=r"has images' tokens up to number \d+, which data\.length=6 would cut"):
+        opened(folder, **given | {"length": 6})
+
+
+def test_images_inside_the_data_are_not_kept(folder):
+    with pytest.raises(DataError, match=r"rows\.parquet:row 1: its images are in the data themselves.*streaming=true"):
+        opened(folder, train=written(folder, "parquet"))
+
+
+def test_a_dataset_of_ones_own_gives_images_of_pillow_and_workers_decode_them(folder):
+    from zero3d.config import Batch
+
+    data = opened(folder, train="own_data:pictured").train
+    streams = [BatchStream(data, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
+    for one, other in zip(*map(next, streams), strict=True):
+        assert one["pixel_values"].shape == (2, 3, 28, 28)
+        assert all(one[name].equal(other[name]) for name in one)
+    for stream in streams:
+        stream.close()
+    assert (len(data), data.identity["processor"]) == (10, Vision(folder / "model", TAKES).fingerprint)
+
+
 @pytest.mark.parametrize(("image", "why"), [
     ("none.png", "rows.json:record 1: the image .*none.png does not exist: set data.images"),
     ("text.png", "is no image"),

@@ -115,9 +115,6 @@ def test_what_cannot_be_streamed_is_refused_in_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"no record: .*empty\.jsonl hold nothing"):
         streamed(tmp_path, tmp_path / "empty.jsonl")
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    with pytest.raises(ConfigError, match=r"p\.jsonl has images, and data\.streaming is for texts"):
-        streamed(tmp_path, write_lines(tmp_path / "p.jsonl", [{"conversations": turns}]))
 
 
 def test_a_file_that_shrinks_under_a_run_is_told(tmp_path):

@@ -2,8 +2,10 @@
 
     {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", ...}]}
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": ...}]}]}
+    {"images": ["a.jpg"], "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}]}
 
-become messages whose content is a list of {type: image} and {type: text, text}, and the images' paths in their order.
+become messages whose content is a list of {type: image} and {type: text, text}, and the images in their order. A column
+`images` is for parts that name none; without parts its images come before the first text of the user.
 LLaVA: Liu et al., "Visual Instruction Tuning" (2023).
 """
 
@@ -13,21 +15,23 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from zero3d.data.image_files import is_image
 from zero3d.errors import short
 
 MARK = "<image>"  # where an image stands in a text of LLaVA's
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 PATHS = ("image", "path", "url")  # keys of an image part that may name its file
 Messages = list[dict[str, Any]]
+Images = tuple[Any, ...]  # in the forms of image_files
 
 
 class Malformed(ValueError):
     """Says what is wrong with a conversation."""
 
 
-def from_llava(value: Mapping[str, Any]) -> tuple[Messages, tuple[str, ...]]:
-    """Return messages and image paths of a record of LLaVA's. Raises Malformed."""
-    images = _paths_of(value.get("image"))
+def from_llava(value: Mapping[str, Any]) -> tuple[Messages, Images]:
+    """Return messages and images of a record of LLaVA's. Raises Malformed."""
+    images = _images_of("image", value.get("image"))
     turns = value["conversations"]
     if not isinstance(turns, list) or not turns:
         raise Malformed("conversations is not a list of {from, value}")
@@ -39,10 +43,14 @@ def from_llava(value: Mapping[str, Any]) -> tuple[Messages, tuple[str, ...]]:
     return messages, images
 
 
-def from_messages(value: list[Any]) -> tuple[Messages, tuple[str, ...]]:
-    """Return messages and image paths of a chat, any of whose contents may be a list of parts. Raises Malformed."""
+def from_messages(value: list[Any], given: Any = None) -> tuple[Messages, Images]:
+    """Return messages and images of a chat, any of whose contents may be a list of parts. Raises Malformed.
+
+    given  the record's `images`, for parts that name none
+    """
     messages: Messages = []
-    images: list[str] = []
+    others = list(_images_of("images", given))
+    count, images = len(others), list[Any]()
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Malformed(f"message {index} has no role")
@@ -50,8 +58,15 @@ def from_messages(value: list[Any]) -> tuple[Messages, tuple[str, ...]]:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list):
             raise Malformed(f"content of message {index} is a {type(content).__name__}: a text or a list of parts")
-        messages.append({"role": message["role"], "content": [_part(index, part, images) for part in parts]})
+        messages.append({"role": message["role"], "content": [_part(index, part, images, others) for part in parts]})
     check_turns(messages)
+    if others and not images:
+        first = next(message for message in messages if message["role"] == "user")
+        first["content"] = [{"type": "image"}] * len(others) + first["content"]
+        images, others = others, []
+    if others:
+        raise Malformed(f"{_count(count, 'image')} in images, and {count - len(others)} of its parts name none: they "
+                        "must be as many")  # fmt: skip
     return messages, tuple(images)
 
 
@@ -73,10 +88,15 @@ def check_turns(messages: Messages) -> None:
 
 
 def has_images(value: Mapping[str, Any]) -> bool:
-    """Say whether a record is one of LLaVA's, or a chat with contents that are lists of parts."""
+    """Say whether a record is one of LLaVA's, or a chat with images or with contents that are lists of parts."""
     messages = value.get("messages")
-    return "conversations" in value or (
-        isinstance(messages, list) and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
+    return (
+        "conversations" in value
+        or ("images" in value and messages is not None)
+        or (
+            isinstance(messages, list)
+            and any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages)
+        )
     )
 
 
@@ -94,22 +114,23 @@ def _turn(index: int, turn: Any) -> dict[str, Any]:
     return {"role": ROLES[turn["from"]], "content": parts}
 
 
-def _part(index: int, part: Any, images: list[str]) -> dict[str, str]:
+def _part(index: int, part: Any, images: list[Any], others: list[Any]) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    path = next((part[key] for key in PATHS if isinstance(part.get(key), str)), None) if kind == "image" else None
-    if path is None:
-        raise Malformed(f"a part of message {index} is neither {{type: text, text}} nor {{type: image, image: PATH}}")
-    images.append(path)
-    return {"type": "image"}
+    if kind == "image":
+        image = next((part[key] for key in PATHS if is_image(part.get(key))), None)
+        if image is not None or others:
+            images.append(others.pop(0) if image is None else image)
+            return {"type": "image"}
+    raise Malformed(f"a part of message {index} is neither {{type: text, text}} nor {{type: image, image: PATH}}")
 
 
-def _paths_of(image: Any) -> tuple[str, ...]:
-    paths = () if image is None else (image,) if isinstance(image, str) else image
-    if not isinstance(paths, (list, tuple)) or not all(isinstance(path, str) and path for path in paths):
-        raise Malformed(f"image is {short(repr(image))}: the path of a file, or a list of paths")
-    return tuple(paths)
+def _images_of(key: str, value: Any) -> Images:
+    images = () if value is None else (value,) if is_image(value) else value
+    if not isinstance(images, (list, tuple)) or not all(map(is_image, images)):
+        raise Malformed(f"{key} is {short(repr(value))}: the path of a file, or a list of paths")
+    return tuple(images)
 
 
 def _count(number: int, noun: str) -> str:

@@ -12,13 +12,14 @@ import numpy
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
 from zero3d.data.files import HELD_OUT, find_sources, function_of, parts_of_data
+from zero3d.data.image_items import ImageItems
 from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.own import Items, OwnData, OwnSamples
-from zero3d.data.packing import Documents, hold_out
-from zero3d.data.records import check_rows, has_pictures
+from zero3d.data.packing import Documents, Ints, hold_out
+from zero3d.data.records import check_rows
 from zero3d.data.sequences import Samples, Sequences
 from zero3d.data.store import TokenStore, prepare
 from zero3d.data.streamed import StreamedRecords
@@ -128,36 +129,35 @@ class _Opener:
                 "data.streaming reads a record when a batch needs it, so bad ones are not known before and not left "
                 "out: set data.skip_bad_lines or data.streaming to false."
             )
-        if pictured := [source.path for source in sources if has_pictures(source)]:
-            raise ConfigError(f"{pictured[0]} has images, and data.streaming is for texts: set data.streaming=false.")
         return StreamedRecords(sources, self.how.made)
 
     def _one_by_one(self, part: Part, own: Items, fraction: float) -> _Source:
         """Take items by index, of a function or of files; the first and the last are looked at."""
         if self.data.packing:
             raise ConfigError(f"data.train={own.name} gives items one by one, each a sequence: set data.packing=false.")
-        every = numpy.arange(own.count)
+        images, every = self._images(part, files=False), numpy.arange(own.count)
         documents, end, notes = _divide(Documents(every, every + 1, numpy.ones(own.count, bool)), fraction)
         whole, held_out = (
-            None if chosen is None
-            else OwnSamples(
-                own, chosen.starts, self.data.length, self.tokenizer,
-                vocabulary=self.vocabulary, multiple=self.multiple,
-            )
-            for chosen in (documents, end)
-        )  # fmt: skip
+            None if chosen is None else self._items(own, chosen.starts, images) for chosen in (documents, end)
+        )
         assert whole is not None
         for index in {0, len(whole) - 1}:
             whole[index]
         return _Source(part, whole, held_out, None, notes)
 
-    def _images(self, part: Part) -> ImageTokens | None:
+    def _items(self, own: Items, indices: Ints, images: ImageTokens | None) -> OwnSamples:
+        of = own, indices, self.data.length, self.tokenizer
+        if images is None:
+            return OwnSamples(*of, vocabulary=self.vocabulary, multiple=self.multiple)
+        return ImageItems(*of, vocabulary=self.vocabulary, multiple=self.multiple, images=images)
+
+    def _images(self, part: Part, files: bool = True) -> ImageTokens | None:
         """Return what makes tokens of images: of data.images, else of the folder in which the data are."""
         if self.vision is None or self.tokenizer is None:
             return None
         place = Path(part.paths[0]).expanduser()
         folder = self.data.images or (place if place.is_dir() else place.parent)
-        return ImageTokens(self.tokenizer, self.vision, Path(folder).expanduser())
+        return ImageTokens(self.tokenizer, self.vision, Path(folder).expanduser(), files)
 
     def _store(self, part: Part, images: ImageTokens | None) -> TokenStore:
         sources = find_sources(part.paths, part.format, part.split)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from zero3d.data.image_files import BadImage, decode
 from zero3d.data.images import Vision
@@ -20,8 +19,6 @@ from zero3d.data.packing import Documents
 from zero3d.data.sequences import IGNORED, Batch, Sample, Sequences
 from zero3d.data.store import TokenStore
 from zero3d.errors import DataError
-
-PIXELS = "images"  # the entry of a sample that has its decoded images
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,7 @@ class ImageSequences(Sequences):
         sample: dict[str, Any] = super().__getitem__(taken)
         if index == len(self):
             sample["labels"] = torch.full_like(sample["labels"], IGNORED)
-        sample |= self._images.vision.kinds(sample["input_ids"], sample["labels"])
-        return sample | {PIXELS: images}
+        return self._images.vision.shown(sample, images)
 
     def _whole(self, index: int) -> tuple[int, list[Any]]:
         """Return this index, or that of the sequence which stands in for it, with its decoded images."""
@@ -108,9 +104,4 @@ class ImageSequences(Sequences):
 
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch: tokens padded on the right, pixels of all images in their order."""
-        plain = [{name: value for name, value in sample.items() if name != PIXELS} for sample in samples]
-        images = [image for sample in samples for image in sample[PIXELS]]
-        return super().stack(plain) | (self._pixels(images) if images else {})
-
-    def _pixels(self, images: Listed[Any]) -> dict[str, Tensor]:
-        return self._images.vision.pixels(images)
+        return self._images.vision.stacked(samples, super().stack)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zero3d.data.chat import ChatTemplate
 from zero3d.data.conversations import Messages
@@ -12,22 +13,31 @@ from zero3d.data.image_files import size_of
 from zero3d.data.images import Vision
 from zero3d.data.kept_images import Pictures
 from zero3d.data.tokenizers import HfTokenizer, Tokenizer
+from zero3d.errors import DataError
 
 PARTS = re.compile(r"\.type\b|\[.type.\]|.type., *.equalto")  # in a template that takes contents as lists of parts
 
 
 class ImageTokens:
-    """Encodes conversations whose images lie in `folder`. Raises ConfigError where there is no chat template."""
+    """Encodes conversations whose images lie in `folder`. Raises ConfigError where there is no chat template.
 
-    def __init__(self, tokenizer: Tokenizer, vision: Vision, folder: Path) -> None:
-        self.folder, self.vision = folder, vision
+    files  images must be files, since of others nothing but tokens would be kept
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vision: Vision, folder: Path, files: bool = True) -> None:
+        self.folder, self.vision, self._files = folder, vision, files
         if isinstance(tokenizer, HfTokenizer):  # the processor's own may know more special tokens
             tokenizer = HfTokenizer(vision.tokenizer, tokenizer.name, tokenizer.fingerprint)
         self._template = ChatTemplate(tokenizer, vision.template)
         self._takes_parts = PARTS.search(self._template.source) is not None
 
-    def encode(self, messages: Messages, images: Sequence[str]) -> tuple[list[int], list[int], Pictures]:
-        """Return ids, targets and images. Raises ValueError for a conversation or an image that cannot be used."""
+    def encode(self, messages: Messages, images: Sequence[Any]) -> tuple[list[int], list[int], Pictures]:
+        """Return ids, targets and images. Raises ValueError for a conversation or an image that cannot be used.
+
+        Raises DataError for images inside the data, where they must be files.
+        """
+        if self._files and not all(isinstance(image, str) for image in images):
+            raise DataError("its images are in the data themselves, and kept are tokens: set data.streaming=true.")
         sizes = [size_of(self.folder, name) for name in images]
         shown = messages if self._takes_parts else [self._flat(message) for message in messages]
         text, answers = self._template.render(shown)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 FILES = ("processor_config.json", "preprocessor_config.json")
+PIXELS = "images"  # the entry of a sample that has its decoded images
 LONGEST = 300  # characters of an error of transformers
 Size = tuple[int, int]  # width, height
 
@@ -112,6 +113,18 @@ class Vision:
             return {"token_type_ids": written.long()} if "token_type_ids" in self.takes else {}
         names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in self.takes]
         return {name: (ids == self.image).long() for name in names}
+
+    def shown(self, sample: dict[str, Tensor], images: Sequence[Any]) -> dict[str, Any]:
+        """Return a sample of input_ids and labels with what tells images' tokens from others, and decoded images."""
+        return sample | self.kinds(sample["input_ids"], sample["labels"]) | {PIXELS: images}
+
+    def stacked(
+        self, samples: Sequence[dict[str, Any]], stack: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return samples `stack`ed to a micro-batch, with the pixels of all images in their order."""
+        plain = [{name: value for name, value in sample.items() if name != PIXELS} for sample in samples]
+        images = [image for sample in samples for image in sample[PIXELS]]
+        return stack(plain) | (self.pixels(images) if images else {})
 
     def _process(self, images: Sequence[Any]) -> Any:
         given = [[image] for image in images] if self._nested else list(images)

@@ -21,9 +21,12 @@ FILES = {"image_starts": "int64", "image_sizes": "int32", "image_counts": "int64
 
 
 class Pictures(NamedTuple):
-    """The images of one document. end: its tokens up to the last one's last."""
+    """The images of one document. end: its tokens up to the last one's last.
 
-    names: tuple[str, ...] = ()
+    names  of files where the document is kept; else images in any form (image_files.py)
+    """
+
+    names: tuple[Any, ...] = ()
     sizes: tuple[Size, ...] = ()
     end: int = 0
 

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from zero3d.config.own_code import imported, in_one_line
 from zero3d.data.encode import Encoder
+from zero3d.data.image_tokens import ImageTokens
+from zero3d.data.kept_images import Pictures
 from zero3d.data.orders import Ints, Order
 from zero3d.data.records import KEYS, BadRecord, record_of
 from zero3d.data.sequences import IGNORED, Batch, Sample, stack
@@ -119,12 +121,12 @@ class OwnSamples:
 
     def __init__(
         self, own: Items, indices: Ints, length: int, tokenizer: Tokenizer | None, *,
-        vocabulary: int | None = None, multiple: int = 1,
+        vocabulary: int | None = None, multiple: int = 1, images: ImageTokens | None = None,
     ) -> None:  # fmt: skip
         self.length = length
         self.documents = len(indices)
         self._own, self._indices = own, indices
-        self._encoder = Encoder(tokenizer, remedy=f"Correct it in the {own.where}.")
+        self._encoder = Encoder(tokenizer, remedy=f"Correct it in the {own.where}.", images=images)
         self._pad = tokenizer.pad if tokenizer else 0
         self._vocabulary, self._multiple = vocabulary, multiple
 
@@ -134,19 +136,26 @@ class OwnSamples:
     def __getitem__(self, index: int) -> Sample:
         """Return input_ids and labels [tokens]; index len(self) is padding. Raises DataError."""
         if index == len(self):
-            ids, labels = numpy.full(1, self._pad), numpy.full(1, IGNORED)
-        else:
-            ids, labels = self._read(int(self._indices[index]))
+            return self._sample(numpy.full(1, self._pad), numpy.full(1, IGNORED), Pictures(), "")
+        return self._read(int(self._indices[index]))
+
+    def _sample(self, ids: Ints, labels: Ints, pictures: Pictures, place: str) -> Sample:
+        """Return a sample as a batch takes it. Raises DataError."""
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
-    def _read(self, index: int) -> tuple[Ints, Ints]:
+    def _read(self, index: int) -> Sample:
         item, place = self._own.item(index), self._own.place(index)
-        ids, labels = self._given(item, place) if "input_ids" in item else self._encoded(item, place)
+        ids, labels, pictures = self._given(item, place) if "input_ids" in item else self._encoded(item, place)
         highest = int(ids.max())
         if int(ids.min()) < 0 or (self._vocabulary is not None and highest >= self._vocabulary):
             wrong = int(ids.min()) if int(ids.min()) < 0 else highest
             rows = "" if self._vocabulary is None else f": the model's vocabulary has {self._vocabulary:,}"
             raise DataError(f"{place} gives the token id {wrong:,}, which is none{rows}.")
+        if pictures.end > self.length:
+            raise DataError(
+                f"{place} has images' tokens up to number {pictures.end:,}, which data.length={self.length:,} would "
+                f"cut: set a larger one, or leave it out in the {self._own.where}."
+            )
         ids, labels = ids[: self.length], labels[: self.length].copy()
         labels[0] = IGNORED  # nothing predicts it
         if (labels == IGNORED).all():
@@ -154,30 +163,30 @@ class OwnSamples:
                 f"{place} has no target among its first {len(ids):,} tokens, and a loss without one is 0/0: leave it "
                 f"out in the {self._own.where}, or set a larger data.length."
             )
-        return ids, labels
+        return self._sample(ids, labels, pictures, place)
 
-    def _given(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints]:
+    def _given(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints, Pictures]:
         ids = whole_numbers(item["input_ids"], f"input_ids of {place}")
         if item.get("labels") is None:
-            return ids, ids
+            return ids, ids, Pictures()
         labels = whole_numbers(item["labels"], f"labels of {place}")
         if len(labels) != len(ids):
             raise DataError(f"{place} gives {len(labels):,} labels for {len(ids):,} input_ids: one for each is wanted.")
         odd = labels[(labels != IGNORED) & ((labels < 0) | (labels >= (self._vocabulary or 1 << 32)))]
         if len(odd):
             raise DataError(f"{place} gives the label {int(odd[0]):,}: a token id is wanted, or {IGNORED}.")
-        return ids, labels
+        return ids, labels, Pictures()
 
-    def _encoded(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints]:
-        if not any(key in item for key in KEYS):
+    def _encoded(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints, Pictures]:
+        if not any(key in item for key in (*KEYS, "conversations")):
             raise DataError(f"{place} gives the keys {', '.join(map(short, item)) or 'none'}; wanted is {WANTED}.")
         record = record_of(item, place)
         if isinstance(record, BadRecord):
             raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the {self._own.where}.")
-        ids, targets, *_ = next(self._encoder.encode([record]))
+        ids, targets, *_, pictures = next(self._encoder.encode([record]))
         if not len(ids):
             raise DataError(f"{place} is empty: leave it out in the {self._own.where}.")
-        return ids, ids if targets is None else numpy.where(targets == 0, IGNORED, ids)
+        return ids, ids if targets is None else numpy.where(targets == 0, IGNORED, ids), pictures
 
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch, padded on the right."""

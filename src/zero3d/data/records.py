@@ -24,7 +24,7 @@ import numpy
 from numpy.typing import NDArray
 
 from zero3d.data.columns import NoColumn, read_rows
-from zero3d.data.conversations import Malformed, Messages, from_llava, from_messages, has_images
+from zero3d.data.conversations import Images, Malformed, Messages, from_llava, from_messages, has_images
 from zero3d.data.files import Source
 from zero3d.data.json_list import list_items
 from zero3d.errors import DataError, short
@@ -34,7 +34,7 @@ ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
 KEYS = ("text", "prompt", "completion", "messages")
-COLUMNS = (*KEYS, "conversations", "image")
+COLUMNS = (*KEYS, "conversations", "image", "images")
 
 
 class Text(NamedTuple):
@@ -62,10 +62,10 @@ class Chat(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """A conversation of {role, content} messages, whose contents are lists of parts, and its images' names."""
+    """A conversation of {role, content} messages, whose contents are lists of parts, and its images."""
 
     messages: Messages
-    images: tuple[str, ...]
+    images: Images
     place: str
 
 
@@ -239,9 +239,9 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
     value = {key: entry for key, entry in value.items() if entry is not None}
     if has_images(value):
         try:
-            return Pictured(
-                *(from_llava(value) if "conversations" in value else from_messages(value["messages"])), place
-            )
+            if "conversations" in value:
+                return Pictured(*from_llava(value), place)
+            return Pictured(*from_messages(value["messages"], value.get("images")), place)
         except Malformed as error:
             return BadRecord(str(error), place)
     if "messages" in value:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 
 from zero3d.config import Config
+from zero3d.data.conversations import has_images
 from zero3d.data.files import find_sources, function_of, parts_of_data
 from zero3d.data.image_files import require_pillow
 from zero3d.data.images import Vision
+from zero3d.data.own import OwnData
 from zero3d.data.records import has_pictures
 from zero3d.errors import ConfigError
 from zero3d.models.open import Opened
@@ -40,10 +42,11 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
 
 
 def _has_images(config: Config) -> bool:
-    """Say whether the first record of any file has images, or is a conversation of LLaVA's."""
-    return any(
-        has_pictures(source)
-        for part in parts_of_data(config.data)
-        if function_of(part) is None
-        for source in find_sources(part.paths, part.format, part.split)
-    )
+    """Say whether the first record of any file or function has images, or is a conversation of LLaVA's."""
+    for part in parts_of_data(config.data):
+        if function := function_of(part):
+            if has_images(OwnData(function).item(0)):
+                return True
+        elif any(has_pictures(source) for source in find_sources(part.paths, part.format, part.split)):
+            return True
+    return False
