@@ -31,7 +31,7 @@ LAYERS = {
     "core": ("zero",),
     "parallel": ("models", "activations", "data", "tensor_parallel", "pipeline", "checkpoint"),
     "engine": ("engine", "setup"),
-    "tools": ("plan", "sim", "train", "page", "doctor", "cli"),
+    "tools": ("plan", "sim", "train", "page", "doctor", "integrations", "cli"),
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
@@ -112,7 +112,7 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
     "checkpoint.sums", "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "plan", "page", "doctor", "watchdog", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
+    "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {"plan.calibrate"}
 

@@ -37,7 +37,17 @@ from zero3d.train.lock import FolderLock
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
 TWINS = ("parallelism", "reproducibility", "checkpoints", "offload", "reliability", "doctor")  # in both languages
-GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "cluster", "compare", "config", "llava", "plan", "training")
+GUIDES = (
+    *TWINS,
+    *(f"{name}.zh" for name in TWINS),
+    "cluster",
+    "compare",
+    "config",
+    "deepspeed",
+    "llava",
+    "plan",
+    "training",
+)
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
@@ -63,9 +73,9 @@ def commands(page):
                 yield from (words.replace(choice[0], one) for one in choice[0].split("|")) if choice else [words]
 
 
-def yaml_of(page, name):
-    """The page's block of YAML, saved under a name."""
-    block = next(block for kind, block in FENCE.findall(page.read_text()) if kind == "yaml")
+def block_of(page, name):
+    """The page's first block of YAML or JSON, saved under a name with that suffix."""
+    block = next(block for kind, block in FENCE.findall(page.read_text()) if f".{kind}" == Path(name).suffix)
     Path(name).write_text(block)
     return name
 
@@ -107,8 +117,10 @@ def typed(place, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("run.yaml", "train.yaml"):
-        yaml_of(README, name)
-    yaml_of(ROOT / "docs" / "training.md", "course.yaml")
+        block_of(README, name)
+    block_of(ROOT / "docs" / "training.md", "course.yaml")
+    for name in ("mine.yaml", "ds.json"):
+        block_of(ROOT / "docs" / "deepspeed.md", name)
     return place
 
 
@@ -159,7 +171,7 @@ def test_launch_takes_the_readmes_own_file(typed, capsys, target, options):
 
 
 def test_the_file_on_the_page_of_configurations_can_start(typed):
-    config = load(yaml_of(ROOT / "docs" / "config.md", "shown.yaml"))
+    config = load(block_of(ROOT / "docs" / "config.md", "shown.yaml"))
     for ranks in (1, 2, 8):
         could_start(config, ranks)
 

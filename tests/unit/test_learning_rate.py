@@ -12,7 +12,7 @@ STEPS = 100
 
 
 def factors(steps=STEPS, **choice):
-    factor = rate(Schedule(**choice), steps)
+    factor = rate(Schedule(**choice), steps, 1.0)
     return [factor(step) for step in range(steps)]
 
 

@@ -1,9 +1,10 @@
-"""`zero3d config show | explain | schema`: what a run would use, and what every key means."""
+"""`zero3d config show | explain | schema | import-deepspeed`: what a run would use, and what every key means."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from zero3d.cli.train import config_source
@@ -13,13 +14,16 @@ from zero3d.config.keys import KEYS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the three actions and their words."""
-    actions = parser.add_subparsers(dest="action", metavar="show|explain|schema", required=True)
+    """Declare the actions and their words."""
+    actions = parser.add_subparsers(dest="action", metavar="show|explain|schema|import-deepspeed", required=True)
     show = _action(actions, "show", "the resolved configuration as YAML; what differs from the defaults is marked")
     show.add_argument("words", nargs="*", metavar="CONFIG, KEY=VALUE", help="a YAML file, then overrides")
     meaning = _action(actions, "explain", "what a key or a section means; without one, all keys")
     meaning.add_argument("key", nargs="?", metavar="KEY", help="such as zero.stage or zero")
     _action(actions, "schema", "JSON Schema of the file, for editors")
+    theirs = _action(actions, "import-deepspeed", "DeepSpeed's JSON as a file for zero3d train, with comments")
+    theirs.add_argument("document", metavar="JSON", help="a configuration of DeepSpeed's")
+    theirs.add_argument("words", nargs="*", metavar="CONFIG, KEY=VALUE", help="whose values are meant by auto")
 
 
 def _action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -32,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what the action says."""
     if arguments.action == "schema":
         print(json.dumps(schema(), indent=2))
+    elif arguments.action == "import-deepspeed":
+        _import(arguments)
     elif arguments.action == "explain":
         text = explain(arguments.key)  # refuses an unknown key
         print(json.dumps(_as_json(arguments.key), indent=2) if arguments.json else text)
@@ -41,6 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_dict(config), indent=2) if arguments.json else to_yaml(config, mark=True), end="")
         print(end="\n" if arguments.json else "")
     return 0
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    """Print a file of ours that says what a JSON of DeepSpeed's does."""
+    from zero3d.integrations.deepspeed.merge import load_merged
+    from zero3d.integrations.deepspeed.report import as_yaml
+
+    file, overrides = split_words(arguments.words)
+    made = load_merged(Path(arguments.document), None if file is None else Path(file), overrides)[1]
+    print(json.dumps({row.ours: row.value for row in made.rows}) if arguments.json else "\n".join(as_yaml(made)))
 
 
 def _as_json(name: str | None) -> dict[str, Any]:

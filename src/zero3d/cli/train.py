@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts", type=int, metavar="K", help="after a fault start all ranks again, K times in all (default: 0)"
     )
+    parser.add_argument(
+        "--deepspeed", metavar="JSON", help="a configuration of DeepSpeed's, whose auto values are those of CONFIG"
+    )
     parser.add_argument("--stage", help="short for zero.stage=")
     parser.add_argument("--steps", help="short for train.steps=")
     parser.add_argument("--precision", help="short for precision=")
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     quiet_environment()
     joins = join_environment()
     try:
-        name, config = read(arguments)
+        name, config = read(arguments, told=not joins)
         started = int(os.environ["WORLD_SIZE"]) if joins else None
         check(arguments, config, started)
         ranks = None if started is None else fitting_ranks(config, started)
@@ -91,14 +94,26 @@ def join(arguments: argparse.Namespace, name: str, config: Config, started: int,
     as_worker(action, {"timeout": config.health.timeout, "slow_timeout": config.health.slow_timeout})
 
 
-def read(arguments: argparse.Namespace) -> tuple[str, Config]:
-    """Return the run's name and its configuration: the demo's where no file is given. Raises ConfigError."""
+def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config]:
+    """Return the run's name and its configuration: the demo's where no file is given. Raises ConfigError.
+
+    told  print what was made of a JSON of DeepSpeed's
+    """
     file, overrides = split_words(arguments.words)
     overrides += [
         f"{key}={value}" for option, key in SHORT.items() if (value := getattr(arguments, option)) is not None
     ]
     name, source = config_source(file, overrides)
-    return name, load(source, overrides)
+    if arguments.deepspeed is None:
+        return name, load(source, overrides)
+    from zero3d.integrations.deepspeed.merge import load_merged
+    from zero3d.integrations.deepspeed.report import lines
+
+    own, below = (None, source) if file is None else (source, None)
+    config, made = load_merged(Path(arguments.deepspeed), own, overrides, below)
+    if told:
+        print("\n".join(lines(made)), file=sys.stderr)
+    return name, config
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:
@@ -120,7 +135,7 @@ def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path
 def as_words(arguments: argparse.Namespace) -> list[str]:
     """Return the command line of a worker."""
     words = list(arguments.words)
-    for option in ("ranks", *SHORT, "resume"):
+    for option in ("deepspeed", "ranks", *SHORT, "resume"):
         value = getattr(arguments, option)
         words += [] if value is None else [f"--{option}={value}"]
     return words + ["--overwrite"] * arguments.overwrite + ["--json"] * arguments.json

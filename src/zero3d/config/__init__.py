@@ -15,13 +15,14 @@ data_rules  what the data cannot be
 evaluation  what evaluations and schedules cannot be
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
+deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults
 describe    a Config as a dict or YAML; the keys as text, markdown and JSON Schema
 """
 
 from zero3d.config.batch import Batch, resolve_batch
 from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yaml
 from zero3d.config.offload import offload_of
-from zero3d.config.read import check, load, split_words
+from zero3d.config.read import check, given_keys, load, split_words
 from zero3d.config.sections import (
     Checkpoint,
     Config,
@@ -70,6 +71,7 @@ __all__ = [
     "explain",
     "fitting_dp",
     "fitting_ranks",
+    "given_keys",
     "load",
     "offload_of",
     "resolve_batch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.sections import Config
 
 HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
@@ -40,6 +41,12 @@ def average_problems(config: Config) -> Iterator[tuple[str, str]]:
 def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of the learning rate's schedule that cannot be, and why."""
     choice = config.schedule
+    if choice.name in OPTIONS:
+        key = "schedule.name" if choice.options is None else "schedule.options"
+        yield from ((key, f"schedule.options: {why}") for why in option_problems(choice.name, choice.options or {}))
+    elif choice.options is not None:
+        text = f"schedule.options are of DeepSpeed's schedules, and schedule.name is {choice.name}: type schedule.name="
+        yield "schedule.options", f"{text}{' or '.join(OPTIONS)}, or leave them out."
     if choice.name == "inverse_sqrt" and choice.warmup == 0:
         text = "schedule.name=inverse_sqrt falls with the root of warm-up steps over steps, and schedule.warmup is 0:"
         yield "schedule.name", f"{text} type schedule.warmup=0.01, or a number of steps."

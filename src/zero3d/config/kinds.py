@@ -9,6 +9,7 @@
     tuple[DataSource, ...]  one mapping; paths beside mappings (sources.py)
     tuple[float, float]   a list of two numbers
     Mapping[str, str]     a mapping of texts to texts
+    Mapping[str, float | str | bool | None]   a mapping of names to options
     tuple[Mapping[str, str | float], ...]    a list of parameter groups
     None                  "null", "none", "~", "" (where the key may be null)
 
@@ -143,6 +144,23 @@ def _group(value: Any) -> Mapping[str, str | float]:
     return {"match": value["match"], **numbers}
 
 
+def _options(value: Any) -> Mapping[str, float | str | bool | None]:
+    """Return options by name, which may be null."""
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError
+    return {_text(key): _option(item) for key, item in value.items()}
+
+
+def _option(value: Any) -> float | str | bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    try:
+        return _number(value)
+    except ValueError:
+        return _text(value)
+
+
+OPTIONS = Mapping[str, float | str | bool | None]
 GROUPS = tuple[Mapping[str, str | float], ...]
 GROUP_NUMBERS = ("lr", "weight_decay")
 SOURCE: Mapping[str, Any] = {
@@ -179,6 +197,15 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             "a mapping of texts to texts",
             _table,
             {"type": "object", "minProperties": 1, "additionalProperties": {"type": "string"}},
+        ),
+        OPTIONS: Kind(
+            "a mapping of names to numbers, texts, truth values or null",
+            _options,
+            {
+                "type": "object",
+                "minProperties": 1,
+                "additionalProperties": {"type": ["number", "string", "boolean", "null"]},
+            },
         ),
         GROUPS: Kind(
             "a list of {match: text, lr: number, weight_decay: number} with one of the numbers from 0 or both",

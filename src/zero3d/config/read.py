@@ -64,6 +64,24 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
                  they win over the source, and the last one of a key wins; train.steps displaces the
                  source's train.epochs, and the other way round
     """
+    values, settings, problems = _given(source, overrides)
+    config = _build(values)
+    problems += [problem._replace(where=settings[problem.key].where) for problem in _across(config)]
+    _raise(problems)
+    return config
+
+
+def given_keys(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keys that a source and overrides give a value, by dotted name. Raises ConfigError."""
+    values, _, problems = _given(source, overrides)
+    _raise(problems)
+    return values
+
+
+def _given(
+    source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Setting], list[Problem]]:
+    """Return values that are read, where each was written, and what is wrong so far."""
     settings: dict[str, Setting] = {}
     problems: list[Problem] = []
     if source is not None:
@@ -78,10 +96,7 @@ def load(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]
             values[name] = KEYS[name].read(value)
         except ValueError as error:
             problems.append(Problem(name, where, str(error)))
-    config = _build(values)
-    problems += [problem._replace(where=settings[problem.key].where) for problem in _across(config)]
-    _raise(problems)
-    return config
+    return values, settings, problems
 
 
 def check(config: Config) -> None:

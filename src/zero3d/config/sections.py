@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zero3d.config.declaring import key
+from zero3d.config.deepspeed_schedules import OPTIONS
 from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
 
@@ -151,8 +152,12 @@ class Schedule:
 
     name: str = key(
         "cosine",
-        "its shape after warm-up; wsd stays at the peak until the decay, inverse_sqrt falls from the end of warm-up on",
-        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"),
+        "its shape after warm-up; wsd stays at the peak until the decay, inverse_sqrt falls from the end of warm-up "
+        "on; or one of DeepSpeed's, with its own warm-up",
+        choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt", *OPTIONS),
+    )
+    options: Mapping[str, float | str | bool | None] | None = key(
+        None, "of DeepSpeed's schedules, under their names there (total_num_steps); those left out are as there"
     )
     warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
     decay: float = key(0.1, "wsd only: the last steps, or below 1 the fraction of all steps", above=0)

@@ -38,7 +38,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
         optimizer=adamw(config.optimizer),
-        scheduler=scheduler(config.schedule, steps),
+        scheduler=scheduler(config.schedule, steps, config.optimizer.lr),
         param_groups=parameter_groups(model, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         accumulate=accumulate,

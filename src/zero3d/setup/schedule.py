@@ -4,6 +4,7 @@
     constant         the peak
     wsd              the peak (stable), then 1 - sqrt to `final` over the last `decay` steps
     inverse_sqrt     the peak times the root of warm-up steps over steps, for as long as it is trained
+    WarmupLR, ...    DeepSpeed's (deepspeed_schedules.py)
 
 Until the decay begins, wsd does not depend on how many steps a run has: one that is resumed from there with more
 steps has the rates of one that was begun with them. The same holds for inverse_sqrt and constant throughout, where
@@ -24,14 +25,19 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero3d.config import Schedule
+from zero3d.config.deepspeed_schedules import OPTIONS
+from zero3d.setup.deepspeed_schedules import deepspeed_betas, deepspeed_rate
 
 
-def rate(choice: Schedule, steps: int) -> Callable[[int], float]:
-    """Return the factor on the peak learning rate at step 0, 1, ... of `steps`: a linear warm-up, then the named shape.
+def rate(choice: Schedule, steps: int, peak: float) -> Callable[[int], float]:
+    """Return the factor on the `peak` learning rate at step 0, 1, ... of `steps`: linear warm-up, then the named shape.
 
     The last step of cosine, linear and wsd has exactly `final`.
     """
     warm = steps_of_share(choice.warmup, steps)
+    if choice.name in OPTIONS:
+        absolute = deepspeed_rate(choice.name, choice.options or {}, peak, steps, warm)
+        return lambda step: absolute(step) / peak
     decay = steps - warm
     if choice.name == "wsd":
         decay = min(decay, max(steps_of_share(choice.decay, steps), 1))
@@ -61,9 +67,39 @@ def steps_of_share(share: float, steps: int) -> int:
     return round(share * steps) if share < 1 else int(share)
 
 
-def scheduler(choice: Schedule, steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """Return a builder of torch's scheduler with these rates."""
-    return lambda optimizer: LambdaLR(optimizer, rate(choice, steps))
+def scheduler(choice: Schedule, steps: int, peak: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """Return a builder of torch's scheduler with these rates, of which `peak` is the highest."""
+    betas = deepspeed_betas(choice.name, choice.options or {})
+    if betas is None:
+        return lambda optimizer: LambdaLR(optimizer, rate(choice, steps, peak))
+    return lambda optimizer: CycledBetas(optimizer, rate(choice, steps, peak), betas)
+
+
+class CycledBetas(LambdaLR):
+    """Moves the betas of every group, too: `betas` returns them at step 0, 1, ..."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: Callable[[int], float],
+        betas: Callable[[int], tuple[float, float]],
+    ) -> None:
+        self._betas = betas
+        super().__init__(optimizer, factor)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go on by one step."""
+        super().step(epoch)
+        self.move_betas()
+
+    def move_betas(self) -> None:
+        """Give every group those of the step that it is at."""
+        for group in self.optimizer.param_groups:
+            group["betas"] = self._betas(self.last_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its place."""
+        return {key: value for key, value in super().state_dict().items() if key != "_betas"}
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -80,3 +116,5 @@ def reset_settings(
     schedule._last_lr = [peak * factor(schedule.last_epoch) for peak in schedule.base_lrs]
     for group, setting, lr in zip(optimizer.param_groups, settings, schedule._last_lr, strict=True):
         group.update(setting | {"lr": lr})
+    if isinstance(schedule, CycledBetas):
+        schedule.move_betas()

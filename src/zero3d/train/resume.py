@@ -85,5 +85,6 @@ def restore(
             f"{key} asks for {steps:,} steps, and {checkpoint} has done {done:,}: give a larger {key}, or start a "
             "new run with output=FOLDER."
         )
-    reset_settings(engine.optimizer.torch, engine.scheduler, configured, rate(config.schedule, steps))
+    factor = rate(config.schedule, steps, config.optimizer.lr)
+    reset_settings(engine.optimizer.torch, engine.scheduler, configured, factor)
     return saved, steps

@@ -1,0 +1,210 @@
+"""Every key of DeepSpeed 0.19's JSON: what it becomes here, that it has no effect here, or why it is refused.
+
+A key is written with dots; what begins with a key of OPAQUE has no levels of its own here.
+Sources: runtime/config.py, constants.py, zero/config.py, zero/offload_config.py, precision_config.py of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ZERO, PARAM, OPTIMIZER = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+
+MAPPED: Mapping[str, str] = MappingProxyType(
+    {
+        "train_batch_size": "train.batch",
+        "train_micro_batch_size_per_gpu": "train.micro_batch",
+        "gradient_accumulation_steps": "train.accumulate",
+        "gradient_clipping": "optimizer.clip_norm",
+        "steps_per_print": "log.every",
+        "bf16.enabled": "precision",
+        "bfloat16.enabled": "precision",
+        "fp16.enabled": "precision",
+        "fp16.loss_scale": "loss_scale",
+        "fp16.initial_scale_power": "loss_scale.initial",
+        "fp16.loss_scale_window": "loss_scale.window",
+        "fp16.hysteresis": "loss_scale.hysteresis",
+        "fp16.min_loss_scale": "loss_scale.minimum",
+        "communication_data_type": "zero.reduce_dtype",
+        "optimizer.type": "always AdamW",
+        "optimizer.params.lr": "optimizer.lr",
+        "optimizer.params.betas": "optimizer.betas",
+        "optimizer.params.eps": "optimizer.eps",
+        "optimizer.params.weight_decay": "optimizer.weight_decay",
+        "scheduler.type": "schedule.name",
+        "scheduler.params": "schedule.options",
+        f"{ZERO}.stage": "zero.stage",
+        f"{ZERO}.cpu_offload": "offload.optimizer",
+        f"{ZERO}.cpu_offload_params": "offload.params",
+        f"{ZERO}.cpu_offload_param": "offload.params",
+        f"{OPTIMIZER}.device": "offload.optimizer",
+        f"{OPTIMIZER}.nvme_path": "offload.directory",
+        f"{OPTIMIZER}.ratio": "offload.fraction",
+        f"{PARAM}.device": "offload.params",
+        f"{PARAM}.nvme_path": "offload.directory",
+        "tensor_parallel.autotp_size": "mesh.tp",
+        "tensorboard.enabled": "log.tensorboard",
+        "wandb.enabled": "log.wandb",
+        "wandb.project": "log.wandb",
+        "compile.enabled": "train.compile",
+        "seed": "seed",
+    }
+)
+
+UNITS = "units are gathered, reduced and released one by one, ahead of their use"
+PARTS = "gradients are summed in units, in flat parts of each rank"
+WRITES = "what is offloaded is read and written in parallel by our own threads"
+IDLE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (f"{ZERO}.{key}" for key in (
+                "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+                "round_robin_gradients", "legacy_stage1",
+            )), PARTS,
+        ),
+        **dict.fromkeys(
+            (f"{ZERO}.{key}" for key in (
+                "allgather_partitions", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
+                "stage3_prefetch_bucket_size", "param_persistence_threshold", "stage3_param_persistence_threshold",
+                "model_persistence_threshold", "stage3_model_persistence_threshold", "max_live_parameters",
+                "stage3_max_live_parameters", "max_reuse_distance", "stage3_max_reuse_distance",
+                "module_granularity_threshold", "stage3_module_granularity_threshold",
+                "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
+                "stage3_allgather_sequential", "log_trace_cache_warnings", "override_module_apply", "leaf_module",
+            )), UNITS,
+        ),
+        **dict.fromkeys(
+            (f"{OPTIMIZER}.{key}" for key in (
+                "pin_memory", "buffer_count", "buffer_size", "pipeline", "pipeline_read", "pipeline_write", "fast_init",
+                "super_offload", "cpuadam_cores_perc", "max_in_cpu",
+            )), WRITES,
+        ),
+        **dict.fromkeys(
+            (f"{PARAM}.{key}" for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")), WRITES
+        ),
+        "aio": WRITES,
+        f"{ZERO}.cpu_offload_use_pin_memory": WRITES,
+        f"{ZERO}.sub_group_size": WRITES,
+        f"{ZERO}.load_from_fp32_weights": "masters are part of every checkpoint",
+        f"{ZERO}.elastic_checkpoint": "every checkpoint resumes on any number of ranks",
+        f"{ZERO}.pipeline_loading_checkpoint": "ranks read their own slices",
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "checkpoint.export writes whole weights",
+        f"{ZERO}.gather_16bit_weights_on_model_save": "checkpoint.export writes whole weights",
+        f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "checkpoint.export writes whole weights",
+        f"{ZERO}.ignore_unused_parameters": "parameters that nothing reaches have gradients of zero",
+        f"{ZERO}.enable_sanity_checks": "the engine always checks",
+        f"{ZERO}.memory_efficient_linear": "frozen weights are never kept whole",
+        f"{ZERO}.save_muon_momentum_buffer_in_memory": "there is no Muon here yet",
+        "activation_checkpointing": "only models that call DeepSpeed's own heed it; here it is activations=full",
+        "zero_allow_untested_optimizer": "the optimizer is torch's AdamW",
+        "zero_force_ds_cpu_optimizer": "the optimizer is torch's AdamW",
+        "optimizer.legacy_fusion": "the optimizer is torch's AdamW",
+        "optimizer.params.torch_adam": "the optimizer is torch's AdamW",
+        "optimizer.params.fused": "the optimizer is torch's AdamW, fused",
+        "fp16.auto_cast": "floating inputs are cast to the precision of the model",
+        "bf16.immediate_grad_update": "gradients are reduced as soon as they are there",
+        "bf16.check_grad_overflow": "gradients that are not finite are never applied",
+        "bfloat16.immediate_grad_update": "gradients are reduced as soon as they are there",
+        "bfloat16.check_grad_overflow": "gradients that are not finite are never applied",
+        "check_grad_overflow": "gradients that are not finite are never applied",
+        "data_types.grad_accum_dtype": "gradients are accumulated in fp32",
+        "seq_parallel_communication_data_type": "there is no sequence parallelism of this kind here",
+        "prescale_gradients": "gradients are divided once, after they are summed in fp32",
+        "gradient_predivide_factor": "gradients are divided once, after they are summed in fp32",
+        "disable_allgather": UNITS,
+        "dump_state": "zero3d config show prints the configuration",
+        "dataloader_drop_last": "every sequence of an epoch is used",
+        "wall_clock_breakdown": "a trace is made by profile.steps",
+        "memory_breakdown": "the table at the end has every category",
+        "comms_logger": "the table at the end has every collective",
+        "flops_profiler": "the line of a run has its FLOPs; a trace is made by profile.steps",
+        "timers": "a trace is made by profile.steps",
+        "monitor_config": "metrics.jsonl is always written",
+        "csv_monitor": "metrics.jsonl is always written",
+        "tensorboard.output_path": "event files are in OUTPUT/tensorboard",
+        "tensorboard.job_name": "event files are in OUTPUT/tensorboard",
+        "wandb.group": "set WANDB_RUN_GROUP",
+        "wandb.team": "set WANDB_ENTITY",
+        "checkpoint.tag_validation": "ranks agree on every checkpoint",
+        "checkpoint.use_node_local_storage": "each rank writes its own files",
+        "checkpoint.parallel_write": "each rank writes its own files",
+        "vocabulary_size": "the model says it",
+        "log_level": "there is one level",
+        "managed_gradient_accumulation": "train.accumulate is",
+        "use_data_before_expert_parallelism": "there is no expert parallelism here yet",
+        "tensor_parallel.tp": "the degree is autotp_size",
+        "tensor_parallel.dtype": "the precision is the run's",
+        "tensor_parallel.tp_overlap_comm": UNITS,
+        "compile.backend": "train.compile uses inductor",
+    }
+)  # fmt: skip
+
+
+class Refused(NamedTuple):
+    """A key that cannot be had. neutral: values that ask for nothing; instead: what to use."""
+
+    why: str
+    instead: str
+    neutral: tuple[Any, ...] = (False, None)
+
+
+LATER = "is not here yet"
+REFUSED: Mapping[str, Refused] = MappingProxyType(
+    {
+        "amp": Refused("NVIDIA's amp is no longer kept", "bf16: {enabled: true}"),
+        "torch_autocast": Refused("autocast computes parts of a model in fp32", "bf16: {enabled: true}"),
+        "sparse_attention": Refused(LATER, "model.attn=sdpa or flash_attention_2"),
+        "compression_training": Refused(LATER, "a model that is compressed already"),
+        "quantize_training": Refused(LATER, "bf16: {enabled: true}"),
+        "progressive_layer_drop": Refused("it changes the model while it trains", "dropout in the model's config"),
+        "hybrid_engine": Refused(LATER, "engine.generate, which trains and generates with one engine"),
+        "autotuning": Refused("there is a planner", "zero3d plan MODEL --gpus N"),
+        "elasticity": Refused("dp shrinks and grows by itself", "health.min_ranks with train --max-restarts"),
+        "eigenvalue": Refused(LATER, "nothing"),
+        "data_efficiency": Refused(LATER, "data.train with weights"),
+        "curriculum_learning": Refused(LATER, "data.train with weights"),
+        "expert_parallel": Refused(LATER, "mesh.tp, which cuts experts"),
+        "nebula": Refused("it is a service of its own", "checkpoint.asynchronous=true"),
+        "comet": Refused(LATER, "wandb, tensorboard or metrics.jsonl"),
+        "inference": Refused("this is training", "the exported folder"),
+        "graph_harvesting": Refused(LATER, "train.compile=true"),
+        "pipeline": Refused("pipelines are made of the model's blocks", "mesh.pp"),
+        "sequence_parallel_size": Refused(LATER, "mesh.tp with mesh.sequence_parallel=true", (1, None)),
+        "sparse_gradients": Refused("gradients of embeddings are dense", "false"),
+        "gradient_allreduce_op": Refused("the gradient is that of the mean loss", "mean", ("mean", None)),
+        "compile.deepcompile": Refused(LATER, "compile: {enabled: true}"),
+        "data_types.param_dtype": Refused("masters are fp32", "bf16 or fp16: {enabled: true}", ("fp32", None)),
+        "data_types.buffer_dtype": Refused("buffers keep their dtype", "null", (None,)),
+        "checkpoint.load_universal": Refused("a checkpoint of DeepSpeed's is not read here yet", "false"),
+        "fp16.consecutive_hysteresis": Refused(LATER, "hysteresis"),
+        "fp16.fp16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "bf16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "bf16.bf16_optimizer_states": Refused("states are fp32", "offload.moments=bf16, where they are offloaded"),
+        "bfloat16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "optimizer.params.bias_correction": Refused("AdamW corrects its bias", "true", (True, None)),
+        "optimizer.params.adam_w_mode": Refused(
+            "weight decay is AdamW's, not L2 in the gradient", "true, or weight_decay: 0", (True, None)
+        ),
+        "optimizer.params.amsgrad": Refused(LATER, "false"),
+        "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it, too", "gradient_clipping", (None, 0, 0.0)),
+        f"{ZERO}.zero_hpz_partition_size": Refused(LATER, "1", (0, 1, None)),
+        f"{ZERO}.zero_quantized_weights": Refused(LATER, "false"),
+        f"{ZERO}.zero_quantized_nontrainable_weights": Refused(LATER, "false"),
+        f"{ZERO}.zero_quantized_gradients": Refused(LATER, "zero.reduce_dtype=bf16"),
+        f"{ZERO}.zeropp_loco_param": Refused(LATER, "null", (None,)),
+        f"{ZERO}.mics_shard_size": Refused(LATER, "-1", (-1, 0, None)),
+        f"{ZERO}.mics_hierarchical_params_gather": Refused(LATER, "false"),
+        f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
+    }
+)  # fmt: skip
+OPAQUE = frozenset(  # sections whose inner keys are looked at by nobody: without effect, or refused as they are
+    {key for key in REFUSED if "." not in key}
+    | {"aio", "activation_checkpointing", "comms_logger", "flops_profiler", "timers", "monitor_config", "csv_monitor",
+       f"{ZERO}.leaf_module", "scheduler.params", "checkpoint.parallel_write", "tensor_parallel.tp"}
+)  # fmt: skip
+DOTTED = frozenset({*MAPPED, *IDLE, *REFUSED})
+SECTIONS = frozenset(
+    ".".join(parts[:depth]) for parts in (key.split(".") for key in DOTTED) for depth in range(1, len(parts))
+)

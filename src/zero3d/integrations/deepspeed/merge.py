@@ -1,0 +1,111 @@
+"""A JSON of DeepSpeed's together with the caller's own file and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero3d.config import Config, given_keys, load
+from zero3d.config.keys import KEYS
+from zero3d.errors import ConfigError, short
+from zero3d.integrations.deepspeed.document import Document, read_document
+from zero3d.integrations.deepspeed.translate import Translation, Value, translate
+
+YOURS, DEFAULT = "yours", "zero3d's default"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of ours that a JSON is about: its value, and where that is from."""
+
+    ours: str
+    value: Any
+    theirs: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a JSON and the caller make together. tree: of a file of ours."""
+
+    document: Document
+    translation: Translation
+    tree: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+def merged(path: Path, source: Path | None, overrides: Sequence[str], below: Path | None = None) -> Merged:
+    """Put a JSON's values beside the caller's. Raises ConfigError, one for all that contradict each other.
+
+    below  a file whose keys the JSON and the caller replace, such as the demo's
+    """
+    document = read_document(path)
+    translation = translate(document)
+    given = given_keys(source, overrides)
+    contradictions = [
+        f"{value.key} ({ours}) is {_shown(value.value)} there and {_shown(given[ours])} here"
+        for ours, value in translation.values.items()
+        if value.strong and ours in given and given[ours] != value.value
+    ]
+    chosen = given.get("precision")
+    if translation.precisions and chosen is not None and chosen not in translation.precisions:
+        keys = translation.autos["precision"]
+        contradictions.append(f"{keys} (precision) leave {' and '.join(translation.precisions)}, and {chosen} is here")
+    if contradictions:
+        where = f"{source} and the overrides" if source and overrides else source or "the overrides"
+        raise ConfigError(
+            f"{path} contradicts {where}: {'; '.join(contradictions)}. Make them equal, or write auto in the JSON."
+        )
+    rows = [*_rows(translation, given)]
+    values = given | {row.ours: row.value for row in rows if row.source != YOURS}
+    if below is not None:
+        values = {key: value for key, value in given_keys(below).items() if not _portions(key, values)} | values
+    return Merged(document, translation, _tree(values), tuple(rows))
+
+
+def load_merged(
+    path: Path, source: Path | None, overrides: Sequence[str], below: Path | None = None
+) -> tuple[Config, Merged]:
+    """Return the configuration of a run by a JSON. Raises ConfigError."""
+    made = merged(path, source, overrides, below)
+    return load(made.tree), made
+
+
+def _portions(key: str, values: dict[str, Any]) -> bool:
+    """Say whether a key is of the batch equation, or of how long a run is, of which there are others."""
+    batch, long = {"train.batch", "train.micro_batch", "train.accumulate"}, {"train.steps", "train.epochs"}
+    return any(key in group and group & values.keys() for group in (batch, long))
+
+
+def _rows(translation: Translation, given: dict[str, Any]) -> list[Row]:
+    rows = [_row(ours, value, given) for ours, value in translation.values.items()]
+    for ours, theirs in translation.autos.items():
+        if ours in given:
+            rows.append(Row(ours, given[ours], theirs, YOURS))
+        else:
+            plain = KEYS[ours].default
+            first = translation.precisions[0] if ours == "precision" else plain
+            rows.append(Row(ours, first, theirs, DEFAULT))
+    return sorted(rows, key=lambda row: [*KEYS].index(row.ours))
+
+
+def _row(ours: str, value: Value, given: dict[str, Any]) -> Row:
+    if value.strong:
+        return Row(ours, value.value, value.key, "the JSON")
+    if ours in given:
+        return Row(ours, given[ours], value.key, YOURS)
+    return Row(ours, value.value, value.key, "DeepSpeed's default")
+
+
+def _tree(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[key] = value
+    return tree
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else short(repr(value))

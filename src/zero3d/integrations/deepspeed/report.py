@@ -1,0 +1,75 @@
+"""What was made of a JSON, as lines for people and as a file of ours with comments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import yaml
+
+from zero3d.errors import short
+from zero3d.integrations.deepspeed.keys import IDLE, MAPPED, REFUSED
+from zero3d.integrations.deepspeed.merge import DEFAULT, Merged
+from zero3d.page.text import columns
+
+
+def lines(made: Merged) -> Iterator[str]:
+    """Yield a table of what each key became, then what has no effect here."""
+    yield f"{made.document.name}, as zero3d reads it:"
+    cells = [("key of DeepSpeed's", "here", "value", "from")]
+    cells += [(row.theirs, row.ours, _value(row.value), row.source) for row in made.rows]
+    yield from columns(cells, "<<<<")
+    if made.document.idle:
+        yield f"without effect here: {', '.join(made.document.idle)}"
+
+
+def as_yaml(made: Merged) -> Iterator[str]:
+    """Yield the lines of a file for `zero3d train` that says the same, each key with where it is from."""
+    yield f"# From {made.document.name}, by zero3d config import-deepspeed."
+    section = ""
+    for row in made.rows:
+        above, _, key = row.ours.rpartition(".")
+        if above != section:
+            section = above
+            yield f"{section}:"
+        line = f"{'  ' if above else ''}{key}: {_flow(row.value)}"
+        yield f"{line}  # {row.theirs}" + ("" if row.source == "the JSON" else f": {_origin(row.source)}")
+    if made.document.idle:
+        yield ""
+        yield "# Without effect here:"
+    for key, value in made.document.idle.items():
+        yield f"#   {key}: {short(json.dumps(value))} - {IDLE[key]}"
+
+
+def as_markdown() -> str:
+    """Return the tables of docs/deepspeed.md: every key and what becomes of it."""
+    taken = [
+        f"| `{theirs}` | {f'`{ours}`' if '.' in ours or ours.islower() else ours} |" for theirs, ours in MAPPED.items()
+    ]
+    why: dict[str, list[str]] = {}
+    for key, reason in IDLE.items():
+        why.setdefault(reason, []).append(f"`{key}`")
+    idle = [f"| {', '.join(keys)} | {reason} |" for reason, keys in why.items()]
+    refused = [
+        f"| `{key}` | {', '.join(f'`{json.dumps(value)}`' for value in row.neutral)} | {row.why} | {row.instead} |"
+        for key, row in REFUSED.items()
+    ]
+    tables = [
+        *("### Taken", "", "| key | here |", "|---|---|", *taken, ""),
+        *("### Without effect", "", "| keys | why |", "|---|---|", *idle, ""),
+        *("### Refused", "", "| key | but for | why | use |", "|---|---|---|---|", *refused, ""),
+    ]
+    return "\n".join(tables)
+
+
+def _origin(source: str) -> str:
+    return "auto, zero3d's default" if source == DEFAULT else source
+
+
+def _value(value: object) -> str:
+    return _flow(value)
+
+
+def _flow(value: object) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()

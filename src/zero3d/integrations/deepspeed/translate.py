@@ -1,0 +1,241 @@
+"""DeepSpeed's values as keys of a configuration, with DeepSpeed's own defaults.
+
+strong   the JSON says it: the caller may not say something else
+weak     DeepSpeed's default where the JSON is silent: what the caller says wins
+auto     the caller's, if there is one
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zero3d.config.deepspeed_schedules import OPTIONS
+from zero3d.config.hints import nearest
+from zero3d.config.keys import KEYS
+from zero3d.errors import short
+from zero3d.integrations.deepspeed.document import AUTO, Document, raise_all
+from zero3d.integrations.deepspeed.keys import OPTIMIZER, PARAM, ZERO
+
+DEVICES: Mapping[str | None, str] = {"none": "none", None: "none", "cpu": "host", "nvme": "disk"}
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfp16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+NEVER = 2.0**53  # steps without an overflow after which a fixed loss scale would double
+CLIPPING = 1.0  # since 0.19.3, where the key is absent
+ADAM = {"optimizer.lr": 1e-3, "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0}
+TAKEN_FROM_RUN = ("total_num_steps", "warmup_num_steps", "warmup_max_lr")  # options of schedulers that may be auto
+
+
+class Value(NamedTuple):
+    """What a key of ours gets, and from which key of DeepSpeed's."""
+
+    value: Any
+    key: str
+    strong: bool = True
+
+
+@dataclass
+class Translation:
+    """What a JSON says, by our keys.
+
+    autos        keys that are the caller's, with DeepSpeed's names
+    precisions   what the caller's precision may be where it is auto
+    """
+
+    values: dict[str, Value] = field(default_factory=dict)
+    autos: dict[str, str] = field(default_factory=dict)
+    precisions: tuple[str, ...] = ()
+
+
+def translate(document: Document) -> Translation:
+    """Return what a JSON says. Raises ConfigError."""
+    reader = _Reader(document.values)
+    for part in (_batch, _precision, _zero, _offload, _optimizer, _schedule, _others):
+        part(reader)
+    raise_all(document.name, reader.problems)
+    return reader.made
+
+
+class _Reader:
+    """Takes values key by key, and collects what is wrong."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.made = Translation()
+        self.problems: list[str] = []
+
+    def take(self, key: str, ours: str, change: Callable[[Any], Any] = lambda value: value) -> None:
+        """Take a value, if there is one that is not null."""
+        value = self.given.get(key)
+        if value is None:
+            return
+        if value == AUTO:
+            self.made.autos[ours] = key
+            return
+        self.put(ours, change(value), key)
+
+    def put(self, ours: str, value: Any, key: str, strong: bool = True) -> None:
+        """Give a key of ours a value, which is checked."""
+        try:
+            self.made.values[ours] = Value(KEYS[ours].read(value), key, strong)
+        except ValueError as error:
+            self.problems.append(f"{key}={short(repr(self.given.get(key)))}: {error}")
+
+    def switch(self, key: str) -> bool | None:
+        """Return whether something is on; None where it is auto."""
+        value = self.given.get(key)
+        if value == AUTO:
+            return None
+        if value not in (None, True, False):
+            self.problems.append(f"{key}={short(repr(value))} is true, false or auto.")
+        return value is True
+
+
+def _batch(reader: _Reader) -> None:
+    reader.take("train_batch_size", "train.batch")
+    reader.take("train_micro_batch_size_per_gpu", "train.micro_batch")
+    reader.take("gradient_accumulation_steps", "train.accumulate")
+
+
+def _precision(reader: _Reader) -> None:
+    brain = "bfloat16.enabled" if "bfloat16.enabled" in reader.given else "bf16.enabled"
+    keys = {"bf16": brain, "fp16": "fp16.enabled"}
+    on = {name: reader.switch(key) for name, key in keys.items()}
+    if on["bf16"] and on["fp16"]:
+        reader.problems.append("bf16 and fp16 are both enabled: set one of them to false.")
+    elif chosen := [name for name, is_on in on.items() if is_on]:
+        reader.put("precision", chosen[0], keys[chosen[0]])
+    elif autos := [name for name, is_on in on.items() if is_on is None]:
+        reader.made.autos["precision"] = " and ".join(keys[name] for name in autos)
+        reader.made.precisions = (*autos, "fp32")
+    else:
+        reader.put("precision", "fp32", " and ".join(keys.values()), any(key in reader.given for key in keys.values()))
+    if on["fp16"] is False:
+        return
+    scale = reader.given.get("fp16.loss_scale", 0)
+    if scale not in (0, None, AUTO):  # a fixed one
+        reader.take("fp16.loss_scale", "loss_scale.initial")
+        reader.take("fp16.loss_scale", "loss_scale.minimum")
+        reader.put("loss_scale.window", NEVER, "fp16.loss_scale")
+        return
+    reader.take("fp16.initial_scale_power", "loss_scale.initial", _power)
+    reader.take("fp16.loss_scale_window", "loss_scale.window")
+    reader.take("fp16.hysteresis", "loss_scale.hysteresis")
+    reader.take("fp16.min_loss_scale", "loss_scale.minimum")
+
+
+def _power(value: Any) -> Any:
+    return 2.0**value if isinstance(value, (int, float)) and abs(value) < 64 else value
+
+
+def _zero(reader: _Reader) -> None:
+    if f"{ZERO}.stage" in reader.given:
+        reader.take(f"{ZERO}.stage", "zero.stage")
+    else:
+        reader.put("zero.stage", 0, f"{ZERO}.stage", strong=False)
+
+
+def _offload(reader: _Reader) -> None:
+    stage = reader.given.get(f"{ZERO}.stage", 0)
+    folders = set()
+    for section, ours, old, least in (
+        (OPTIMIZER, "offload.optimizer", ("cpu_offload",), 1),
+        (PARAM, "offload.params", ("cpu_offload_params", "cpu_offload_param"), 3),
+    ):
+        device, key = reader.given.get(f"{section}.device"), f"{section}.device"
+        for name in old:
+            if device is None and reader.given.get(f"{ZERO}.{name}"):
+                device, key = "cpu", f"{ZERO}.{name}"
+        if device not in DEVICES:
+            reader.problems.append(f"{key}={short(repr(device))} is none, cpu or nvme.")
+            continue
+        if DEVICES[device] != "none" and isinstance(stage, int) and stage < least:
+            reader.problems.append(
+                f"{key}={device} needs {ZERO}.stage {least} or higher, and it is {stage}: there is nothing to offload."
+            )
+            continue
+        if DEVICES[device] != "none":
+            reader.put(ours, DEVICES[device], key)
+        if DEVICES[device] == "disk" and (folder := reader.given.get(f"{section}.nvme_path")) is not None:
+            folders.add(folder)
+            reader.take(f"{section}.nvme_path", "offload.directory")
+    if len(folders) > 1:
+        reader.problems.append(f"nvme_path is {' and '.join(sorted(map(str, folders)))}: give one folder.")
+    if reader.given.get(f"{OPTIMIZER}.ratio") not in (None, 1, 1.0) and "offload.optimizer" in reader.made.values:
+        reader.take(f"{OPTIMIZER}.ratio", "offload.fraction")
+
+
+def _optimizer(reader: _Reader) -> None:
+    if "gradient_clipping" not in reader.given:
+        reader.put("optimizer.clip_norm", CLIPPING, "gradient_clipping", strong=False)
+    elif reader.given["gradient_clipping"] in (0, None):
+        reader.put("optimizer.clip_norm", None, "gradient_clipping")
+    else:
+        reader.take("gradient_clipping", "optimizer.clip_norm")
+    kind = reader.given.get("optimizer.type")
+    if kind is None:
+        if some := [key for key in reader.given if key.startswith("optimizer.params.")]:
+            reader.problems.append(f"{some[0]} is of an optimizer without optimizer.type: add AdamW.")
+        return
+    if str(kind).lower() not in ("adam", "adamw"):
+        reader.problems.append(
+            f"optimizer.type={short(repr(kind))} is refused: runs from a file have AdamW; use AdamW, or "
+            "zero3d.Engine(optimizer=...) in a program."
+        )
+        return
+    for ours, default in ADAM.items():
+        key = f"optimizer.params.{ours.partition('.')[2]}"
+        reader.put(ours, default, key, strong=False)
+        if reader.given.get(key) == AUTO:
+            del reader.made.values[ours]
+        reader.take(key, ours)
+
+
+def _schedule(reader: _Reader) -> None:
+    name, params = reader.given.get("scheduler.type"), reader.given.get("scheduler.params") or {}
+    if name is None:
+        return
+    if name not in OPTIONS or not isinstance(params, Mapping):
+        near = nearest(str(name), OPTIONS)
+        reader.problems.append(
+            f"scheduler.type={short(repr(name))} is refused: DeepSpeed has {', '.join(OPTIONS)}; "
+            + (f"did you mean {near}?" if near else "use one of them, or none.")
+        )
+        return
+    options = dict(params)
+    for key, value in params.items():
+        if value != AUTO:
+            continue
+        if key in ("warmup_min_lr", "warmup_min_ratio"):
+            options[key] = 0.0
+        elif key in TAKEN_FROM_RUN:
+            options[key] = None
+        else:
+            reader.problems.append(f"scheduler.params.{key} cannot be auto: give a number.")
+            return
+    reader.put("schedule.name", name, "scheduler.type")
+    if options:
+        reader.put("schedule.options", options, "scheduler.params")
+
+
+def _others(reader: _Reader) -> None:
+    if reader.given.get("communication_data_type") not in (None, AUTO):
+        dtype = reader.given["communication_data_type"]
+        reader.put("zero.reduce_dtype", DTYPES.get(str(dtype), dtype), "communication_data_type")
+    if reader.given.get("tensor_parallel.autotp_size") not in (None, 0, 1):
+        reader.take("tensor_parallel.autotp_size", "mesh.tp")
+    every = reader.given.get("steps_per_print")
+    if every is not None and not (isinstance(every, float) and math.isinf(every)):
+        reader.take("steps_per_print", "log.every")
+    if reader.switch("tensorboard.enabled"):
+        reader.put("log.tensorboard", True, "tensorboard.enabled")
+    if reader.switch("wandb.enabled"):
+        reader.put("log.wandb", reader.given.get("wandb.project", "deepspeed"), "wandb.enabled")
+    if reader.switch("compile.enabled"):
+        reader.put("train.compile", True, "compile.enabled")
+    reader.take("seed", "seed")

@@ -1,0 +1,108 @@
+"""DeepSpeed's JSON: what it becomes, what has no effect, what is refused, and what the caller's values are for."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from deepspeed_jsons import ACCEPTED, REFUSED, TYPOS
+
+from zero3d.cli.main import main
+from zero3d.config import load, resolve_batch
+from zero3d.config.keys import KEYS, value_of
+from zero3d.errors import ConfigError
+from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS
+from zero3d.integrations.deepspeed.merge import load_merged
+from zero3d.integrations.deepspeed.report import as_markdown, as_yaml, lines
+
+
+def read(tmp_path, tree, words):
+    path = tmp_path / "ds.json"
+    path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return load_merged(path, None, words)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_json_becomes_a_configuration(tmp_path, name):
+    tree, words, wanted = ACCEPTED[name]
+    config, made = read(tmp_path, tree, words)
+    assert {key: value_of(config, key) for key in wanted} == wanted
+    written = load(yaml.safe_load("\n".join(as_yaml(made))))  # alone it is the same but for the caller's
+    assert {row.ours: value_of(written, row.ours) for row in made.rows} == {row.ours: row.value for row in made.rows}
+    assert len(list(lines(made))) >= len(made.rows) + 2
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_one_line(tmp_path, name):
+    tree, words, why = REFUSED[name]
+    with pytest.raises(ConfigError, match=why) as error:
+        config, _ = read(tmp_path, tree, words)
+        resolve_batch(config.train, config.mesh.dp)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("typed", TYPOS)
+def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, typed):
+    tree = value = {}
+    *sections, last = typed.split(".")
+    for section in sections:
+        value[section] = {}
+        value = value[section]
+    value[last] = 1
+    with pytest.raises(ConfigError, match=re.escape(f"ds.json: {typed} is no key of DeepSpeed's.")) as error:
+        read(tmp_path, tree, [])
+    if TYPOS[typed]:
+        assert f"Did you mean {TYPOS[typed]}?" in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    ("{", "is no JSON"), ("[]", "a JSON object is wanted"), ('{"seed": 1, "seed": 2}', "the key seed is there twice"),
+])  # fmt: skip
+def test_what_is_no_json_is_one_line(tmp_path, text, why):
+    with pytest.raises(ConfigError, match=why):
+        read(tmp_path, text, [])
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
+        load_merged(tmp_path / "none.json", None, [])
+
+
+def test_every_key_has_one_fate_and_those_that_are_mapped_exist():
+    assert len(DOTTED) == len(MAPPED) + len(IDLE) + len(REFUSED_KEYS)
+    known = {*KEYS, "loss_scale", "always AdamW"}
+    assert {*MAPPED.values()} <= known
+    assert all(row.why and row.instead for row in REFUSED_KEYS.values())
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stag .* And 2 more: .*bf16\.enable .*amp="):
+        read(tmp_path, {"zero_optimization": {"stag": 1}, "bf16": {"enable": 1}, "amp": {"enabled": True}}, [])
+
+
+def test_the_caller_gives_what_is_auto_and_wins_over_defaults_that_nobody_wrote(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: {clip_norm: 0.3, lr: 1e-4}\ntrain: {epochs: 2}\n")
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
+    config, made = load_merged(path, file, ["train.steps=3"])
+    assert (config.optimizer.clip_norm, config.optimizer.lr, config.train.steps) == (0.3, 1e-4, 3)
+    assert config.optimizer.weight_decay == 0.0
+    assert {row.ours: row.source for row in made.rows}["optimizer.lr"] == "yours"
+
+
+def test_a_json_without_a_file_replaces_what_the_demo_says_of_the_same(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 6, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1}}))
+    assert main(["config", "import-deepspeed", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["zero.stage"] == 1
+    assert main(["config", "import-deepspeed", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "  stage: 1  # zero_optimization.stage\n" in text
+    assert "#   zero_optimization.reduce_bucket_size: 1 - gradients are summed in units" in text
+    path.write_text('{"stage": 2}')
+    assert main(["config", "import-deepspeed", str(path)]) == 2
+    assert "Did you mean zero_optimization.stage?" in capsys.readouterr().err
+
+
+def test_the_page_has_every_key():
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    assert as_markdown() in page, "docs/deepspeed.md: put in what integrations.deepspeed.report.as_markdown() returns"
