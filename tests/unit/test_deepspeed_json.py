@@ -2,19 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from deepspeed_jsons import ACCEPTED, REFUSED, TYPOS
 
-from zero3d.cli.main import main
+from zero3d.cli.main import main, parse
 from zero3d.config import load, resolve_batch
 from zero3d.config.keys import KEYS, value_of
 from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS
 from zero3d.integrations.deepspeed.merge import load_merged
 from zero3d.integrations.deepspeed.report import as_markdown, as_yaml, lines
+from zero3d.plan.hardware import cluster
 
 
 def read(tmp_path, tree, words):
@@ -101,6 +103,24 @@ def test_a_json_without_a_file_replaces_what_the_demo_says_of_the_same(tmp_path,
     path.write_text('{"stage": 2}')
     assert main(["config", "import-deepspeed", str(path)]) == 2
     assert "Did you mean zero_optimization.stage?" in capsys.readouterr().err
+
+
+def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, capsys):
+    from zero3d.cli import planned_batch
+    from zero3d.cli.train import read as read_words
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 48}))
+    arguments = parse(["train", "--deepspeed", str(path), "--ranks", "2"])
+    _, config = read_words(arguments, told=True)
+    assert config.train.micro_batch in (1, 2, 4, 8)  # of 24 a rank
+    assert f"train.micro_batch={config.train.micro_batch}" in arguments.words
+    assert re.search(r"train_micro_batch_size_per_gpu +train.micro_batch +\d+ +the planner", capsys.readouterr().err)
+    assert read_words(arguments)[1] == config  # as its workers do
+    small = replace(cluster("cpu", 2, 1), gpu=replace(cluster("cpu", 2, 1).gpu, memory=1e6))
+    monkeypatch.setattr(planned_batch, "cluster_of_these", lambda config, ranks: small)
+    with pytest.raises(ConfigError, match=r"the smallest micro-batch needs .* of a card with 0.0 GB: type"):
+        read_words(parse(["train", "--deepspeed", str(path), "--ranks", "2"]))
 
 
 def test_the_page_has_every_key():

@@ -111,9 +111,22 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
 
     own, below = (None, source) if file is None else (source, None)
     config, made = load_merged(Path(arguments.deepspeed), own, overrides, below)
+    if made.leaves("train.micro_batch") and None in (config.train.batch, config.train.accumulate):
+        planned = {"train.micro_batch": _planned(config, arguments.ranks)}
+        config, made = load_merged(Path(arguments.deepspeed), own, overrides, below, planned)
+        arguments.words += [f"{key}={value}" for key, value in planned.items()]  # for the workers
     if told:
         print("\n".join(lines(made)), file=sys.stderr)
     return name, config
+
+
+def _planned(config: Config, ranks: int | None) -> int:
+    """Return a micro-batch that fits this machine, of as many ranks as there will be."""
+    from zero3d.cli.planned_batch import planned_micro_batch
+
+    mesh = config.mesh
+    started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
+    return planned_micro_batch(config, started or ranks_here(mesh.dp, mesh.tp, mesh.pp))
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:

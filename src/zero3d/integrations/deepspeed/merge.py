@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from zero3d.config import Config, given_keys, load
@@ -13,7 +14,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.integrations.deepspeed.document import Document, read_document
 from zero3d.integrations.deepspeed.translate import Translation, Value, translate
 
-YOURS, DEFAULT = "yours", "zero3d's default"
+YOURS, DEFAULT, PLANNED = "yours", "zero3d's default", "the planner"
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,22 @@ class Merged:
     tree: dict[str, Any]
     rows: tuple[Row, ...]
 
+    def leaves(self, ours: str) -> bool:
+        """Say whether a key is "auto" and the caller gives it no value."""
+        return any(row.ours == ours and row.source == DEFAULT for row in self.rows)
 
-def merged(path: Path, source: Path | None, overrides: Sequence[str], below: Path | None = None) -> Merged:
+
+def merged(
+    path: Path,
+    source: Path | None,
+    overrides: Sequence[str],
+    below: Path | None = None,
+    planned: Mapping[str, Any] = MappingProxyType({}),
+) -> Merged:
     """Put a JSON's values beside the caller's. Raises ConfigError, one for all that contradict each other.
 
-    below  a file whose keys the JSON and the caller replace, such as the demo's
+    below    a file whose keys the JSON and the caller replace, such as the demo's
+    planned  values of the planner for keys that are "auto" and to which the caller gives none
     """
     document = read_document(path)
     translation = translate(document)
@@ -58,7 +70,10 @@ def merged(path: Path, source: Path | None, overrides: Sequence[str], below: Pat
         raise ConfigError(
             f"{path} contradicts {where}: {'; '.join(contradictions)}. Make them equal, or write auto in the JSON."
         )
-    rows = [*_rows(translation, given)]
+    rows = [
+        replace(row, value=planned[row.ours], source=PLANNED) if row.source == DEFAULT and row.ours in planned else row
+        for row in _rows(translation, given)
+    ]
     values = given | {row.ours: row.value for row in rows if row.source != YOURS}
     if below is not None:
         values = {key: value for key, value in given_keys(below).items() if not _portions(key, values)} | values
@@ -66,10 +81,14 @@ def merged(path: Path, source: Path | None, overrides: Sequence[str], below: Pat
 
 
 def load_merged(
-    path: Path, source: Path | None, overrides: Sequence[str], below: Path | None = None
+    path: Path,
+    source: Path | None,
+    overrides: Sequence[str],
+    below: Path | None = None,
+    planned: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Config, Merged]:
-    """Return the configuration of a run by a JSON. Raises ConfigError."""
-    made = merged(path, source, overrides, below)
+    """Return the configuration of a run by a JSON (`merged`). Raises ConfigError."""
+    made = merged(path, source, overrides, below, planned)
     return load(made.tree), made
 
 

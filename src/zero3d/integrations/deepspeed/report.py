@@ -9,7 +9,7 @@ import yaml
 
 from zero3d.errors import short
 from zero3d.integrations.deepspeed.keys import IDLE, MAPPED, REFUSED
-from zero3d.integrations.deepspeed.merge import DEFAULT, Merged
+from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, Merged
 from zero3d.page.text import columns
 
 
@@ -63,7 +63,7 @@ def as_markdown() -> str:
 
 
 def _origin(source: str) -> str:
-    return "auto, zero3d's default" if source == DEFAULT else source
+    return f"auto, {source}" if source in (DEFAULT, PLANNED) else source
 
 
 def _value(value: object) -> str:
