@@ -114,7 +114,7 @@ TORCH_FREE = (
     "checkpoint.sums", "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
     "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
 )  # fmt: skip
-WITH_TORCH = {"plan.calibrate"}
+WITH_TORCH = {"plan.calibrate", "integrations.deepspeed.drop_in"}
 
 
 def imported_at_once(tree):

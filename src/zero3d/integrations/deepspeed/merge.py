@@ -77,7 +77,7 @@ def merged(
     values = given | {row.ours: row.value for row in rows if row.source != YOURS}
     if below is not None:
         values = {key: value for key, value in given_keys(below).items() if not _portions(key, values)} | values
-    return Merged(document, translation, _tree(values), tuple(rows))
+    return Merged(document, translation, tree_of(values), tuple(rows))
 
 
 def load_merged(
@@ -118,7 +118,8 @@ def _row(ours: str, value: Value, given: dict[str, Any]) -> Row:
     return Row(ours, value.value, value.key, "DeepSpeed's default")
 
 
-def _tree(values: dict[str, Any]) -> dict[str, Any]:
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as the tree of a file."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         section, _, key = name.rpartition(".")

@@ -1,0 +1,127 @@
+"""Programs written for DeepSpeed on `initialize`: plain PyTorch's losses, at every stage, on two ranks, after a resume."""
+
+import json
+
+import pytest
+import torch
+from models import batch, hf, loss_of
+
+from zero3d.errors import ConfigError
+from zero3d.integrations import deepspeed
+
+STEPS, MICRO = 4, 2
+DOCUMENT = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO, "gradient_clipping": 0.05,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}},
+}  # fmt: skip
+
+
+def given(step, micro, ranks=1):
+    return [batch(100 * step + micro, rank) for rank in range(ranks)]
+
+
+def train_plain(ranks=1):
+    """Means of the losses of each step, of the loop that everyone writes; the rates are those of the schedule."""
+    model, losses = hf("llama"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 1e-2 * max(step - 1, 0) / 4
+        values = [loss_of(model, ids) for micro in range(MICRO) for ids in given(step, micro, ranks)]
+        (sum(values) / len(values)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(value.item() for value in values) / len(values))
+    return losses
+
+
+def loop(engine, first, last, ranks=1, rank=0):
+    """DeepSpeed's loop; means of this rank's losses of each step."""
+    losses = []
+    for step in range(first, last):
+        values = []
+        for micro in range(MICRO):
+            assert engine.is_gradient_accumulation_boundary() == (micro == MICRO - 1)
+            loss = loss_of(engine, given(step, micro, ranks)[rank].to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            values.append(loss.item())
+        losses.append(sum(values) / len(values))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_has_the_losses_of_plain_pytorch(stage, tmp_path):
+    tree = DOCUMENT | {"zero_optimization": {"stage": stage}}
+    (tmp_path / "ds.json").write_text(json.dumps(tree))
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        model=(model := hf("llama")), model_parameters=model.parameters(), config=str(tmp_path / "ds.json")
+    )
+    assert (loader, engine.zero_optimization_stage(), engine.gradient_accumulation_steps()) == (None, stage, MICRO)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 2)
+    assert loop(engine, 0, STEPS) == pytest.approx(train_plain(), rel=1e-6)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (STEPS, 4 * STEPS, MICRO * STEPS)
+    assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups] == schedule.get_last_lr()
+    assert 0 < engine.get_global_grad_norm() < 100
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.gradient_clipping()) == (False, False, 0.05)
+
+
+def train(stage, folder):
+    """Two steps, a checkpoint, and the rest by another engine: losses of this rank, and the client's state."""
+    tree = DOCUMENT | {"zero_optimization": {"stage": stage, "overlap_comm": True}}
+    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    rank, folder = engine.global_rank, f"{folder}/{stage}"
+    losses = loop(engine, 0, 2, 2, rank)
+    assert engine.load_checkpoint(f"{folder}/none") == (None, {})
+    engine.save_checkpoint(folder, client_state={"epoch": 1})
+    other = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    path, state = other.load_checkpoint(folder)
+    assert path.endswith("global_step2/step-2")
+    return losses + loop(other, 2, STEPS, 2, rank), state, other.micro_steps
+
+
+def test_two_ranks_at_every_stage_and_after_a_resume(ranks, tmp_path):
+    wanted = train_plain(2)
+    for stage in (0, 1, 2, 3):
+        first, second = ranks(2, train, stage, str(tmp_path))
+        assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(wanted, rel=1e-5)
+        assert first[1:] == second[1:] == ({"epoch": 1}, MICRO * STEPS)
+
+
+def test_a_dataset_a_scheduler_and_an_optimizer_of_ones_own():
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    tree = {key: value for key, value in DOCUMENT.items() if key not in ("optimizer", "scheduler")}
+    model = hf("llama")
+    own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    engine, optimizer, loader, schedule = deepspeed.initialize(
+        model=model, optimizer=own, config=tree, training_data=data,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    )  # fmt: skip
+    assert [len(rows) for (rows,) in loader] == [2] * 5
+    assert (optimizer, engine.get_mom()) == (own, [0.5])
+    loop(engine, 0, 2)
+    assert engine.get_lr() == schedule.get_last_lr() == [0.025]
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({}, "needs DeepSpeed's configuration"),
+    ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is no key of DeepSpeed's"),
+    ({"config": {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}}}, "train_batch_size is auto, and initialize"),
+    ({"config": {"train_batch_size": 1}}, "has no optimizer, and none is given"),
+    ({"config": DOCUMENT, "mpu": 3}, r"initialize\(mpu=...\) is not here"),
+    ({"config": DOCUMENT | {"train_batch_size": 7}}, "train.batch 7 is not micro_batch 2 x accumulate 2 x dp 1 = 4"),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line(options, why):
+    with pytest.raises(ConfigError, match=why):
+        deepspeed.initialize(model=hf("llama"), **options)
+
+
+def test_calls_without_a_counterpart_are_refused():
+    engine = deepspeed.initialize(model=hf("llama"), config=DOCUMENT)[0]
+    with pytest.raises(AttributeError, match="no 'eigenvalue_enabled' of DeepSpeed's here"):
+        engine.eigenvalue_enabled()
+    with pytest.raises(ConfigError, match="scale_wrt_gas=False"):
+        engine.backward(loss_of(engine, batch(0)), scale_wrt_gas=False)
+    with pytest.raises(ConfigError, match="takes all of a checkpoint"):
+        engine.load_checkpoint("anywhere", load_optimizer_states=False)
