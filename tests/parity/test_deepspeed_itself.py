@@ -1,0 +1,67 @@
+"""DeepSpeed and `initialize` of ours, on the same JSON, the same seed and two CPU ranks: the same curve of losses."""
+
+import json
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from models import batch, hf, loss_of
+
+from zero3d.integrations import deepspeed
+
+TESTS = Path(__file__).parents[1]
+DOCUMENT = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 1000,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}},
+    "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+
+
+def ours(tree):
+    """The losses of this rank."""
+    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    losses = []
+    for _ in range(6):
+        values = []
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = loss_of(engine, batch(micro, engine.global_rank))
+            engine.backward(loss)
+            engine.step()
+            values.append(loss.item())
+        losses.append(sum(values) / len(values))
+    return losses
+
+
+def theirs(tree, folder):
+    """The losses of DeepSpeed's ranks."""
+    (folder / "ds.json").write_text(json.dumps(tree))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / "port").write_text(str(free.getsockname()[1]))
+    command = [sys.executable, str(TESTS / "deepspeed_peer.py")]
+    peers = [
+        subprocess.Popen([*command, str(rank), "2", str(folder)], cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [peer.communicate(timeout=300)[0].decode() for peer in peers]
+    assert [peer.returncode for peer in peers] == [0, 0], told[0][-3000:]
+    return [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra bench")
+@pytest.mark.parametrize(("stage", "precision", "clipping"), [
+    (1, "fp32", 1.0), (2, "fp32", 0.05), (3, "fp32", None), (2, "bf16", 1.0), (3, "bf16", 0.05),
+])  # fmt: skip
+def test_the_same_json_gives_the_same_losses(ranks, tmp_path, stage, precision, clipping):
+    tree = DOCUMENT | {"zero_optimization": {"stage": stage}}
+    tree |= {} if clipping is None else {"gradient_clipping": clipping}  # absent it is 1.0 for both
+    tree |= {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    wanted, found = theirs(tree, tmp_path), ranks(2, ours, tree)
+    print(wanted, found)
+    for one, other in zip(wanted, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
