@@ -199,7 +199,7 @@ def test_adapters_are_averaged_and_exported_so(ranks, tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps(made))
     told = ranks(2, run_in, str(tmp_path), ["run.yaml"])[0]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    adapted = PeftModel.from_pretrained(base, Path(made["output"]) / "hf")
+    adapted = PeftModel.from_pretrained(base, Path(made["output"]) / "adapter")
     ids = torch.from_numpy(numpy.load(held_out))
     with torch.no_grad():
         loss = float(adapted(input_ids=ids, labels=ids).loss)

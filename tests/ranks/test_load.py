@@ -1,5 +1,6 @@
 """Loading by slices on several ranks: the same bits as loading everything, in the memory of a shard."""
 
+import ctypes
 import gc
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def load_and_measure(folder, stage=3, rank=0):
     """Peak growth of resident memory while an engine is built, what it then holds, its largest parameter."""
     opened = open_trained(load({"model": {"path": str(folder)}, **({"lora": {"rank": rank}} if rank else {})}))
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # a rank that ran before has no memory of that left to use again
     Path("/proc/self/clear_refs").write_text("5")  # the peak restarts from what is resident now
     before = status("VmRSS")
     engine = zero3d.Engine(opened.module, stage=stage, precision="bf16", weights=opened.weights)
