@@ -26,6 +26,7 @@ SECONDS = {
     "tests/parity/test_compare_runs.py": 30.0,
     "tests/parity/test_course.py": 8.0,
     "tests/parity/test_deferred_updates.py": 3.0,
+    "tests/parity/test_deepspeed_itself.py": 45.0,
     "tests/parity/test_demo.py": 12.0,
     "tests/parity/test_evaluations.py": 4.0,
     "tests/parity/test_exact.py": 45.0,
