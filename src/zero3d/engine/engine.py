@@ -29,7 +29,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, notes_memory
 from zero3d.engine.assembly import assemble
-from zero3d.engine.checks import bind_scheduler
+from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
@@ -188,6 +188,19 @@ class Engine:
         self._execution.backward(loss, weight, last)
 
     @notes_memory
+    def backward_sum(self, total: Tensor, weight: float | Tensor = 1.0, last: bool | None = None) -> None:
+        """Back-propagate a sum of losses over `weight` targets, where `backward` takes their mean.
+
+        The step's gradient is that of all sums divided by all weights. With weight 1 for the last micro-batch of every
+        rank and 0 for those before, sums are added up on a rank and averaged over ranks: DistributedDataParallel's.
+        """
+        self._execution.backward_sum(total, weight, last)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients and micro-batches of this step so far. All ranks call it, or none."""
+        self._stepper.abandon()
+
+    @notes_memory
     def step(self) -> StepResult:
         """Apply the step if the boundary is reached, else change nothing.
 
@@ -325,6 +338,17 @@ class Engine:
         if self.averages is not None and self.averages.are_shown:
             raise ConfigError(f"{call} inside averaged(), where weights are averages: leave the block first.")
 
+    def whole_state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
+        """Return a copy of the weights as `module.state_dict()` names them, in rank 0's host memory; {} on the others.
+
+        All ranks call it; units are gathered one by one. trained_only: without frozen weights and buffers.
+        Raises ConfigError over tp or pp, and where layers are in tiles.
+        """
+        self.optimizer.settle()
+        if self.world.size > self.dp.size or self.full_model.tiles:
+            raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
+        return self._assembly.whole_parameters.copied(self.module, trained_only)
+
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
         self.optimizer.settle()
@@ -452,6 +476,16 @@ class Engine:
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
         self._stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Largest global gradient norm, or None. May be replaced between steps. Raises ConfigError."""
+        return self.optimizer.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        check_step(1, clip_norm)
+        self.optimizer.clip_norm = clip_norm
 
     @property
     def steps(self) -> int:

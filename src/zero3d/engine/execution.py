@@ -36,6 +36,9 @@ class Execution(Protocol):
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
         """Back-propagate a mean loss over `weight` targets. Raises ConfigError where this rank has a part of it."""
 
+    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+        """Back-propagate a sum of losses over `weight` targets. Raises ConfigError like `backward`."""
+
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         """Run forward and backward of a step; (sum, weight) of each micro-batch, on ranks that have the output."""
 
@@ -86,7 +89,6 @@ class Direct:
         self.backward_sum(loss, weight, last)
 
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
-        """Back-propagate a sum of losses over `weight` targets."""
         self._announce(b"a backward")
         total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
@@ -153,6 +155,9 @@ class Pipelined:
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> NoReturn:
         self._refuse("engine.backward")
+
+    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> NoReturn:
+        self._refuse("engine.backward_sum")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(

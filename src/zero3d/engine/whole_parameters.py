@@ -2,6 +2,7 @@
 
 opened      full_params(): reads and writes; what was written is kept on every rank
 gathered    one unit, to be read
+copied      all units one by one, into the host memory of the first rank
 of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
 from zero3d.zero.gathers import Gathers
@@ -86,6 +87,23 @@ class WholeParameters:
         finally:
             self._gathers.release(unit, EXPORT)
 
+    @torch.no_grad()
+    def copied(self, module: nn.Module, trained_only: bool) -> dict[str, Tensor]:
+        """Return copies of parameters and persistent buffers by all their names; on other ranks than the first {}."""
+        copies: dict[Tensor, Tensor] = {}
+        for unit in self._units:
+            if trained_only and unit.grads is None:
+                continue
+            with self.gathered(unit):
+                if self._dp.rank == 0:
+                    copies |= {p: p.detach().to("cpu", copy=True) for p in unit.weights.params}
+        if self._dp.rank:
+            return {}
+        if not trained_only:
+            copies |= {buffer: buffer.to("cpu", copy=True) for _, buffer in _persistent_buffers(module)}
+        named = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
+        return {name: copies[tensor] for name, tensor in named if tensor in copies}
+
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:
         """Keep the units of a model chunk whole inside; at stage 3 that costs (N-1)/N Psi where they are not."""
@@ -95,6 +113,15 @@ class WholeParameters:
             yield
         finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
             self._gathers.drop(lambda token: token == CHUNK or isinstance(token, tuple))
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and name not in inner._non_persistent_buffers_set
+    ]
 
 
 def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:

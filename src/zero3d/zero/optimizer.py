@@ -95,9 +95,10 @@ class Outcome(NamedTuple):
 class ShardedOptimizer:
     """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
 
-    updates  of units whose states are in records, all trainable ones or none
-    build    groups of pieces -> torch optimizer
-    groups   options per parameter group; None: the pieces are passed as a plain list
+    updates    of units whose states are in records, all trainable ones or none
+    clip_norm  largest norm of a step's gradient, or None; may be set between steps
+    build      groups of pieces -> torch optimizer
+    groups     options per parameter group; None: the pieces are passed as a plain list
     """
 
     updates: RecordUpdates | None = None
@@ -107,7 +108,7 @@ class ShardedOptimizer:
         groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
     ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
-        self._comm, self._arena, self._clip, self._model_group = comm, arena, clip_norm, model_group
+        self._comm, self._arena, self.clip_norm, self._model_group = comm, arena, clip_norm, model_group
         self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._reduced = self._places_of_reduced()
@@ -260,7 +261,7 @@ class ShardedOptimizer:
         multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norms = self._norms()
         norm, even = self._over_dp(norms)
-        clip = 1.0 if self._clip is None else torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+        clip = 1.0 if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
         read, read_besides = self._read(
             {"norm": norm, "total": total, "in order": in_order, "even": even, "clip": clip}, besides
         )

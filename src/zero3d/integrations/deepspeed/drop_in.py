@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zero3d.checkpoint.folders import find
-from zero3d.config import Config, load, offload_of, resolve_batch
+from zero3d.config import Config, load, resolve_batch
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.document import Document, document_of, read_document
+from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.merge import tree_of
 from zero3d.integrations.deepspeed.translate import Translation, translate
-from zero3d.setup.build import precision_of
 from zero3d.setup.optimizer import adamw
 from zero3d.setup.schedule import scheduler
 from zero3d.zero.optimizer import APPLIED
@@ -110,14 +110,11 @@ class DeepSpeedEngine:
         self._batch = resolve_batch(settings.train, mesh.dp)
         self.engine = Engine(
             model,
-            stage=settings.zero.stage,
             mesh=mesh,
-            precision=precision_of(settings),
-            reduce_dtype=settings.zero.reduce_dtype,
             optimizer=optimizer,
             clip_norm=settings.optimizer.clip_norm,
             accumulate=self._batch.accumulate,
-            offload=offload_of(settings),
+            **engine_options(settings),
         )
         self.module, self.optimizer = self.engine.module, self.engine.optimizer.torch
         self.lr_scheduler: Any = None

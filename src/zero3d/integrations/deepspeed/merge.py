@@ -48,14 +48,25 @@ def merged(
     below: Path | None = None,
     planned: Mapping[str, Any] = MappingProxyType({}),
 ) -> Merged:
+    """Put a file's values beside those of the caller's file and overrides. Raises ConfigError."""
+    where = f"{source} and the overrides" if source and overrides else str(source or "the overrides")
+    return together(read_document(path), given_keys(source, overrides), where, below, planned)
+
+
+def together(
+    document: Document,
+    given: Mapping[str, Any],
+    where: str,
+    below: Path | None = None,
+    planned: Mapping[str, Any] = MappingProxyType({}),
+) -> Merged:
     """Put a JSON's values beside the caller's. Raises ConfigError, one for all that contradict each other.
 
+    given    the caller's values by our keys; where: what they are called
     below    a file whose keys the JSON and the caller replace, such as the demo's
     planned  values of the planner for keys that are "auto" and to which the caller gives none
     """
-    document = read_document(path)
     translation = translate(document)
-    given = given_keys(source, overrides)
     contradictions = [
         f"{value.key} ({ours}) is {_shown(value.value)} there and {_shown(given[ours])} here"
         for ours, value in translation.values.items()
@@ -66,15 +77,15 @@ def merged(
         keys = translation.autos["precision"]
         contradictions.append(f"{keys} (precision) leave {' and '.join(translation.precisions)}, and {chosen} is here")
     if contradictions:
-        where = f"{source} and the overrides" if source and overrides else source or "the overrides"
         raise ConfigError(
-            f"{path} contradicts {where}: {'; '.join(contradictions)}. Make them equal, or write auto in the JSON."
+            f"{document.name} contradicts {where}: {'; '.join(contradictions)}. Make them equal, or write auto in the "
+            "JSON."
         )
     rows = [
         replace(row, value=planned[row.ours], source=PLANNED) if row.source == DEFAULT and row.ours in planned else row
         for row in _rows(translation, given)
     ]
-    values = given | {row.ours: row.value for row in rows if row.source != YOURS}
+    values = dict(given) | {row.ours: row.value for row in rows if row.source != YOURS}
     if below is not None:
         values = {key: value for key, value in given_keys(below).items() if not _portions(key, values)} | values
     return Merged(document, translation, tree_of(values), tuple(rows))
@@ -98,7 +109,7 @@ def _portions(key: str, values: dict[str, Any]) -> bool:
     return any(key in group and group & values.keys() for group in (batch, long))
 
 
-def _rows(translation: Translation, given: dict[str, Any]) -> list[Row]:
+def _rows(translation: Translation, given: Mapping[str, Any]) -> list[Row]:
     rows = [_row(ours, value, given) for ours, value in translation.values.items()]
     for ours, theirs in translation.autos.items():
         if ours in given:
@@ -110,7 +121,7 @@ def _rows(translation: Translation, given: dict[str, Any]) -> list[Row]:
     return sorted(rows, key=lambda row: [*KEYS].index(row.ours))
 
 
-def _row(ours: str, value: Value, given: dict[str, Any]) -> Row:
+def _row(ours: str, value: Value, given: Mapping[str, Any]) -> Row:
     if value.strong:
         return Row(ours, value.value, value.key, "the JSON")
     if ours in given:

@@ -1,0 +1,58 @@
+"""The optimizer that `Accelerator.prepare` returns: its step is the engine's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.zero.optimizer import APPLIED
+
+
+class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Has the parameter groups of the torch optimizer that the engine updates with, so that schedules act on them.
+
+    engine  whose step it takes, where the window of accumulation ends
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer.torch, device_placement=False)
+        self.engine = engine
+        self._norm: Tensor | None = None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Have the next step clip at this norm (inf: not); return a number that is NaN until that step fills it in."""
+        self.engine.clip_norm = None if math.isinf(max_norm) else max_norm
+        self._norm = torch.full((), math.nan, device=self.engine.mesh.device)
+        return self._norm
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Apply the step, if the window of accumulation ends here."""
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure) is not here: call the model and accelerator.backward before it.")
+        if not self.gradient_state.sync_gradients:
+            return
+        result = self.engine.step()
+        self._is_overflow = result.reason != APPLIED
+        if self._norm is not None:
+            self._norm.copy_(result.grad_norm)
+        self.engine.clip_norm, self._norm = None, None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients of the window so far; after a step there are none."""
+        if self.gradient_state.sync_gradients:
+            self.engine.zero_grad()
+
+    def state_dict(self) -> NoReturn:
+        """Raise ConfigError: a rank has a part of the states."""
+        raise ConfigError("a rank has a part of the optimizer's states: save all with accelerator.save_state(FOLDER).")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Raise ConfigError: a rank has a part of the states."""
+        raise ConfigError("a rank has a part of the optimizer's states: load all with accelerator.load_state(FOLDER).")

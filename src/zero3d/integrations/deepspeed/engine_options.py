@@ -1,0 +1,18 @@
+"""What a JSON of DeepSpeed's says about an engine, for loops that are not ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero3d.config import Config, offload_of
+from zero3d.setup.build import precision_of
+
+
+def engine_options(settings: Config) -> dict[str, Any]:
+    """Return stage, precision, dtype of reductions and tiers as options of `zero3d.Engine`."""
+    return {
+        "stage": settings.zero.stage,
+        "precision": precision_of(settings),
+        "reduce_dtype": settings.zero.reduce_dtype,
+        "offload": offload_of(settings),
+    }

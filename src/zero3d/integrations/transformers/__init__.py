@@ -1,0 +1,15 @@
+"""Hugging Face's Trainer on our engine, by one changed import, or by `patch()` for scripts that cannot change theirs.
+
+    from transformers import Trainer      ->  from zero3d.integrations.transformers import Trainer
+    trl's SFTTrainer, DPOTrainer, ...     ->  from zero3d.integrations.transformers import patch; patch(stage=3)
+
+trainer.py    Trainer and patch(): where the seams are put
+seams.py      the methods of transformers.Trainer that are ours, each around the one that it replaces
+arguments.py  TrainingArguments(deepspeed="ds.json") without DeepSpeed
+
+Importing this package changes one thing in transformers: a JSON of DeepSpeed's in TrainingArguments is read here.
+"""
+
+from zero3d.integrations.transformers.trainer import Trainer, patch
+
+__all__ = ["Trainer", "patch"]

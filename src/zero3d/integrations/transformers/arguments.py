@@ -1,0 +1,95 @@
+"""TrainingArguments with a JSON of DeepSpeed's: read by us, beside the arguments' own values."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
+
+from zero3d.config import Config, load
+from zero3d.errors import ConfigError
+from zero3d.integrations.deepspeed.document import Document, document_of, read_document
+from zero3d.integrations.deepspeed.merge import Merged, together
+
+WHERE = "TrainingArguments"
+LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")  # what `accelerate launch` says of a configuration
+
+
+def without_json(original: Callable[[], None], args: TrainingArguments) -> None:
+    """Run TrainingArguments.__post_init__ as if there was no JSON, then check the JSON beside the other arguments.
+
+    Raises ConfigError, one for all values that contradict each other.
+    """
+    given, args.deepspeed = args.deepspeed, None
+    if asked := [name for name in LAUNCHERS if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")]:
+        raise ConfigError(
+            f"{asked[0]} is set, as by accelerate launch with such a configuration: launch with torchrun, and give the "
+            "stage to Trainer(stage=3), patch(stage=3) or TrainingArguments(deepspeed='ds.json')."
+        )
+    try:
+        original()
+    finally:
+        args.deepspeed = given
+    json_of(args)
+
+
+class Json(NamedTuple):
+    """A JSON and the arguments together: what became of each key, and the configuration that they make."""
+
+    made: Merged
+    settings: Config
+
+    def has(self, key: str) -> bool:
+        """Say whether the JSON has a key with a value."""
+        return self.made.document.values.get(key) is not None
+
+
+def json_of(args: TrainingArguments) -> Json | None:
+    """Return what the JSON of some arguments and their values make together; None without one. Raises ConfigError."""
+    if not args.deepspeed:
+        return None
+    document = _document(args.deepspeed)
+    made = together(document, _given(args, document), WHERE)
+    settings = load(made.tree)
+    if (settings.mesh.tp or 1) > 1:
+        raise ConfigError(
+            f"{document.name}: tensor_parallel.autotp_size={settings.mesh.tp} in a Trainer is not here: leave it out, "
+            "or train with zero3d train --deepspeed."
+        )
+    return Json(made, settings)
+
+
+def _document(given: Any) -> Document:
+    if isinstance(given, Mapping):
+        return document_of(given, "deepspeed")
+    if str(given).lstrip().startswith("{"):
+        try:
+            return document_of(json.loads(given), "deepspeed")
+        except ValueError as error:
+            raise ConfigError(f"deepspeed= begins as a JSON and is none: {error}.") from error
+    return read_document(Path(given))
+
+
+def _given(args: TrainingArguments, document: Document) -> dict[str, Any]:
+    """Return the arguments by our keys, those that a JSON of DeepSpeed's has words for."""
+    micro, accumulate = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    half = args.fp16 or args.fp16_full_eval
+    given = {
+        "train.micro_batch": micro,
+        "train.accumulate": accumulate,
+        "train.batch": micro * accumulate * (args.world_size or 1),
+        "precision": "bf16" if args.bf16 or args.bf16_full_eval else "fp16" if half else "fp32",
+        "optimizer.clip_norm": args.max_grad_norm or None,
+    }
+    if "optimizer.type" in document.values:
+        given |= {
+            "optimizer.lr": args.learning_rate,
+            "optimizer.betas": (args.adam_beta1, args.adam_beta2),
+            "optimizer.eps": args.adam_epsilon,
+            "optimizer.weight_decay": args.weight_decay,
+        }
+    return given

@@ -1,0 +1,176 @@
+"""The methods of transformers.Trainer that are ours: each is given the one that it replaces, and the trainer.
+
+What is not here stays Hugging Face's: data, loss, token weights, callbacks, logs, metrics, rotation of checkpoints.
+A checkpoint-N has what a plain Trainer's has, but that optimizer.pt is the folder zero3d, which loads at any
+number of ranks and stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from transformers import Trainer
+
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine, save_engine, states_in
+from zero3d.integrations.deepspeed.engine_options import engine_options
+from zero3d.integrations.deepspeed.report import lines
+from zero3d.integrations.transformers.arguments import json_of
+from zero3d.setup.optimizer import adamw
+from zero3d.setup.schedule import scheduler
+
+SCHEDULE = "scheduler.pt"  # transformers' name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`."""
+
+    stage: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def engine_of(trainer: Trainer) -> Engine | None:
+    """Return the engine that trains the trainer's model; None before there is one."""
+    engine = trainer.accelerator.engine
+    return engine if engine is not None and engine.module is trainer.model else None
+
+
+def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Trainer) -> None:
+    """Have the trainer make an Accelerator of ours. Raises ConfigError."""
+    args, choice = trainer.args, trainer.zero3d
+    args._n_gpu = min(args.n_gpu, 1)  # a process has one device: no DataParallel
+    json = trainer.zero3d_json = json_of(args)
+    options = {"stage": 3} if json is None else engine_options(json.settings)
+    if json is not None and choice.stage not in (None, options["stage"]):
+        raise ConfigError(
+            f"{json.made.document.name} has stage {options['stage']}, and stage={choice.stage} is given: leave one out."
+        )
+    stage = options.pop("stage") if choice.stage is None else choice.stage
+    build = partial(Accelerator, stage=stage, options={**options, **choice.options})
+    with _replaced(transformers.trainer, "Accelerator", build):
+        original()
+    if json is not None and args.process_index == 0:
+        print("\n".join(lines(json.made)))
+
+
+def _move_model_to_device(original: Callable[..., None], trainer: Trainer, *given: Any) -> None:
+    """Leave the model where it is: the engine moves a shard of it, and evaluation without training the whole."""
+
+
+def create_optimizer(original: Callable[..., Any], trainer: Trainer, model: Any = None) -> Any:
+    """Return the JSON's optimizer, on all parameters alike as there, or the trainer's."""
+    json = trainer.zero3d_json
+    if trainer.optimizer is not None or json is None or not json.has("optimizer.type"):
+        return original(model)
+    trained = [p for p in (trainer.model if model is None else model).parameters() if p.requires_grad]
+    trainer.optimizer = adamw(json.settings.optimizer)(trained)
+    return trainer.optimizer
+
+
+def create_scheduler(
+    original: Callable[..., Any], trainer: Trainer, num_training_steps: int, optimizer: Any = None
+) -> Any:
+    """Return the JSON's schedule, or the trainer's."""
+    json = trainer.zero3d_json
+    if trainer.lr_scheduler is not None or json is None or not json.has("scheduler.type"):
+        return original(num_training_steps, optimizer)
+    choice = replace(json.settings.schedule, warmup=trainer.args.get_warmup_steps(num_training_steps))
+    build = scheduler(choice, num_training_steps, trainer.args.learning_rate)
+    trainer.lr_scheduler, trainer._created_lr_scheduler = build(optimizer or trainer.optimizer), True
+    return trainer.lr_scheduler
+
+
+def _save(
+    original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, state_dict: Any = None
+) -> None:
+    """Write weights as `from_pretrained` reads them, in the dtype of computation; of PEFT's models what is trained."""
+    engine = engine_of(trainer)
+    if engine is not None and state_dict is None:
+        state_dict = engine.whole_state_dict(trained_only=hasattr(trainer.model, "peft_config"))
+    original(output_dir, state_dict)
+
+
+def _save_optimizer_and_scheduler(original: Callable[..., None], trainer: Trainer, output_dir: str) -> None:
+    """Write masters and states as a checkpoint of ours, and the schedule as transformers does."""
+    engine = engine_of(trainer)
+    if engine is None:
+        return original(output_dir)
+    save_engine(engine, Path(output_dir))
+    if trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULE)
+
+
+def _load_from_checkpoint(original: Callable[..., None], trainer: Trainer, folder: str, model: Any = None) -> None:
+    """Load weights of a checkpoint without states; with states they come with these."""
+    if states_in(Path(folder)) is None:
+        with _writable(trainer):
+            original(folder, model)
+
+
+def _load_optimizer_and_scheduler(original: Callable[..., None], trainer: Trainer, folder: str | None) -> None:
+    """Go on from the states of a checkpoint."""
+    engine = engine_of(trainer)
+    if folder is None or engine is None or states_in(Path(folder)) is None:
+        return original(folder)
+    load_engine(engine, Path(folder))
+    trainer.lr_scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULE, weights_only=True))
+
+
+def _load_best_model(original: Callable[[], None], trainer: Trainer) -> None:
+    """Go back to the best checkpoint: with its states where it has some."""
+    engine, folder = engine_of(trainer), Path(trainer.state.best_model_checkpoint)
+    if engine is not None and states_in(folder) is not None:
+        return load_engine(engine, folder)
+    with _writable(trainer):
+        original()
+
+
+def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
+    """Evaluate. An engine's weights have the dtype of computation: full_eval flags would cast them for good."""
+    args = trainer.args
+    if engine_of(trainer) is None:
+        return original(*given, **options)
+    with _replaced(args, "bf16_full_eval", False), _replaced(args, "fp16_full_eval", False):
+        return original(*given, **options)
+
+
+SEAMS: Mapping[str, Callable[..., Any]] = {
+    seam.__name__: seam
+    for seam in (
+        create_accelerator_and_postprocess,
+        _move_model_to_device,
+        create_optimizer,
+        create_scheduler,
+        _save,
+        _save_optimizer_and_scheduler,
+        _load_from_checkpoint,
+        _load_optimizer_and_scheduler,
+        _load_best_model,
+        evaluation_loop,
+    )
+}
+
+
+def _writable(trainer: Trainer) -> Any:
+    """Return a context inside which the model's parameters are whole, and what is written into them stays."""
+    engine = engine_of(trainer)
+    return nullcontext() if engine is None else engine.full_params()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

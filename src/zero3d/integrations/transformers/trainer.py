@@ -1,0 +1,78 @@
+"""`Trainer`, a subclass of transformers' with our seams, and `patch`, which puts them into transformers' own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+
+from zero3d.integrations.transformers.arguments import without_json
+from zero3d.integrations.transformers.seams import SEAMS, Choice
+
+
+def _around(original: Callable[..., Any], seam: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is the seam, given the original bound to the object."""
+
+    @functools.wraps(original)
+    def method(self: Any, *given: Any, **options: Any) -> Any:
+        return seam(functools.partial(original, self), self, *given, **options)
+
+    return method
+
+
+def _put(owner: type, seams: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Put seams around a class' methods; return what puts the methods back."""
+    originals = {name: getattr(owner, name) for name in seams}
+    for name, seam in seams.items():
+        setattr(owner, name, _around(originals[name], seam))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+    return undo
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` that trains on `zero3d.Engine`: everything else is as there.
+
+    stage    of ZeRO; 3, or what TrainingArguments(deepspeed="ds.json") says
+    options  more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}, "master": "split"}
+    given    transformers' own
+    Launched by torchrun, a process per device. Raises ConfigError.
+    """
+
+    zero3d = Choice()
+
+    def __init__(
+        self, *given: Any, stage: int | None = None, options: Mapping[str, Any] | None = None, **named: Any
+    ) -> None:
+        self.zero3d = Choice(stage, dict(options or {}))
+        super().__init__(*given, **named)
+
+
+_put(transformers.TrainingArguments, {"__post_init__": without_json})
+_put(Trainer, SEAMS)
+
+
+def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """Have transformers.Trainer and every subclass of it, such as TRL's, train on our engine; return what undoes it.
+
+    stage, options  as of `Trainer`
+    A second call replaces the choice of the first.
+    """
+    base = transformers.Trainer
+    undo: Callable[[], None] | None = vars(base).get("zero3d_undo")
+    if undo is None:
+        put_back = _put(base, SEAMS)
+
+        def undo() -> None:
+            if vars(base).get("zero3d_undo") is not None:
+                put_back()
+                del base.zero3d, base.zero3d_undo
+
+        base.zero3d_undo = staticmethod(undo)
+    base.zero3d = Choice(stage, dict(options or {}))
+    return undo
