@@ -64,12 +64,12 @@ def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) ->
     A second call replaces the choice of the first.
     """
     base = transformers.Trainer
-    undo: Callable[[], None] | None = vars(base).get("zero3d_undo")
+    undo: Callable[[], None] | None = getattr(base, "zero3d_undo", None)
     if undo is None:
         put_back = _put(base, SEAMS)
 
         def undo() -> None:
-            if vars(base).get("zero3d_undo") is not None:
+            if hasattr(base, "zero3d_undo"):
                 put_back()
                 del base.zero3d, base.zero3d_undo
 

@@ -1,0 +1,152 @@
+"""A loop that is written for Accelerate, with its Accelerator on one process and with ours on two ranks."""
+
+import pytest
+import torch
+from models import hf
+from trainers import Rows, launched
+
+import zero3d
+
+CLOSE = {"rel": 1e-5, "abs": 1e-7}
+
+
+def parts(kind, stage, **options):
+    """Accelerator, model, optimizer, loader and schedule, prepared. Windows of 2 micro-batches of 8 over all ranks."""
+    import accelerate
+
+    from zero3d.integrations.accelerate import Accelerator
+
+    if kind == "plain":
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    else:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, stage=stage, **options)
+    model = hf("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=8)
+    loader = torch.utils.data.DataLoader(Rows(40), batch_size=8 // accelerator.num_processes, shuffle=True)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def fresh():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+
+
+def loop(kind, stage=None, folder=None, resume=False, options=None):
+    """Mean loss, norm and rate of every window of two epochs; a save after the first, or a resume there."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, schedule = parts(kind, stage, **(options or {}))
+        logs = []
+        if resume:
+            accelerator.load_state(str(folder))
+        for epoch in range(2):
+            if resume and epoch == 0:
+                continue
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                mean = accelerator.gather(loss.detach().reshape(1)).mean().item()
+                logs.append((mean, float(norm) if accelerator.sync_gradients else 0.0, optimizer.param_groups[0]["lr"]))
+            if folder is not None and not resume and epoch == 0:
+                accelerator.save_state(str(folder))
+        weights = accelerator.get_state_dict(model)
+        return logs, {name: tensor.clone() for name, tensor in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks, tmp_path_factory):
+    """Two ranks, since Accelerate steps a schedule once per rank; and what it does after a resume."""
+    folder = tmp_path_factory.mktemp("plain")
+    logs, weights = ranks(2, loop, "plain", None, folder)[0]
+    return logs, weights, ranks(2, loop, "plain", None, folder, True)[0][0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loop_of_accelerates_has_the_same_curve(ranks, tmp_path, plain, stage):
+    (found, weights), (other, nothing) = ranks(2, loop, "ours", stage, tmp_path)
+    assert nothing == {}
+    assert [log[1:] for log in found] == [log[1:] for log in other]
+    for ours, wanted in zip(found, plain[0], strict=True):
+        assert ours == pytest.approx(wanted, **CLOSE)
+    assert weights.keys() == plain[1].keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, plain[1][name], rtol=1e-4, atol=1e-6)
+    again = ranks(2, loop, "ours", 1, tmp_path, True)[0][0]
+    for ours, wanted in zip(again, plain[2], strict=True):
+        assert ours == pytest.approx(wanted, **CLOSE)
+
+
+def refused(what):
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        accelerator, model, optimizer, *_ = parts("ours", 3)
+        fails = {
+            "value": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+            "some": lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
+            "states": lambda: optimizer.state_dict(),
+            "closure": lambda: optimizer.step(lambda: 0.0),
+            "apart": lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)),
+            "two": lambda: accelerator.prepare(hf("llama"), hf("gpt2"), optimizer),
+            "plugin": lambda: Accelerator(cpu=True, fsdp_plugin=object()),
+            "precision": lambda: Accelerator(cpu=True, mixed_precision="fp8"),
+            "graph": lambda: accelerator.backward(
+                model(input_ids=torch.ones(1, 4).long()).logits.sum(), retain_graph=True
+            ),
+        }
+        fails[what]()
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    ("value", "clip the norm, with accelerator.clip_grad_norm_"),
+    ("some", r"clip_grad_norm_ with 1 of \d+ trained parameters"),
+    ("states", r"save all with accelerator\.save_state"),
+    ("closure", r"optimizer\.step\(closure\) is not here"),
+    ("apart", r"0 models and 1 optimizers: pass one model with its optimizer"),
+    ("two", r"2 models and 1 optimizers"),
+    ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\) would shard the model a second time"),
+    ("precision", r"mixed_precision='fp8': one of no, bf16, fp16"),
+    ("graph", r"accelerator\.backward\(retain_graph=\.\.\.\) is not here"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(ranks, what, words):
+    with pytest.raises(zero3d.ConfigError, match=words):
+        refused(what)
+
+
+def dropped(kind, stage):
+    """A loop that forgets a window by zero_grad, and a model beside it that is only asked."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts(kind, stage)
+        teacher = accelerator.prepare(hf("gpt2"))
+        teacher.eval()
+        losses = []
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                with torch.no_grad():
+                    wanted = teacher(**batch).logits
+                loss = (model(**batch).logits - wanted).square().mean()
+                accelerator.backward(loss)
+                if number == 1:
+                    optimizer.zero_grad()
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        return losses
+
+
+def test_a_window_is_forgotten_and_another_model_only_asked(ranks):
+    wanted = ranks(2, dropped, "plain", None)[0]
+    assert ranks(2, dropped, "ours", 3)[0] == pytest.approx(wanted, rel=1e-5)
