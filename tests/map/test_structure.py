@@ -114,7 +114,12 @@ TORCH_FREE = (
     "checkpoint.sums", "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
     "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
 )  # fmt: skip
-WITH_TORCH = {"plan.calibrate", "integrations.deepspeed.drop_in"}
+WITH_TORCH = {
+    "plan.calibrate", "integrations.deepspeed.drop_in", "integrations.deepspeed.engine_options",
+    "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
+    "integrations.transformers", "integrations.transformers.arguments", "integrations.transformers.seams",
+    "integrations.transformers.trainer",
+}  # fmt: skip
 
 
 def imported_at_once(tree):

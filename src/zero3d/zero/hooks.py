@@ -5,6 +5,7 @@
     a user module's forward starts            acquire a forward token; take the turn token (stage 3)
                                               wait for new weights (below stage 3)
     its forward ends, also by an exception    release the forward token
+    a parameter is read outside of it         its unit is one of the root's from now on (stage 3)
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
     a parameter's gradient is accumulated     take it
@@ -37,6 +38,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.external import watch
 from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.traffic import ROOT_TURN, TURN
@@ -68,18 +70,23 @@ class Hooks:
         self._task: int | None = None  # of the backward under way
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         self._persistent = [unit for unit in units if not unit.weights.sharded]
-        self._root_units = uses.get(root, ())
+        self._with_root = [unit for unit in uses.get(root, ()) if unit.weights.sharded]
         self._without_grad = Order()
         for order in (self._without_grad, gathers.training):  # until there is a record
-            order.expect([unit for unit in units if unit.weights.sharded and unit not in self._root_units])
+            order.expect([unit for unit in units if unit.weights.sharded and unit not in self._with_root])
         self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
+        self._calls_of_root = self._open.setdefault(root, [])
+        if len(self._persistent) < len(units):
+            self._hook_user(root, self._with_root)
         for module, needed in uses.items():
             sharded = [unit for unit in needed if unit.weights.sharded]
-            if sharded:
+            if sharded and module is not root:
                 self._hook_user(module, sharded)
+                if len(sharded) == 1:
+                    watch(module, sharded[0], self._read_outside)
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         for unit in units:
@@ -120,6 +127,12 @@ class Hooks:
 
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
+
+    def _read_outside(self, unit: Unit) -> None:
+        """Gather a unit with the root's, whose forward is under way, from now on."""
+        if self._mode is not None and self._calls_of_root and unit not in self._with_root:
+            self._with_root.append(unit)
+            self._gathers.acquire(unit, KEEP if self._keeps else ("forward", self._calls_of_root[-1]))
 
     def _waiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
         def wait(module: nn.Module, args: Any) -> None:
@@ -186,7 +199,7 @@ class Hooks:
         outputs = [t for t in tensors_out(output) if t.requires_grad]
         if mode != "train" or not outputs:
             return
-        for unit in self._root_units:
+        for unit in self._with_root:
             self._gathers.acquire(unit, ROOT_TURN)
         fresh = [True]
 
@@ -216,7 +229,8 @@ class Hooks:
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""
         self._task = None
-        self._open.clear()
+        for calls in self._open.values():
+            calls.clear()
         self._mode = None
         over = (TURN, ROOT_TURN, STEP)
         self._gathers.drop(lambda token: token in over or _is(token, "backward") or _is(token, "forward"))

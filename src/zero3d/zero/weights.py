@@ -198,7 +198,7 @@ class Weights:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
         targets = self.views if self.state is State.FULL else self._placeholders
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
-            if p.requires_grad != self.trainable:
+            if p.requires_grad != self.trainable and torch.is_grad_enabled():  # without grad it may be off for a while
                 what = "was frozen" if self.trainable else "was unfrozen"
             elif p._version != version:
                 what = "was written in place" if same_memory(p, target) else "was replaced"

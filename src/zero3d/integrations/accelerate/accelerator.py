@@ -9,7 +9,6 @@ Gradients are added up over a window and averaged over ranks, as with Distribute
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils import parse_choice_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -74,7 +74,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         if asked := [name for name in OTHERS if others.get(name) is not None]:
             raise ConfigError(f"Accelerator({asked[0]}=...) would shard the model a second time: leave it out.")
-        chosen = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no")
+        chosen = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
         super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used

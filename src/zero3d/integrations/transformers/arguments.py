@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from zero3d.config import Config, load
@@ -25,7 +25,7 @@ def without_json(original: Callable[[], None], args: TrainingArguments) -> None:
     Raises ConfigError, one for all values that contradict each other.
     """
     given, args.deepspeed = args.deepspeed, None
-    if asked := [name for name in LAUNCHERS if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")]:
+    if asked := [name for name in LAUNCHERS if parse_flag_from_env(name)]:
         raise ConfigError(
             f"{asked[0]} is set, as by accelerate launch with such a configuration: launch with torchrun, and give the "
             "stage to Trainer(stage=3), patch(stage=3) or TrainingArguments(deepspeed='ds.json')."

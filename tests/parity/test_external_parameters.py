@@ -1,0 +1,59 @@
+"""A weight that is read outside its module's forward: a fused loss reads the head's, at stage 3 too."""
+
+import pytest
+import torch
+from models import adamw, batch, bits, hf
+from torch.nn import functional
+
+import zero3d
+from zero3d.zero.traffic import count_gathers, step_traffic
+
+
+class Fused(torch.nn.Module):
+    """A causal language model whose loss is computed from its head's weight, without a call of the head."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.model = hf(name)
+
+    def forward(self, ids):
+        hidden = self.model.base_model(input_ids=ids).last_hidden_state[:, :-1]
+        logits = functional.linear(hidden, self.model.get_output_embeddings().weight)
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def loss_of(model, ids):
+    return model(ids)
+
+
+def trained(name, stage, recomputed=False, precision="fp32"):
+    """Losses, an evaluation and weights; traffic is the formula's."""
+    model = Fused(name)
+    if recomputed:
+        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    engine = zero3d.Engine(model, stage=stage, precision=precision, optimizer=adamw, clip_norm=1.0)
+    losses = []
+    for step in range(3):
+        engine.traffic.reset()
+        engine.gathers.events = []
+        loss = engine(batch(step, engine.mesh.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    planned = step_traffic(stage, engine.traffic_units, engine.dp.size, count_gathers(engine.gathers.events))
+    moved = {(e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
+    assert {key: tuple(value) for key, value in planned.items()} == moved
+    with torch.no_grad():
+        held_out = [float(engine(batch(step))) for step in range(2)]
+    with engine.full_params():
+        weights = bits(model.parameters())
+    return losses, held_out, weights
+
+
+@pytest.mark.parametrize(("name", "recomputed", "precision"), [
+    ("llama", False, "fp32"), ("llama", True, "bf16"), ("gpt2", False, "bf16"), ("qwen3", True, "fp32"),
+])  # fmt: skip
+def test_a_fused_loss_trains_at_every_stage_with_the_same_bits(ranks, name, recomputed, precision):
+    wanted = ranks(2, trained, name, 2, recomputed, precision)
+    assert ranks(2, trained, name, 3, recomputed, precision) == wanted

@@ -1,0 +1,132 @@
+"""TRL's SFTTrainer and DPOTrainer, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from models import VOCAB, hf
+from trainers import arguments, launched, losses_of
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("trl") is None, reason="needs the extra trl")]
+CLOSE = {"rel": 1e-5, "abs": 1e-7}
+LETTERS = "abcdefghijklmnopqrstuvwxyz ?!."
+
+
+def tokenizer():
+    """One token per letter."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {letter: number for number, letter in enumerate(["<pad>", "<end>", *LETTERS])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<end>")
+
+
+def sentences(rows):
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(6, 20, (rows,), generator=draw).tolist()
+    return ["".join(LETTERS[i] for i in torch.randint(0, 26, (n,), generator=draw)) for n in lengths]
+
+
+def script(words):
+    """TRL's own script of supervised fine-tuning in short: parse, load, train, save."""
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
+    sys.argv = ["sft.py", *words]
+    script_args, training_args, model_args = TrlParser(
+        (ScriptArguments, SFTConfig, ModelConfig)
+    ).parse_args_and_config()
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
+    dataset = load_dataset("json", data_files=script_args.dataset_name)
+    trainer = SFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model(training_args.output_dir)
+    return trainer
+
+
+def fine_tuned(stage, folder, more=()):
+    """Losses of the script, in a process that is patched (stage None: not)."""
+    from zero3d.integrations.transformers import patch
+
+    undo = (lambda: None) if stage is None else patch(stage=stage)
+    try:
+        with launched():
+            arguments(folder)  # takes torchrun's environment before the script asks for it
+            trainer = script([
+                "--model_name_or_path", f"{folder}/model", "--dataset_name", f"{folder}/rows.jsonl",
+                "--output_dir", f"{folder}/{stage}", "--use_cpu", "true", "--bf16", "false", "--report_to", "none",
+                "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "12",
+                "--logging_steps", "1", "--learning_rate", "1e-2", "--max_length", "24", "--save_strategy", "no", *more,
+            ])  # fmt: skip
+            assert (getattr(trainer.accelerator, "engine", None) is None) == (stage is None)
+            return losses_of(trainer)[0]
+    finally:
+        undo()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hf("llama", vocab=VOCAB).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in sentences(48)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("more", [(), ("--packing", "true", "--packing_strategy", "wrapped"), ("--use_peft", "true")])
+def test_a_script_of_trls_fine_tunes_at_stage_3_by_one_line(ranks, folder, more):
+    wanted = ranks(2, fine_tuned, None, folder, more)[0]
+    for found in ranks(2, fine_tuned, 3, folder, more):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
+    assert wanted[-1][0] < wanted[0][0]
+
+
+def preferring(stage, folder, adapters):
+    """Losses of DPO, whose reference is a model of its own, or the base below the adapters."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    from zero3d.integrations.transformers import patch
+
+    undo = (lambda: None) if stage is None else patch(stage=stage)
+    try:
+        with launched():
+            texts = sentences(48)
+            rows = {"prompt": texts[:16], "chosen": texts[16:32], "rejected": texts[32:]}
+            args = arguments(
+                folder / str(stage),
+                DPOConfig,
+                max_steps=6,
+                learning_rate=1e-3,
+                bf16=False,
+                max_length=48,
+                model_init_kwargs={"dtype": "float32"},
+            )
+            trainer = DPOTrainer(
+                str(folder / "model"), args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer(),
+                ref_model=None, peft_config=LoraConfig(r=4, target_modules=["q_proj"]) if adapters else None,
+            )  # fmt: skip
+            trainer.train()
+            return losses_of(trainer)[0]
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters):
+    wanted = ranks(2, preferring, None, folder, adapters)[0]
+    for found in ranks(2, preferring, 3, folder, adapters):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
