@@ -1,0 +1,84 @@
+"""Every row of docs/migrate.md is an example that both sides take, and equal numbers are equal in both."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero3d.config import load
+from zero3d.config.keys import KEYS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
+ROW = re.compile(r"^\| `(.+)` \| `(.+=.+)` \|$", re.M)
+WORD = re.compile(r"\S+=(?:\[[^\]]*\]|\S+)")
+NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e-?\d+)?(?![\w.])")
+TITAN = {  # of the last JobConfig that was read from TOML
+    "job": {"dump_folder"},
+    "model": {"hf_assets_path"},
+    "training": {"local_batch_size", "global_batch_size", "seq_len", "steps", "max_norm", "mixed_precision_param",
+                 "mixed_precision_reduce", "enable_cpu_offload"},
+    "optimizer": {"lr", "eps", "weight_decay"},
+    "lr_scheduler": {"warmup_steps", "decay_type", "decay_ratio", "min_lr_factor"},
+    "parallelism": {"data_parallel_shard_degree", "data_parallel_replicate_degree", "fsdp_reshard_after_forward",
+                    "tensor_parallel_degree", "pipeline_parallel_degree", "pipeline_parallel_schedule"},
+    "activation_checkpoint": {"mode"},
+    "checkpoint": {"interval", "keep_latest_k", "async_mode", "last_save_in_hf"},
+    "validation": {"freq"},
+    "metrics": {"log_freq", "enable_tensorboard"},
+    "compile": {"enable"},
+    "debug": {"seed", "deterministic"},
+    "comm": {"train_timeout_seconds"},
+}  # fmt: skip
+
+
+def rows(title):
+    found = ROW.findall(PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0])
+    assert len(found) > 5
+    return found
+
+
+ALL = [row for title in ("TrainingArguments", "Accelerate's configuration", "torchtitan's TOML") for row in rows(title)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ALL)
+def test_what_is_said_here_is_taken(theirs, ours):
+    words = WORD.findall(ours)
+    assert " ".join(words) == ours
+    load(None, words)
+    assert {word.partition("=")[0] for word in words} <= KEYS.keys()
+    assert set(NUMBER.findall(theirs)) - {"0"} <= set(NUMBER.findall(ours)) | {"0"}, "a number is lost"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("TrainingArguments"))
+def test_what_is_said_of_training_arguments_is_taken_there(tmp_path, theirs, ours):
+    from transformers import HfArgumentParser, TrainingArguments
+
+    words = theirs.split()
+    plain = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--report_to", "none"]
+    given = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*plain, *words])[0]
+    assert {word.removeprefix("--") for word in words[::2]} <= {field.name for field in dataclasses.fields(given)}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("Accelerate's configuration"))
+def test_what_is_said_of_accelerate_is_a_key_there(theirs, ours):
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    ((key, value),) = yaml.safe_load(theirs).items()
+    assert key in {field.name for field in dataclasses.fields(ClusterConfig)}
+    inner = {"fsdp_config": (FullyShardedDataParallelPlugin, "fsdp_"),
+             "parallelism_config": (ParallelismConfig, "parallelism_config_")}  # fmt: skip
+    if key in inner:
+        kind, prefix = inner[key]
+        names = {field.name for field in dataclasses.fields(kind)} | {"offload_params"}
+        assert {name.removeprefix(prefix) for name in value} <= names | {"reshard_after_forward"}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("torchtitan's TOML"))
+def test_what_is_said_of_torchtitan_was_a_key_there(theirs, ours):
+    ((section, values),) = tomllib.loads(theirs).items()
+    assert values.keys() <= TITAN[section]
