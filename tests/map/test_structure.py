@@ -117,7 +117,8 @@ TORCH_FREE = (
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.drop_in", "integrations.deepspeed.engine_options",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
-    "integrations.transformers", "integrations.transformers.arguments", "integrations.transformers.seams",
+    "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
+    "integrations.checkpoints.restricted", "integrations.transformers", "integrations.transformers.arguments", "integrations.transformers.seams",
     "integrations.transformers.trainer",
 }  # fmt: skip
 

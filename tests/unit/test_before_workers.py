@@ -20,7 +20,7 @@ DEMO = load(verb.config_source(None, [])[1])
 
 def read(*words):
     """What the verb would run, and its name."""
-    return verb.read(argparse.Namespace(words=list(words), stage=None, steps=None, precision=None))
+    return verb.read(argparse.Namespace(words=list(words), stage=None, steps=None, precision=None, deepspeed=None))
 
 
 # --- the demo's values are the demo's -------------------------------------------------------------

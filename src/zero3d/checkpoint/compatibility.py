@@ -128,7 +128,7 @@ def _check_kind(manifest: Manifest, engine: EngineState) -> None:
             f"{saved_class}."
         )
     groups, saved_groups = len(live.param_groups), len(saved.entry("groups").value)
-    if groups != saved_groups:
+    if groups != saved_groups and saved_groups:  # one that was imported says nothing of groups
         raise CheckpointError(
             f"{manifest.folder} has {saved_groups} parameter groups, this engine {groups}: pass "
             "the param_groups it was saved with."
@@ -138,7 +138,7 @@ def _check_kind(manifest: Manifest, engine: EngineState) -> None:
 def _check_groups(manifest: Manifest, engine: EngineState) -> None:
     """Check options of the groups: all that this torch knows, of the types that they have now."""
     live = engine.optimizer.torch
-    for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=True):
+    for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=False):
         if _same_torch(manifest):
             for name in live.defaults:
                 saved.entry(name)
@@ -157,7 +157,7 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
     `stored` has the states of every parameter by its name.
     """
     saved = manifest.fields.entry("optimizer")
-    by_name = {name: set(states) for name, states in stored.items()}
+    by_name, options = {name: set(states) for name, states in stored.items()}, saved.entry("groups").rows()
     first: dict[int, tuple[str, set[str]]] = {}
     adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
     for unit in engine.owned_units:
@@ -168,7 +168,7 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
             if EMA in manifest.about:
                 _check_average(manifest, slot.name, states)
             states -= {AVERAGE}
-            if adam and not saved.entry("groups").rows()[slot.group].entries().get("amsgrad"):
+            if adam and not (options and options[slot.group].entries().get("amsgrad")):
                 expected = ADAM
             else:
                 expected = first.setdefault(slot.group, (slot.name, states))[1]

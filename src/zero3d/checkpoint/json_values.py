@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,8 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise TypeError(f"a {type(value).__name__} is no plain value")
@@ -35,4 +38,4 @@ def from_json(value: Any, like: Any) -> Any:
     if isinstance(like, (list, tuple)) and isinstance(value, list):
         pairs = [from_json(item, like[i] if i < len(like) else None) for i, item in enumerate(value)]
         return pairs if type(like) is list else tuple(pairs)
-    return value
+    return float(value) if isinstance(like, float) and isinstance(value, str) else value  # inf is a text in JSON

@@ -257,7 +257,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
             saved = checkpoint.states.get(engine.full_model.owner(owned.name), ())
             states = [state for state in saved if state != AVERAGE or EMA in engine.about]
             _restore_piece(reader, states, optimizer["scalars"], engine, owned)
-    for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=True):
+    for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=False):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
         engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))

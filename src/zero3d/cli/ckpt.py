@@ -1,10 +1,11 @@
-"""`zero3d ckpt ls | verify | show | diff | export | prune`: checkpoints in one process, without ranks or a GPU.
+"""`zero3d ckpt ls | verify | show | diff | export | import | prune`: checkpoints in one process, without ranks or GPU.
 
 ls      what a folder holds, and which of it is whole                       manifest, parts and sizes
 verify  every byte and every box                                            all of it
 show    what is in one: parameters, states, options, place in the data      parts and headers, of one tensor its values
 diff    two against each other, tensor by tensor, whatever meshes they have parts, headers and all values
 export  a Hugging Face folder                                               all of it, verified first
+import  another trainer's checkpoint, as one of ours               all of it
 prune   what may go
 
 A FOLDER is a run's output, its `checkpoints`, or one step-N; a STEP is one step-N, or the newest of such a folder.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers
 from zero3d.checkpoint.inventory import CHECKPOINTS, QUICK, Listed, directory_of, inventory, size_of
-from zero3d.cli import ckpt_text
+from zero3d.cli import ckpt_import, ckpt_text
 from zero3d.errors import CheckpointError, short
 from zero3d.memory.file_lock import is_held
 from zero3d.train.lock import LOCK
@@ -37,6 +38,7 @@ ACTIONS = {
     "show": "what a checkpoint holds; of one tensor statistics of its values",
     "diff": "which tensors of two checkpoints differ, and by how much; exit code 1 where one does",
     "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "import": "write what DeepSpeed or torch.distributed.checkpoint has saved as a checkpoint of ours",
     "prune": "remove older checkpoints; shows what would go until --yes is given",
 }
 FOLDER = "a run's output, its checkpoints, or one step-N"
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", metavar="FOLDER", help="where the frozen weights are that the checkpoint left out, if they were moved"
     )
     export.add_argument("--ema", action="store_true", help="the averages of the weights that train.ema has kept")
+    ckpt_import.declare(made["import"])
     prune = made["prune"]
     prune.add_argument("--keep", type=int, metavar="K", help="how many of the newest whole ones stay, beside the best")
     prune.add_argument("--leftovers", action="store_true", help="remove what killed saves have left, too")
@@ -84,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the action says; return the exit code."""
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "prune": _prune,
+        "ls": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "import": _import,
+        "prune": _prune,
     }  # fmt: skip
     try:
         return actions[arguments.action](arguments)
@@ -224,6 +228,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     }
     answer(arguments, data, ckpt_text.compared(data))
     return 0 if compared.equal else 1
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    done = ckpt_import.imported(arguments.source, arguments.folder, arguments.weights_only)
+    answer(arguments, done, ckpt_import.lines(done))
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -82,6 +82,8 @@ def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied:
     if loop.has("waiting"):
         check_waiting(loop.entry("waiting"))
     position = loop.entry("position")
+    if position.value is None:  # of a checkpoint that was imported
+        return saved
     position.entry("epoch").integer()
     position.entry("index").integer(0, position.entry("sequences").integer(1) - 1)
     return saved

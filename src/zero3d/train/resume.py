@@ -77,7 +77,8 @@ def restore(
     else:
         return None, inputs.steps
     check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
-    stream.restore(saved["position"])
+    if saved["position"] is not None:  # one that was imported begins the data anew
+        stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]
     if steps < done:
         key = "train.epochs" if config.train.steps is None else "train.steps"

@@ -35,17 +35,17 @@ PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STATES = "zero3d"  # the folder of a saved state that has the engine's checkpoint
 
 
-def save_engine(engine: Engine, folder: Path) -> None:
-    """Write FOLDER/zero3d, which has one checkpoint."""
-    saved = engine.save(folder / STATES)
+def save_engine(engine: Engine, folder: Path, loop: Mapping[str, Any] | None = None) -> None:
+    """Write FOLDER/zero3d, which has one checkpoint; `loop` is for `load_engine`."""
+    saved = engine.save(folder / STATES, loop)
     if engine.mesh.rank == 0:
         for earlier in set(saved.parent.glob("step-*")) - {saved}:  # of another run in the same place
             shutil.rmtree(earlier)
 
 
-def load_engine(engine: Engine, folder: Path) -> None:
-    """Go on from FOLDER/zero3d. Raises CheckpointError."""
-    engine.load(folder / STATES)
+def load_engine(engine: Engine, folder: Path) -> Any:
+    """Go on from FOLDER/zero3d; return what was given as `loop`. Raises CheckpointError."""
+    return engine.load(folder / STATES)
 
 
 def states_in(folder: Path) -> Path | None:

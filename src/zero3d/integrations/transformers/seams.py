@@ -1,8 +1,8 @@
 """The methods of transformers.Trainer that are ours: each is given the one that it replaces, and the trainer.
 
 What is not here stays Hugging Face's: data, loss, token weights, callbacks, logs, metrics, rotation of checkpoints.
-A checkpoint-N has what a plain Trainer's has, but that optimizer.pt is the folder zero3d, which loads at any
-number of ranks and stage.
+A checkpoint-N has what a plain Trainer's has, but that optimizer.pt and scheduler.pt are the folder zero3d, which loads
+at any number of ranks and stage.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers.trainer
 from transformers import Trainer
 
+from zero3d.checkpoint.json_values import from_json, to_json
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine, save_engine, states_in
@@ -27,7 +27,7 @@ from zero3d.integrations.transformers.arguments import json_of
 from zero3d.setup.optimizer import adamw
 from zero3d.setup.schedule import scheduler
 
-SCHEDULE = "scheduler.pt"  # transformers' name
+SCHEDULE = "lr_scheduler"  # where its state is in what the engine's checkpoint keeps for loops
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,11 @@ def _save(
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., None], trainer: Trainer, output_dir: str) -> None:
-    """Write masters and states as a checkpoint of ours, and the schedule as transformers does."""
+    """Write masters, states and the schedule as a checkpoint of ours."""
     engine = engine_of(trainer)
     if engine is None:
         return original(output_dir)
-    save_engine(engine, Path(output_dir))
-    if trainer.args.should_save:
-        torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULE)
+    save_engine(engine, Path(output_dir), {SCHEDULE: to_json(trainer.lr_scheduler.state_dict())})
 
 
 def _load_from_checkpoint(original: Callable[..., None], trainer: Trainer, folder: str, model: Any = None) -> None:
@@ -121,15 +119,17 @@ def _load_optimizer_and_scheduler(original: Callable[..., None], trainer: Traine
     engine = engine_of(trainer)
     if folder is None or engine is None or states_in(Path(folder)) is None:
         return original(folder)
-    load_engine(engine, Path(folder))
-    trainer.lr_scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULE, weights_only=True))
+    schedule = (load_engine(engine, Path(folder)) or {}).get(SCHEDULE)
+    if schedule is not None:
+        trainer.lr_scheduler.load_state_dict(from_json(schedule, trainer.lr_scheduler.state_dict()))
 
 
 def _load_best_model(original: Callable[[], None], trainer: Trainer) -> None:
     """Go back to the best checkpoint: with its states where it has some."""
     engine, folder = engine_of(trainer), Path(trainer.state.best_model_checkpoint)
     if engine is not None and states_in(folder) is not None:
-        return load_engine(engine, folder)
+        load_engine(engine, folder)
+        return
     with _writable(trainer):
         original()
 

@@ -1,0 +1,7 @@
+"""Checkpoints of other trainers as ours: weights, masters and Adam's moments; `zero3d ckpt import`.
+
+foreign      what is taken of any of them, and that as a checkpoint of ours
+deepspeed    DeepSpeed's, of ZeRO stages 1 to 3, and universal ones
+dcp          torch.distributed.checkpoint's, of FSDP2, torchtitan and Accelerate
+restricted   pickles are read without running anything that is in them
+"""

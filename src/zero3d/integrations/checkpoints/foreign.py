@@ -1,0 +1,127 @@
+"""What is taken of another trainer's checkpoint, and how it becomes one of ours.
+
+The checkpoint that is written is that of one rank: it resumes on any number, at any stage. It has no place in the data,
+and no options of the optimizer: a run that goes on from it has those of its own file, and begins its data anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.manifest import BUFFER, FROZEN, MASTER, STREAM, key_of
+from zero3d.checkpoint.resume_contract import IMPORTED
+from zero3d.checkpoint.save import Captured, Facts, Target, prepare, write_all
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.errors import CheckpointError
+from zero3d.memory.arena import Arena
+from zero3d.precision import LossScale, Precision
+from zero3d.rng import rng_state
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "AdamW"
+
+
+@dataclass
+class Foreign:
+    """A checkpoint of another trainer's, by names of parameters.
+
+    source   what wrote it
+    step     steps that were applied
+    masters  of what is trained, fp32 and in the parameter's shape
+    moments  of those Adam's two, fp32; for all of them, or for none
+    frozen   weights that are not trained
+    buffers  of the model, persistent ones
+    """
+
+    source: str
+    step: int = 0
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise CheckpointError where it has no weights, or moments of a part of them, or of another shape."""
+        if not self.masters:
+            raise CheckpointError(f"{self.source} has no weights that are trained.")
+        lacking = [name for name in self.masters if self.moments and set(self.moments.get(name, ())) != set(MOMENTS)]
+        if lacking:
+            raise CheckpointError(
+                f"{self.source} has no exp_avg and exp_avg_sq of {len(lacking)} of {len(self.masters)} parameters, "
+                f"first {lacking[0]!r}: only states of Adam and AdamW can be taken; --weights-only leaves them."
+            )
+        for name, moments in self.moments.items():
+            for state, values in moments.items():
+                if name not in self.masters or values.shape != self.masters[name].shape:
+                    of = tuple(self.masters[name].shape) if name in self.masters else "nothing"
+                    raise CheckpointError(
+                        f"{self.source}: {state} of {name} is {tuple(values.shape)}, its weight {of}."
+                    )
+
+
+def write(foreign: Foreign, directory: Path) -> Path:
+    """Write directory/step-N, a checkpoint of ours; return it. Holds 12 bytes per parameter. Raises CheckpointError."""
+    foreign.check()
+    world = Comm(Axis("world", 0, 1), Arena(torch.device("cpu")), Ledger())
+    target = Target.of(directory, foreign.step)
+    if target.final.exists():
+        raise CheckpointError(f"{target.final} is there already: import into another folder.")
+    prepare(target, world)
+    return write_all(target, world, lambda: _captured(foreign), lambda: _facts(foreign)).folder
+
+
+def _captured(foreign: Foreign) -> Captured:
+    states, rows, parameters = {}, [], {}
+    kinds: Mapping[str, Mapping[str, Mapping[str, Tensor]]] = {
+        "trained": {
+            name: {MASTER: values.float(), **{key: m.float() for key, m in foreign.moments.get(name, {}).items()}}
+            for name, values in foreign.masters.items()
+        },
+        "frozen": {name: {FROZEN: values} for name, values in foreign.frozen.items()},
+    }
+    for kind, named in kinds.items():
+        for name, kept in named.items():
+            shape = list(next(iter(kept.values())).shape)
+            dtype = "float32" if kind == "trained" else _dtype(kept[FROZEN])
+            parameters[name] = {"shape": shape, "trainable": kind == "trained", "dtype": dtype}
+            for state, values in kept.items():
+                box = tuple((0, size) for size in shape)
+                key = key_of(name, state, box)
+                states[key] = values
+                rows.append({"name": name, "state": state, "box": box, "dtype": _dtype(values), "key": key})
+    streams, python_rng = rng_state(torch.device("cpu"))
+    own = {f"{BUFFER}{name}": values for name, values in foreign.buffers.items()}
+    own |= {f"{STREAM}{name}": values for name, values in streams.items()}
+    part = {
+        "parameters": parameters,
+        "tensors": rows,
+        "own": {key: {"shape": list(values.shape), "dtype": _dtype(values)} for key, values in own.items()},
+        "scalars": {"step": float(foreign.step)} if foreign.moments else {},
+        "python_rng": python_rng,
+    }
+    return Captured(0, states, own, part)
+
+
+def _facts(foreign: Foreign) -> Facts:
+    loop = {"position": None, "step": foreign.step, "skipped": 0, "tokens": 0, "best": None}
+    run = {
+        "step": foreign.step,
+        "about": {IMPORTED: foreign.source},
+        "exact": None,
+        "optimizer": {"class": OPTIMIZER, "groups": []},
+        "scheduler": None,
+        "loss_scale": LossScale(Precision.of("fp32")).state(),
+        "loop": loop,
+    }
+    return Facts(run, {"pp": 1, "dp": 1, "tp": 1})
+
+
+def _dtype(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
