@@ -1,4 +1,4 @@
-"""One rank of DeepSpeed's own engine: `python deepspeed_peer.py RANK WORLD FOLDER`, which has ds.json; writes losses."""
+"""One rank of DeepSpeed's own engine: `python deepspeed_peer.py RANK WORLD FOLDER`, which has ds.json; writes losses, saves in the middle."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def main(rank, world, folder):
     model = hf("llama")
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=tree)[0]
     losses = []
-    for _ in range(6):
+    for step in range(6):
         values = []
         for micro in range(engine.gradient_accumulation_steps()):
             loss = loss_of(engine, batch(micro, int(rank)))
@@ -30,7 +30,10 @@ def main(rank, world, folder):
             engine.step()
             values.append(loss.item())
         losses.append(sum(values) / len(values))
+        if step == 2:
+            engine.save_checkpoint(f"{folder}/saved")
     (Path(folder) / f"losses-{rank}.json").write_text(json.dumps(losses))
+    os._exit(0)  # its threads may abort an interpreter that ends
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """DeepSpeed and `initialize` of ours, on the same JSON, the same seed and two CPU ranks: the same curve of losses."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 from models import batch, hf, loss_of
 
+from zero3d.cli.main import main
 from zero3d.integrations import deepspeed
 
+pytestmark = [
+    pytest.mark.long, pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra bench"),
+]  # fmt: skip
 TESTS = Path(__file__).parents[1]
 DOCUMENT = {
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 1000,
@@ -26,9 +31,12 @@ BF16 = {  # its own default sums the gradients of ranks and micro-batches in bf1
 
 def ours(tree):
     """The losses of this rank."""
-    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    return ours_with(deepspeed.initialize(model=hf("llama"), config=tree)[0], 6)
+
+
+def ours_with(engine, steps):
     losses = []
-    for _ in range(6):
+    for _ in range(steps):
         values = []
         for micro in range(engine.gradient_accumulation_steps()):
             loss = loss_of(engine, batch(micro, engine.global_rank))
@@ -55,8 +63,6 @@ def theirs(tree, folder):
     return [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra bench")
 @pytest.mark.parametrize(("stage", "precision", "clipping"), [
     (1, "fp32", 1.0), (2, "fp32", 0.05), (3, "fp32", None), (2, "bf16", 1.0), (3, "bf16", 0.05),
 ])  # fmt: skip
@@ -67,3 +73,34 @@ def test_the_same_json_gives_the_same_losses(ranks, tmp_path, stage, precision, 
     wanted, found = theirs(tree, tmp_path), ranks(2, ours, tree)
     for one, other in zip(wanted, found, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+
+
+def gone_on(folder, tree):
+    """The losses of this rank after a checkpoint that was imported."""
+    engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
+    engine.engine.load(folder)
+    assert "it was imported from " in engine.engine.resumed
+    return ours_with(engine, 3)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+def test_a_run_goes_on_from_its_checkpoint(ranks, tmp_path, stage, precision):
+    tree = {key: value for key, value in DOCUMENT.items() if key != "scheduler"}
+    tree["optimizer"] = {"type": "AdamW", "params": DOCUMENT["optimizer"]["params"] | {"lr": 2e-3}}
+    tree |= {"zero_optimization": {"stage": stage}} | ({} if precision == "fp32" else BF16)
+    wanted = theirs(tree, tmp_path)
+    assert main(["ckpt", "import", str(tmp_path / "saved"), str(tmp_path / "ours")]) == 0
+    for one, other in zip(wanted, ranks(2, gone_on, tmp_path / "ours", tree), strict=True):
+        assert other == pytest.approx(one[3:], rel=1e-4)
+    if stage == 1:
+        made_universal(tmp_path)
+        assert main(["ckpt", "import", str(tmp_path / "universal"), str(tmp_path / "again")]) == 0
+        assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+
+
+def made_universal(folder):
+    """Run DeepSpeed's own conversion."""
+    words = ["--input_folder", str(folder / "saved" / "global_step3"), "--output_folder", str(folder / "universal"),
+             "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]  # fmt: skip
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
+    subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=300)

@@ -1,0 +1,97 @@
+"""A checkpoint that FSDP2 writes with torch.distributed.checkpoint goes on here as it would have gone on there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import adamw, batch, hf, loss_of
+
+import zero3d
+from zero3d.cli.main import main
+
+STEPS, MORE = 3, 3
+
+
+def steps_of_fsdp(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        loss = loss_of(model, batch(step, dist.get_rank()))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved_by_fsdp(folder, form):
+    """Train with FSDP2, save after some steps; the losses of those that follow."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = hf("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = adamw(model.parameters())
+    steps_of_fsdp(model, optimizer, range(STEPS))
+    weights, states = get_state_dict(model, optimizer)
+    if form == "nested":
+        checkpoint.save({"model": weights, "optim": states, "step": STEPS}, checkpoint_id=folder / "dcp")
+    elif form == "flat":  # as torchtitan: weights by their own names
+        checkpoint.save({**weights, **states}, checkpoint_id=folder / "dcp")
+    elif form == "apart":  # as Accelerate
+        checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp" / "pytorch_model_fsdp_0")
+        checkpoint.save({"optimizer": states}, checkpoint_id=folder / "dcp" / "optimizer_0")
+    else:
+        checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp")
+    return steps_of_fsdp(model, optimizer, range(STEPS, STEPS + MORE))
+
+
+def gone_on(folder, stage):
+    """Losses of the steps that follow, on ours."""
+    model = hf("llama")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    engine = zero3d.Engine(model, stage=stage, precision="fp32", optimizer=adamw, clip_norm=1.0)
+    engine.load(folder)
+    assert engine.resumed.startswith("not bitwise: it was imported from torch.distributed.checkpoint")
+    losses = []
+    for step in range(engine.steps, engine.steps + MORE):
+        loss = engine(**{"input_ids": batch(step, dist.get_rank()), "labels": batch(step, dist.get_rank())}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("form", "stage"), [("nested", 3), ("flat", 1), ("apart", 2)])
+def test_training_goes_on_from_what_fsdp_saved(ranks, tmp_path, capsys, form, stage):
+    wanted = ranks(2, saved_by_fsdp, tmp_path, form)
+    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    assert "with Adam's moments" in capsys.readouterr().out
+    for found, expected in zip(ranks(2, gone_on, tmp_path / "ours", stage), wanted, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_alone_begin_at_step_0(ranks, tmp_path, capsys):
+    ranks(2, saved_by_fsdp, tmp_path, "weights")
+    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    assert "without moments" in capsys.readouterr().out
+    assert (tmp_path / "ours" / "step-0").is_dir()
+    assert main(["ckpt", "export", str(tmp_path / "ours"), str(tmp_path / "hf"), "--config", "none"]) == 0
+
+
+def test_a_folder_without_the_models_half_is_refused(ranks, tmp_path, capsys):
+    ranks(2, saved_by_fsdp, tmp_path, "apart")
+    assert main(["ckpt", "import", str(tmp_path / "dcp" / "optimizer_0"), str(tmp_path / "ours")]) == 2
+    assert "copy the model's folder, too" in capsys.readouterr().err
+
+
+def test_damaged_metadata_is_refused(ranks, tmp_path, capsys):
+    ranks(2, saved_by_fsdp, tmp_path, "nested")
+    path = tmp_path / "dcp" / ".metadata"
+    path.write_bytes(path.read_bytes()[:200])
+    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 2
+    assert "is damaged" in capsys.readouterr().err
