@@ -34,6 +34,7 @@ SECONDS = {
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,
     "tests/parity/test_llava_demo_run.py": 45.0,
+    "tests/parity/test_lightning.py": 6.0,
     "tests/parity/test_lora.py": 0.7,
     "tests/parity/test_mesh_checkpoint.py": 5.0,
     "tests/parity/test_mesh_contract.py": 45.0,

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import adamw, batch, hf, loss_of
+from training import save_rows, train as train_run, tree
 
 import zero3d
 from zero3d.cli.main import main
@@ -95,3 +96,16 @@ def test_damaged_metadata_is_refused(ranks, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:200])
     assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_run_of_a_file_goes_on_from_it(ranks, tmp_path):
+    """Three steps there, two here: the step's number goes on, the data begin anew."""
+    ranks(2, saved_by_fsdp, tmp_path, "nested")
+    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    hf("llama").save_pretrained(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    made = tree(tmp_path)
+    records = ranks(2, train_run, made, str(tmp_path / "ours" / "step-3"))[0]
+    assert [record["step"] for record in records] == [4, 5]
+    longer = tree(tmp_path, train={"steps": 6, "batch": 4, "accumulate": 2})
+    assert [record["step"] for record in ranks(1, train_run, longer, "auto")[0]] == [4, 5, 6]

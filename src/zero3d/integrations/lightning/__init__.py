@@ -1,0 +1,10 @@
+"""Lightning's Trainer on our engine: `Trainer(strategy="zero3d_3")` after `import zero3d.integrations.lightning`.
+
+strategy.py  a Strategy, registered for each stage as zero3d_0, zero3d_1, zero3d_2 and zero3d_3
+"""
+
+from zero3d.integrations.lightning.strategy import Zero3dStrategy, register
+
+__all__ = ["Zero3dStrategy"]
+
+register()
