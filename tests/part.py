@@ -19,6 +19,7 @@ UNMEASURED = 20.0
 # of a case; less for test_exact, test_figures_again, test_gpu_check and test_llava_demo, so that they get a turn
 SECONDS = {
     "tests/parity/test_averages.py": 6.0,
+    "tests/parity/test_axolotl.py": 5.0,
     "tests/parity/test_benchmark_mesh.py": 5.0,
     "tests/parity/test_blank_images.py": 2.0,
     "tests/parity/test_checkpoint.py": 0.7,

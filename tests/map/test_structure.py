@@ -116,6 +116,7 @@ TORCH_FREE = (
 )  # fmt: skip
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.drop_in", "integrations.deepspeed.engine_options",
+    "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.restricted", "integrations.transformers", "integrations.transformers.arguments", "integrations.transformers.seams",

@@ -70,7 +70,8 @@ def loader(rows, seed, size=4):
 def fitted(strategy, folder, epochs=3, resume=None, save=False, optimizers=1):
     """Losses and rates of every micro-batch, and of a validation after each epoch."""
     with launched():
-        made, trainer = module(optimizers), trainer_of(strategy, folder, max_epochs=epochs)
+        manual = {} if optimizers == 1 else {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+        made, trainer = module(optimizers), trainer_of(strategy, folder, max_epochs=epochs, **manual)
         trainer.fit(made, loader(32, 0), loader(8, 1), ckpt_path=resume)
         if save:
             trainer.save_checkpoint(str(folder / "saved"))
@@ -97,4 +98,4 @@ def test_a_run_resumes_at_another_stage(ranks, tmp_path):
 
 def test_manual_optimization_is_refused(ranks, tmp_path):
     with pytest.raises(RankFailure, match="ConfigError: manual optimization is not here"):
-        ranks(1, fitted, "zero3d_2", tmp_path, 1, None, False, 2)
+        ranks(2, fitted, "zero3d_2", tmp_path, 1, None, False, 2)
