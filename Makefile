@@ -2,7 +2,7 @@
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
-# make test-all  all tests, the longer ones too                     (45 minutes)
+# make test-all  all tests, the longer ones too, beside TRL, Lightning, DeepSpeed, Axolotl   (2 hours)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
@@ -46,7 +46,7 @@ test: style
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
 
-test-all: style
+test-all: style $(VENV)/.installed-peers
 	$(call both,-m "long or not long",$(filter-out $(LONG_BESIDE),$(PARITY)),$(BESIDE) $(LONG_BESIDE))
 
 style: $(VENV)/.installed-dev
@@ -82,6 +82,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data,dev]'
+	@touch $@
+
+# Axolotl's package pins an older transformers, and DeepSpeed builds against the torch that is there.
+$(VENV)/.installed-peers: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data,dev,trl,lightning]' setuptools wheel ninja
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps axolotl addict
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) --no-build-isolation deepspeed
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
