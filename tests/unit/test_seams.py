@@ -19,6 +19,7 @@ ARGUMENTS = {  # what each is called with besides self
     "_move_model_to_device": ["model", "device"],
     "create_optimizer": ["model"],
     "create_scheduler": ["num_training_steps", "optimizer"],
+    "save_model": ["output_dir", "_internal_call"],
     "_save": ["output_dir", "state_dict"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],

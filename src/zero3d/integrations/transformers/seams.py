@@ -89,14 +89,24 @@ def create_scheduler(
     return trainer.lr_scheduler
 
 
+def save_model(
+    original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    """Gather the weights on all ranks, of PEFT's models what is trained; the writer has them in `_save`."""
+    engine = engine_of(trainer)
+    whole = None if engine is None else engine.whole_state_dict(trained_only=hasattr(trainer.model, "peft_config"))
+    trainer.zero3d_weights = whole
+    try:
+        original(output_dir, _internal_call)
+    finally:
+        trainer.zero3d_weights = None
+
+
 def _save(
     original: Callable[..., None], trainer: Trainer, output_dir: str | None = None, state_dict: Any = None
 ) -> None:
-    """Write weights as `from_pretrained` reads them, in the dtype of computation; of PEFT's models what is trained."""
-    engine = engine_of(trainer)
-    if engine is not None and state_dict is None:
-        state_dict = engine.whole_state_dict(trained_only=hasattr(trainer.model, "peft_config"))
-    original(output_dir, state_dict)
+    """Write weights as `from_pretrained` reads them, in the dtype of computation."""
+    original(output_dir, getattr(trainer, "zero3d_weights", None) if state_dict is None else state_dict)
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., None], trainer: Trainer, output_dir: str) -> None:
@@ -150,6 +160,7 @@ SEAMS: Mapping[str, Callable[..., Any]] = {
         _move_model_to_device,
         create_optimizer,
         create_scheduler,
+        save_model,
         _save,
         _save_optimizer_and_scheduler,
         _load_from_checkpoint,
