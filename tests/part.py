@@ -85,6 +85,7 @@ SECONDS = {
     "tests/ranks/test_simulation.py": 5.3,
     "tests/ranks/test_two_hosts.py": 25.0,
     "tests/ranks/test_updates_due.py": 10.0,
+    "tests/parity/test_trainer.py": 2.0,
     "tests/parity/test_trl.py": 8.0,
     "tests/unit/test_data_images.py": 0.5,
     "tests/unit/test_72b.py": 44.0,

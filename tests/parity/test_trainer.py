@@ -92,7 +92,7 @@ BEST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"save_only_model": True}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), {"save_only_model": True}])
 def test_the_best_model_is_loaded_in_the_end(ranks, tmp_path, options):
     wanted = ranks(1, best, "plain", tmp_path / "plain", options)[0]
     for found in ranks(2, best, 3, tmp_path / "ours", options):
@@ -126,18 +126,25 @@ RECOMPUTED = {"gradient_checkpointing": True}
 
 @pytest.mark.parametrize(("options", "stage"), [
     (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, 3),
-    (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, 3),
-    ({"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}, 2),
     ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 8}, 1),  # the epoch ends inside a window
-    ({"average_tokens_across_devices": True, "neftune_noise_alpha": None, "optim": "adamw_torch_fused"}, 3),
-    ({"optim": "sgd", "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}, 2),
-    ({"auto_find_batch_size": True}, 3),
-    ({"torch_empty_cache_steps": 2, "include_num_input_tokens_seen": "all"}, 0),
 ])  # fmt: skip
 def test_arguments_of_training_mean_the_same(ranks, tmp_path, options, stage):
     wanted = ranks(1, logged, "plain", tmp_path / "plain", options)[0]
     for found in ranks(2, logged, stage, tmp_path / "ours", options):
         assert_same(found, wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "stage"), [
+    (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, 3),
+    ({"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}, 2),
+    ({"average_tokens_across_devices": True, "neftune_noise_alpha": None, "optim": "adamw_torch_fused"}, 3),
+    ({"optim": "sgd", "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}, 2),
+    ({"auto_find_batch_size": True}, 3),
+    ({"torch_empty_cache_steps": 2, "include_num_input_tokens_seen": "all"}, 0),
+])  # fmt: skip
+def test_more_arguments_of_training_mean_the_same(ranks, tmp_path, options, stage):
+    test_arguments_of_training_mean_the_same(ranks, tmp_path, options, stage)
 
 
 def generating(kind, folder):
@@ -266,6 +273,7 @@ def longer(kind, folder):
     return first, losses_of(trainer)
 
 
+@pytest.mark.long
 def test_a_trainer_trains_on_with_its_engine(ranks, tmp_path):
     wanted = ranks(1, longer, "plain", tmp_path / "plain")[0]
     for found in ranks(2, longer, 3, tmp_path / "ours"):
@@ -301,7 +309,7 @@ def judging(kind, folder, scores):
                   partial(classifier, "reward" if scores else "classes"))  # fmt: skip
 
 
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("scores", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sequence_classification_and_reward_models(ranks, tmp_path, scores):
     wanted = ranks(2, judging, "plain", tmp_path / "plain", scores)[0]  # the Trainer's factors differ on one process
     for found in ranks(2, judging, 3, tmp_path / "ours", scores):
@@ -346,6 +354,7 @@ def short_of_memory(kind, folder):
         return trainer._train_batch_size, losses_of(trainer)
 
 
+@pytest.mark.long
 def test_a_smaller_batch_is_found_after_running_out_of_memory(ranks, tmp_path):
     size, wanted = ranks(2, short_of_memory, "plain", tmp_path / "plain")[0]
     for found, curve in ranks(2, short_of_memory, 3, tmp_path / "ours"):
