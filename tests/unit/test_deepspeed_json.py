@@ -105,6 +105,17 @@ def test_a_json_without_a_file_replaces_what_the_demo_says_of_the_same(tmp_path,
     assert "Did you mean zero_optimization.stage?" in capsys.readouterr().err
 
 
+def test_an_imported_file_has_what_the_callers_file_said_too(tmp_path, capsys):
+    mine, path = tmp_path / "mine.yaml", tmp_path / "ds.json"
+    mine.write_text("model: {path: models/llama}\ndata: {train: corpus, length: 64}\noptimizer: {lr: 2e-5}\n")
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}))
+    assert main(["config", "import-deepspeed", str(path), str(mine), "train.steps=7"]) == 0
+    text = capsys.readouterr().out
+    assert "  length: 64  # yours\n" in text
+    (tmp_path / "alone.yaml").write_text(text)
+    assert load(tmp_path / "alone.yaml") == load_merged(path, mine, ["train.steps=7"])[0]
+
+
 def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, capsys):
     from zero3d.cli import planned_batch
     from zero3d.cli.train import read as read_words

@@ -214,12 +214,24 @@ def cut_by_tp(folder):
     path.rename(path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
 
 
+def lay_out_otherwise(folder):
+    for path in folder.glob("*optim*"):
+        torch.save({"optimizer_state_dict": [1, 2]}, path)
+
+
+def forget_shapes(folder):
+    for path in folder.glob("*model_states*"):
+        torch.save({"module": {}}, path)
+
+
 @pytest.mark.parametrize(("harm", "words"), [
     (lose_a_rank, "was saved by 3 ranks, and has files of 2"),
     (cut_a_file, "is damaged, or nothing that torch has saved"),
     (plain_pickle, "is damaged, or nothing that torch has saved"),
     (lose_moments, "has no exp_avg and exp_avg_sq of"),
     (cut_by_tp, "was saved with model parallelism"),
+    (lay_out_otherwise, "is not laid out as DeepSpeed 0.19 lays it out"),
+    (forget_shapes, "is not laid out as DeepSpeed 0.19 lays it out"),
     (lambda folder: [path.unlink() for path in folder.iterdir()], r"has neither \*_optim_states.pt"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_told(tmp_path, capsys, fragment, harm, words):

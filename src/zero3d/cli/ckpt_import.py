@@ -25,15 +25,17 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def imported(source: str, folder: str, weights_only: bool) -> dict[str, Any]:
     """Read, write, and return what was done. Raises CheckpointError."""
     from zero3d.integrations.checkpoints import dcp, deepspeed
-    from zero3d.integrations.checkpoints.foreign import write
+    from zero3d.integrations.checkpoints.foreign import laid_out, write
 
     path = Path(source).expanduser()
     if not path.is_dir():
         raise CheckpointError(f"{short(source)} is no folder: type that of a checkpoint of DeepSpeed's or torch's.")
     if (of_deepspeed := deepspeed.found(path)) is not None:
-        foreign = deepspeed.read(of_deepspeed)
+        with laid_out(of_deepspeed, "DeepSpeed 0.19"):
+            foreign = deepspeed.read(of_deepspeed)
     elif folders := dcp.found(path):
-        foreign = dcp.read(folders)
+        with laid_out(path, "torch.distributed.checkpoint"):
+            foreign = dcp.read(folders)
     else:
         raise CheckpointError(
             f"{short(source)} has neither *_optim_states.pt or zero/ of DeepSpeed's nor {dcp.METADATA} of torch's: "

@@ -6,7 +6,8 @@ and no options of the optimizer: a run that goes on from it has those of its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +20,27 @@ from zero3d.checkpoint.save import Captured, Facts, Target, prepare, write_all
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, short
 from zero3d.memory.arena import Arena
 from zero3d.precision import LossScale, Precision
 from zero3d.rng import rng_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER = "AdamW"
+
+
+@contextmanager
+def laid_out(folder: Path, writer: str) -> Iterator[None]:
+    """Say of files that hold other things, or in another order, than their writer's do that they cannot be taken."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} is not laid out as {writer} lays it out ({type(error).__name__}: {short(str(error))}): save it "
+            "once more with that version, or export the weights there and start from them."
+        ) from error
 
 
 @dataclass

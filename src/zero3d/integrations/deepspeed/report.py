@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import yaml
 
+from zero3d.config.keys import KEYS
 from zero3d.errors import short
 from zero3d.integrations.deepspeed.keys import IDLE, MAPPED, REFUSED
-from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, Merged
+from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, YOURS, Merged, Row
 from zero3d.page.text import columns
 
 
@@ -24,16 +25,19 @@ def lines(made: Merged) -> Iterator[str]:
 
 
 def as_yaml(made: Merged) -> Iterator[str]:
-    """Yield the lines of a file for `zero3d train` that says the same, each key with where it is from."""
+    """Yield the lines of a file for `zero3d train` that says the same, each key with where it is from.
+
+    It has what the caller has given, too: the JSON can be left behind, and the caller's file.
+    """
     yield f"# From {made.document.name}, by zero3d config import-deepspeed."
+    origins = {row.ours: _comment(row) for row in made.rows}
     section = ""
-    for row in made.rows:
-        above, _, key = row.ours.rpartition(".")
+    for name, value in _values(made).items():
+        above, _, key = name.rpartition(".")
         if above != section:
             section = above
             yield f"{section}:"
-        line = f"{'  ' if above else ''}{key}: {_flow(row.value)}"
-        yield f"{line}  # {row.theirs}" + ("" if row.source == "the JSON" else f": {_origin(row.source)}")
+        yield f"{'  ' if above else ''}{key}: {_flow(value)}  # {origins.get(name, YOURS)}"
     if made.document.idle:
         yield ""
         yield "# Without effect here:"
@@ -60,6 +64,21 @@ def as_markdown() -> str:
         *("### Refused", "", "| key | but for | why | use |", "|---|---|---|---|", *refused, ""),
     ]
     return "\n".join(tables)
+
+
+def _values(made: Merged) -> dict[str, object]:
+    """Return all that the file says by our keys, in their order."""
+    found: dict[str, object] = {}
+    for name in KEYS:
+        section, _, key = name.rpartition(".")
+        values = made.tree.get(section, {}) if section else made.tree
+        if key in values:
+            found[name] = values[key]
+    return found
+
+
+def _comment(row: Row) -> str:
+    return row.theirs if row.source == "the JSON" else f"{row.theirs}: {_origin(row.source)}"
 
 
 def _origin(source: str) -> str:
