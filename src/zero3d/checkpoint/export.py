@@ -80,19 +80,29 @@ def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: 
         if not any(form.wants(engine.full_model.owner(slot.name)) for slot in unit.layout.slots):
             continue
         with gathered(unit):
-            add = partial(_add, writer, engine, form, unit, open_ones) if engine.dp.rank == 0 else lambda: None
+            takes_part = engine.dp.rank < (engine.ep.size if _over_ep(engine, unit) else 1)
+            add = partial(_add, writer, engine, form, unit, open_ones) if takes_part else lambda: None
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
+def _over_ep(engine: EngineState, unit: Unit) -> bool:
+    """Return whether ep ranks have other experts of a unit each; it has no parameters of another kind."""
+    cut = engine.cut(unit.layout.slots[0].name)
+    return cut is not None and cut.axis == "ep"
+
+
 def _add(writer: ExportWriter, engine: EngineState, form: Form, unit: Unit, open_ones: _OpenTiles) -> None:
-    """Write a gathered unit on tp rank 0; the others only take part in joining it. A tile waits for the others."""
+    """Write a gathered unit on rank 0 of tp and ep; others only take part in joining it. A tile waits for the others.
+
+    Of experts, which every tp rank has, tp rank 0 and its peers on ep do so.
+    """
     named = {}
     for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True):
         slices = _whole(engine.full_model.tiles.get(slot.name), _slices(engine, slot.name, p.detach()), open_ones)
         if slices:
             cut, name = engine.cut(slot.name), engine.full_model.owner(slot.name)
-            named[name] = slices[0] if cut is None or engine.tp.rank > 0 else cut.join(slices)
-    if engine.tp.rank == 0:
+            named[name] = slices[0] if cut is None or len(slices) == 1 else cut.join(slices)
+    if engine.tp.rank == 0 and engine.dp.rank == 0:
         refuse_nonfinite(named)
         writer.add(form.take(named))
 
@@ -120,15 +130,17 @@ def refuse_nan(buffers: Mapping[str, Tensor]) -> None:
 
 
 def _slices(engine: EngineState, name: str, local: Tensor) -> Sequence[Tensor]:
-    """Return a parameter's slices: on tp rank 0 all of a cut one, in host memory; else this rank's.
+    """Return a parameter's slices: on rank 0 of its axis all of a cut one, in host memory; else this rank's.
 
-    For a cut one every tp rank holds the whole for a moment, and receives (tp-1)/tp of it.
+    For a cut one every rank of the axis holds the whole for a moment, and receives (N-1)/N of it.
     """
-    if engine.cut(name) is None:
+    cut = engine.cut(name)
+    if cut is None:
         return [local]
-    slices = local.new_empty(engine.tp.size, *local.shape)
-    engine.tp.all_gather(slices.view(-1), local.reshape(-1), name).wait()
-    return slices.cpu().unbind() if engine.tp.rank == 0 else [local]
+    axis = engine.ep if cut.axis == "ep" else engine.tp
+    slices = local.new_empty(axis.size, *local.shape)
+    axis.all_gather(slices.view(-1), local.reshape(-1), name).wait()
+    return slices.cpu().unbind() if axis.rank == 0 else [local]
 
 
 def _whole(tile: Tile | None, slices: Sequence[Tensor], open_ones: _OpenTiles) -> Sequence[Tensor]:

@@ -88,7 +88,7 @@ def _of_units(engine: EngineState) -> Iterator[int]:
     states = {owned.unit.name: engine.optimizer.torch.state.get(owned.master, {}) for owned in engine.optimizer.pieces}
     for unit in engine.units:
         layout = unit.layout
-        saved = [piece for piece in layout.pieces(engine.dp.rank) if engine.saves(layout.slots[piece.slot].name)]
+        saved = [piece for piece in layout.pieces(unit.comm.rank) if engine.saves(layout.slots[piece.slot].name)]
         width = unit.dtype.itemsize
         if unit.grads is not None:
             flat = [value for value in states.get(unit.name, {}).values() if isinstance(value, Tensor) and value.dim()]

@@ -87,6 +87,10 @@ def _mesh(fields: Field, listed: Field) -> Degrees:
         return Degrees(1, max(1, ranks), 1)
     mesh = fields.entry("mesh")
     degrees = Degrees(**{axis: mesh.entry(axis).integer(1, 1 << 24) for axis in AXES})
+    if mesh.has("ep"):  # older ones know none
+        degrees = degrees._replace(ep=mesh.entry("ep").integer(1, degrees.dp))
+    if degrees.dp % degrees.ep:
+        mesh.entry("ep").refuse(f"a divisor of dp, {degrees.dp}")
     if degrees.world != ranks:
         raise CheckpointError(
             f"{fields.file}: mesh {degrees} has {degrees.world} ranks, and {listed.name} has {ranks} entries. "
@@ -123,7 +127,7 @@ def _check_about(fields: Field, mesh: Degrees, number: int) -> None:
     for name, fact in about.items():
         if not (fact.value is None or isinstance(fact.value, (str, int))):
             fact.refuse("a text, a whole number or null")
-        if name in AXES:
+        if name in (*AXES, "ep"):
             fact.one_of(getattr(mesh, name))
     if number > OLDEST and about.has("leaves") != fields.has("exact"):
         about.entry("leaves").refuse("null where exact is, and a number where it is not")

@@ -312,7 +312,7 @@ def _frozen(unit: Unit, engine: EngineState, writes: bool = False) -> Iterator[t
         return
     with weights.place.opened(changed=writes) as shard:
         if weights.sharded:
-            pieces, values = unit.layout.pieces(engine.dp.rank), shard
+            pieces, values = unit.layout.pieces(unit.comm.rank), shard
         else:
             pieces, values = unit.layout.whole_pieces(), weights.full
         for piece in pieces:

@@ -181,7 +181,7 @@ def capture(engine: EngineState) -> Captured:
         },
         "tensors": rows,
         "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
-        "scalars": _scalars(engine),
+        "scalars": optimizer_scalars(engine),
         "python_rng": python_rng,
     }
     return Captured(rank, states, own, part)
@@ -302,7 +302,7 @@ def _loadable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _scalars(engine: EngineState) -> dict[str, float]:
+def optimizer_scalars(engine: EngineState) -> dict[str, float]:
     """Return per-parameter scalars of the optimizer ("step"), one value for all: pieces are updated together."""
     for owned in engine.optimizer.pieces:
         state = engine.optimizer.torch.state.get(owned.master, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, Tile, cover
 from zero3d.zero.exact.summands import Summands
+from zero3d.zero.layout import Piece
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 
@@ -52,11 +54,11 @@ class EngineState:
 
     modules   this rank's model chunks
     dp        the dp axis, over which units are cut
-    tp        the tp axis
+    tp, ep    the axes over which parameters are cut
     world     all ranks of the mesh
     about     what the bits of the run depend on, for `resume_contract`
     loop      what the training loop has saved for itself
-    cuts      how the tp axis cuts parameters, by name in the full model; it has all others on every rank
+    cuts      how the tp and ep axes cut parameters, by name in the full model; they have all others on every rank
     summands  of exact mode
     base      the folder whose values frozen weights have
     """
@@ -67,6 +69,7 @@ class EngineState:
     optimizer: ShardedOptimizer
     dp: Comm
     tp: Comm
+    ep: Comm
     world: Comm
     degrees: Degrees
     loss_scale: LossScale
@@ -79,7 +82,7 @@ class EngineState:
     base: FrozenBase | None = None
 
     def cut(self, name: str) -> Cut | None:
-        """Return how a parameter of this rank is cut over tp; None where every tp rank has all of it."""
+        """Return how a parameter of this rank is cut over tp or ep; None where every such rank has all of it."""
         return self.cuts.get(self.full_model.owner(name))
 
     def piece(self, name: str, state: str, shape: Shape, start: int, values: Tensor | Halves) -> StatePiece:
@@ -91,7 +94,8 @@ class EngineState:
         """Say whether this rank writes its share of a parameter: copies are not written, nor what is left out."""
         if name in self.full_model.copies or self.leaves_out(name):
             return False
-        return self.tp.rank == 0 or self.cut(name) is not None
+        cut = self.cut(name)
+        return self.tp.rank == 0 or (cut is not None and cut.axis == "tp")
 
     def leaves_out(self, name: str) -> bool:
         """Say whether nobody writes a parameter of this rank, since a folder has its values."""
@@ -152,22 +156,26 @@ def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
     """Yield all states that this rank saves of the full model; at stage 0 its share of what all ranks have."""
     for unit in engine.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(engine.dp.rank):
+            for piece in unit.layout.pieces(unit.comm.rank):
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 if engine.saves(slot.name):
                     yield engine.piece(slot.name, FROZEN, slot.shape, piece.start, values)
+    shares: defaultdict[tuple[str, int], list[Piece]] = defaultdict(list)
+    for unit in engine.units:
+        for piece in unit.layout.pieces(unit.comm.rank):
+            shares[unit.name, piece.slot].append(piece)
     for owned in engine.optimizer.pieces:
-        share = {p.slot: p for p in owned.unit.layout.pieces(engine.dp.rank)}.get(owned.piece.slot)
-        if share is None or not engine.saves(owned.name):
+        if not engine.saves(owned.name):
             continue
-        start, stop = max(share.start, owned.piece.start), min(share.stop, owned.piece.stop)
-        if start >= stop:
-            continue
-        within = slice(start - owned.piece.start, stop - owned.piece.start)
-        flat = {k: v for k, v in engine.optimizer.states_of(owned).items() if _is_flat(v, owned.master)}
-        for state, values in ({MASTER: owned.read()} | flat).items():
-            yield engine.piece(owned.name, state, owned.shape, start, values[within])
+        for share in shares[owned.unit.name, owned.piece.slot]:
+            start, stop = max(share.start, owned.piece.start), min(share.stop, owned.piece.stop)
+            if start >= stop:
+                continue
+            within = slice(start - owned.piece.start, stop - owned.piece.start)
+            flat = {k: v for k, v in engine.optimizer.states_of(owned).items() if _is_flat(v, owned.master)}
+            for state, values in ({MASTER: owned.read()} | flat).items():
+                yield engine.piece(owned.name, state, owned.shape, start, values[within])
 
 
 def _is_flat(value: Any, master: Tensor) -> bool:

@@ -7,7 +7,7 @@ ones of equal size would be taken for each other.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,10 @@ class Native:
 
         raw = received.view(torch.uint8), full.view(torch.uint8)
         return self._start(call, partial(dist.all_to_all_single, *raw, group=call.group, async_op=True), finish)
+
+    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
+        """Send so many rows to every rank, and fill `out` with those that come, by rank."""
+        call.run(partial(dist.all_to_all_single, out, rows, list(receives), list(sends), group=call.group))
 
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements that a ring moves for it."""
@@ -178,6 +182,12 @@ class Pairwise(Native):
         """Give `take` what came from every rank, this one included; a buffer for the others'."""
         return self.reduce_scatter(call, full, full.dtype, take)
 
+    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
+        """Send so many rows to every rank, and fill `out` with those that come, by rank."""
+        parts, places = list(torch.split(rows, list(sends))), list(torch.split(out, list(receives)))
+        places[self._rank].copy_(parts[self._rank])
+        self._swap(call, parts, places)()
+
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements moved, padding included."""
         if self._size == 2:  # whole tensors are as many elements as halves twice, and one round less
@@ -202,7 +212,10 @@ class Pairwise(Native):
         return [s if peer == self._rank else next(rows).copy_(s) for peer, s in enumerate(slots)], [buffer]
 
     def _swap(self, call: Call, sends: list[Tensor], receives: list[Tensor]) -> Callable[[], None]:
-        """Send slot i of `sends` to rank i and receive slot i of `receives` from it; the result waits for all."""
+        """Send slot i of `sends` to rank i and receive slot i of `receives` from it; the result waits for all.
+
+        Both ranks know which slots are empty: nothing is sent of them.
+        """
         tag = zlib.crc32(f"{call.op} {call.unit}".encode()) & 0x3FFFFFFF
         targets = receives
         if receives[0].device.type != "cpu":  # gloo's point-to-point operations take host memory only
@@ -213,7 +226,8 @@ class Pairwise(Native):
             source, peer = (self._rank - step) % self._size, (self._rank + step) % self._size
             receive = partial(dist.irecv, targets[source], group=call.group, group_src=source, tag=tag)
             send = partial(dist.isend, sends[peer], group=call.group, group_dst=peer, tag=tag)
-            works += [call.run(receive), call.run(send)]
+            works += [call.run(receive)] if targets[source].numel() else []
+            works += [call.run(send)] if sends[peer].numel() else []
 
         def wait() -> None:
             for work in works:

@@ -20,7 +20,7 @@ rank whose reductions come later (unused parameters) cannot interleave them with
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,12 @@ class Algorithm(Protocol):
 
     def all_to_all(self, call: Call, full: Tensor, take: Take) -> Pending:
         """Give `take` the slots [n] that all ranks have for this one, in rank order; (N-1) n elements."""
+
+    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
+        """Send so many rows to every rank, by rank, and fill `out` with so many from each; returns when they are there.
+
+        H elements for each row that is for another rank.
+        """
 
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum of all ranks' tensors as a new one, when it is there, and the elements that moved per rank."""
@@ -137,6 +143,19 @@ class Comm:
             return Pending(partial(take, [full]))
         self._announce("all_to_all", unit, full)
         return self._algorithm.all_to_all(self._reduction("all_to_all", unit), full, take)
+
+    def pass_rows(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int], unit: str) -> Tensor:
+        """Send so many rows [., H] to every rank, by rank, and return those that come.
+
+        Moves H elements for each row that is for another rank.
+        """
+        if self.size == 1:
+            return rows
+        out = rows.new_empty(sum(receives), *rows.shape[1:])
+        elements = (sum(sends) - sends[self.rank]) * rows[:1].numel() if len(rows) else 0
+        self._ledger.record("pass_rows", self.axis, unit, elements, rows.dtype.itemsize)
+        self._algorithm.pass_rows(self._reduction("pass_rows", unit), rows.contiguous(), sends, out, receives)
+        return out
 
     def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients that are to be reduced in `wire` reach their owner (see `Algorithm`)."""

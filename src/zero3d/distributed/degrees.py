@@ -1,4 +1,4 @@
-"""Degrees of the three axes, and where each rank stands. Pure integers.
+"""Degrees of the axes, and where each rank stands. Pure integers.
 
     rank = (pp * DP + dp) * TP + tp              tp innermost: its messages are the most frequent
 
@@ -9,6 +9,14 @@
 
 A column is a model-parallel group: its ranks hold one copy of the model together and train on the same part of the
 batch, 1/DP of it. A row holds the same layers; a cell holds the same parameters of them, split over tp.
+
+Experts fold the dp axis: dp = ep x edp. The ep axis is `ep` neighbours on dp, which share a layer's experts out; the
+edp axis (expert data parallel) is those that hold the same experts.
+
+    dp 4 = ep 2 x edp 2
+            ep 0    ep 1
+    edp 0   dp 0    dp 1
+    edp 1   dp 2    dp 3
 """
 
 from __future__ import annotations
@@ -32,14 +40,17 @@ class Place(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """Sizes of the axes; their product is the world."""
+    """Sizes of the axes; the product of the first three is the world, and ep divides dp."""
 
     pp: int
     dp: int
     tp: int
+    ep: int = 1
 
     @classmethod
-    def resolve(cls, world: int, dp: int | None = None, tp: int | None = None, pp: int | None = None) -> Degrees:
+    def resolve(
+        cls, world: int, dp: int | None = None, tp: int | None = None, pp: int | None = None, ep: int | None = None
+    ) -> Degrees:
         """Complete the degrees of a world.
 
         left out      is
@@ -47,11 +58,12 @@ class Degrees(NamedTuple):
         dp            world / (pp x tp), of which those left out are 1
         pp and tp     1
         pp, or tp     world / (the two given), where that is whole
+        ep            1
 
         Raises MeshError with the arithmetic.
         """
         given = {"pp": pp, "dp": dp, "tp": tp}
-        for name, degree in given.items():
+        for name, degree in {**given, "ep": ep}.items():
             if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
                 raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
         missing = [name for name, degree in given.items() if degree is None]
@@ -62,12 +74,19 @@ class Degrees(NamedTuple):
         degrees = cls(**known)
         if degrees.world != world:
             raise MeshError(_does_not_multiply(world, {name: n for name, n in given.items() if n is not None}))
-        return degrees
+        if ep is not None and degrees.dp % ep:
+            raise MeshError(_does_not_fold(degrees.dp, ep))
+        return degrees._replace(ep=ep or 1)
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.dp // self.ep
 
     def place(self, rank: int) -> Place:
         """Return a rank's coordinates."""
@@ -80,8 +99,13 @@ class Degrees(NamedTuple):
     def along(self, axis: str, rank: int) -> list[int]:
         """Return the ranks that differ from `rank` on this axis only, itself included, in the axis' order."""
         here = self.place(rank)
-        size = self[AXES.index(axis)]
-        return [self.rank(here._replace(**{axis: position})) for position in range(size)]
+        if axis == "ep":
+            positions, axis = range(here.dp - here.dp % self.ep, here.dp - here.dp % self.ep + self.ep), "dp"
+        elif axis == "edp":
+            positions, axis = range(here.dp % self.ep, self.dp, self.ep), "dp"
+        else:
+            positions = range(self[AXES.index(axis)])
+        return [self.rank(here._replace(**{axis: position})) for position in positions]
 
     def model_parallel(self, rank: int) -> list[int]:
         """Return the ranks that hold one copy of the model together with `rank`, in their order."""
@@ -111,7 +135,15 @@ class Degrees(NamedTuple):
         return str(first) if self.tp == 1 else f"{first}-{first + self.tp - 1}"
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        text = f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        return text if self.ep == 1 else f"{text} (ep {self.ep} x edp {self.edp})"
+
+
+def _does_not_fold(dp: int, ep: int) -> str:
+    """Return why ep does not fold dp, and what does."""
+    fits = [str(degree) for degree in range(2, dp + 1) if dp % degree == 0]
+    remedy = f"pass ep={' or '.join(fits)}" if fits else "leave ep out, or start more ranks"
+    return f"ep={ep} folds the data-parallel axis, and dp={dp}: {dp} / {ep} = {dp / ep:.4g} is not whole; {remedy}."
 
 
 def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:

@@ -43,6 +43,7 @@ class Mesh:
     """The ranks of a run, arranged by degree; starts torch.distributed when nobody has.
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
+    ep          experts of mixtures are shared out among so many neighbours on the dp axis, which it divides
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
                 that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
                 Where nobody has, it decides with what torch.distributed starts
@@ -57,6 +58,7 @@ class Mesh:
         dp: int | None = None,
         tp: int | None = None,
         pp: int | None = None,
+        ep: int | None = None,
         *,
         device: str | torch.device | None = None,
         debug: bool = False,
@@ -66,8 +68,8 @@ class Mesh:
         start_distributed(self.device)
         check_carries(self.device)
         self.world = dist.get_world_size()
-        self.degrees = Degrees.resolve(self.world, dp, tp, pp)
-        self.pp, self.dp, self.tp = self.degrees
+        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep)
+        self.pp, self.dp, self.tp, self.ep = self.degrees
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
@@ -99,7 +101,11 @@ class Mesh:
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")  # its name in the ledger
 
     def axis(self, name: str) -> Axis:
-        """Return one of pp, dp, tp, world, replica (the model-parallel group); its groups are made on first use."""
+        """Return one of pp, dp, tp, ep, edp, world, replica (the model-parallel group), which makes its groups.
+
+        edp is dp itself where ep is 1.
+        """
+        name = "dp" if name == "edp" and self.ep == 1 else name
         if name not in self._axes:
             self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*self._axes, name)})
             self._axes[name] = axis = self.open_axis(name)

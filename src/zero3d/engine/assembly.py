@@ -85,7 +85,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
-    specs, uses = partition_all(base.division.chunks.values(), options.model.units, resolved.precision.dtype)
+    specs, uses = partition_all(
+        base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters
+    )
     base, why_there = settle_place(base, specs)
     base, why_gradients = settle_gradients(base, specs)
     why = (*why_there, *why_gradients)
@@ -120,7 +122,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
-    check_weights(runtime.units, axes.dp, axes.world, ConfigError, "Train from weights that are finite.")
+    check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
     if pipeline is not None:
         with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
             pipeline.learn_shapes()

@@ -19,6 +19,7 @@ from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
+from zero3d.expert_parallel.dispatch import EXACT, FAST
 from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
 from zero3d.zero.initial_weights import Source
@@ -64,6 +65,23 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
             f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
             "weights= with their values (zero3d.models.open.open_model gives both)."
         )
+
+
+def check_experts(mesh: Mesh, how: str, exact: bool, leave: bool, sequence: bool) -> None:
+    """Refuse what cannot be together with experts on an axis of their own. leave: states leave the device."""
+    if how not in (EXACT, FAST):
+        raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
+    if how == FAST and exact:
+        raise ConfigError(
+            f"experts={FAST!r} adds up what the tokens of several ranks give in one product, whose bits depend on ep, "
+            f"and exact=True wants the same ones at any: pass experts={EXACT!r}."
+        )
+    if mesh.ep == 1:
+        return
+    if leave:
+        raise ConfigError(f"ep={mesh.ep} with states off the device is not built: leave offload out, or ep.")
+    if sequence:
+        raise ConfigError(f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence.")
 
 
 def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool, sequence: bool) -> None:

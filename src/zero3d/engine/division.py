@@ -1,6 +1,7 @@
 """What this rank has of a model: its pipeline stage's chunks, and of those the tp axis' slices.
 
 model --pp--> chunks --tp--> slices of parameters --dp--> shards of units (assembly.py)
+                     --ep--> some of the experts  --edp-> shards of their units
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.options import Options, Resolved, parts_activations
 from zero3d.engine.tiling import Budget, install_tiled_loss, tile_layers
+from zero3d.expert_parallel.plan import ExpertLayer, find_experts, refuse_none
+from zero3d.expert_parallel.share import Shared, share_out
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
@@ -33,9 +36,11 @@ class Division:
     chunks      model chunk number -> module; without a pipeline the model is number 0
     full_model  the parameters before the model was divided
     places      of parameters in `model.parameters()`; a tied parameter's copy has its owner's
-    cuts        how the tp axis cuts parameters
+    cuts        how the tp and ep axes cut parameters
     partial     names of whole ones whose gradients are parts of a sum over tp
     regions     where activations pass between tp ranks
+    experts     layers of this rank whose experts are dispatched to, and the parameters of these
+    has_experts  whether any rank has such layers
     """
 
     module: nn.Module
@@ -45,18 +50,28 @@ class Division:
     cuts: Mapping[str, Cut]
     partial: frozenset[str]
     regions: Sequence[Region]
+    experts: Shared
+    has_experts: bool
 
 
-def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ledger: Ledger) -> Division:
-    """Take this rank's chunks of the model and cut their parameters over tp, in place. Raises ConfigError."""
+def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger) -> Division:
+    """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
     mesh, parallel = resolved.mesh, options.parallel
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    dispatches = ep.size > 1 or options.zero.exact  # in exact mode, too, whose bits are the same at any ep
+    has_experts = dispatches and bool(find_experts(model, parallel.ep_plan))
+    if ep.size > 1 and not has_experts:
+        refuse_none(ep.size, model)
     chunks = take_chunks(model, mesh.axis("pp"), resolved.schedule, parallel.blocks)
     copies = names_of_copies(chunks)
     full_model = FullModel.of(model, copies)
     places |= {name: places[owner] for name, owner in copies.items()}
-    sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options)
-    cuts = {name: cut for one in sharded for name, cut in one.cuts.items()}
+    layers = (
+        [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)] if has_experts else []
+    )
+    sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options, layers)
+    experts = share_out(layers, ep, options.parallel.experts)
+    cuts = {name: cut for one in sharded for name, cut in one.cuts.items()} | dict(experts.cuts)
     partial = frozenset(name for one in sharded for name in one.partial)
     if options.zero.gather_budget is not None:
         budget = Budget(options.zero.gather_budget, resolved.precision.dtype)
@@ -80,12 +95,18 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, led
         cuts=cuts,
         partial=partial,
         regions=regions,
+        experts=experts,
+        has_experts=has_experts,
     )
 
 
-def _cut_over_tp(chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options) -> list[Sharded]:
-    """Replace parameters by this tp rank's slices of them."""
-    plan, sequence = options.parallel.tp_plan, options.parallel.sequence_parallel
+def _cut_over_tp(
+    chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options, whole: Sequence[ExpertLayer]
+) -> list[Sharded]:
+    """Replace parameters by this tp rank's slices of them; experts that ep shares out stay whole."""
+    plan, sequence = dict(options.parallel.tp_plan or {}), options.parallel.sequence_parallel
+    for layer in whole:
+        plan |= {layer.name: "none"} | {f"{layer.name}.{key}": "none" for key in layer.parameters}
     local_logits, parts = options.step.loss is None, parts_activations(options.parallel)
     return [
         parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero3d.checkpoint import restore
 from zero3d.checkpoint.background import SaveFigures
 from zero3d.checkpoint.export import export
+from zero3d.checkpoint.fingerprint import fingerprint
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
@@ -46,7 +47,6 @@ from zero3d.memory.record_store import RecordStore
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
 from zero3d.precision import Precision
-from zero3d.zero.fingerprint import fingerprint
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
@@ -88,6 +88,8 @@ class Engine:
     blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
+    ep_plan       {pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)
+    experts       exact: a product for each rank whose tokens came, with the bits of ep=1; fast: one of all (ep > 1)
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
@@ -136,6 +138,8 @@ class Engine:
         blocks: str | None = None,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        ep_plan: Mapping[str, str] | None = None,
+        experts: str = "exact",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
@@ -146,7 +150,7 @@ class Engine:
         options = Options(
             ModelOptions(precision, weights, units),
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
-            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations),
+            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations, ep_plan, experts),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm, ema),
             StepOptions(accumulate, loss, tiled_loss, replay),
         )
@@ -454,9 +458,9 @@ class Engine:
         return None if tiers is None else tiers.slots
 
     def fingerprint(self) -> str:
-        """One hash of all masters and optimizer states, the same at any dp that divides 64; all ranks call it."""
+        """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""
         self.optimizer.settle()
-        return fingerprint(self.optimizer, self.dp, self.model_group)
+        return fingerprint(engine_state(self._assembly))
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.

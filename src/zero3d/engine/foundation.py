@@ -24,6 +24,7 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
+    ep, edp         those that share experts out, and those that hold the same ones: dp itself where ep is 1
     """
 
     arena: Arena
@@ -33,6 +34,8 @@ class Axes:
     dp: Comm
     world: Comm
     model_parallel: Comm
+    ep: Comm
+    edp: Comm
 
     @classmethod
     def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
@@ -46,7 +49,12 @@ class Axes:
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
         on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
         dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel)
+        ep = Comm(mesh.axis("ep"), arena, ledger)
+        if mesh.ep == 1:
+            return cls(arena, ledger, pp, tp, dp, world, model_parallel, ep, dp)
+        on_host = None if on_host is None else max(1, on_host // mesh.ep)
+        edp = Comm(mesh.axis("edp"), arena, ledger, mesh.debug, reduce_scatter, on_host)
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, ep, edp)
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,13 @@ class Foundation:
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
-        division = divide(model, resolved, options, axes.tp, axes.ledger)
+        division = divide(model, resolved, options, axes.tp, axes.ep, axes.ledger)
         if options.model.weights is not None:
             for root in (model, *division.chunks.values()):
                 hollow(root)
-        order = choose_order(resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world)
+        order = choose_order(
+            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, division.has_experts
+        )
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, division, order)
 

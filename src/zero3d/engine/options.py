@@ -17,6 +17,7 @@ from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import (
     check_activations,
+    check_experts,
     check_model,
     check_moments,
     check_reduce_scatter,
@@ -62,13 +63,15 @@ class ZeroOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How a pipeline and the tp axis divide the model."""
+    """How a pipeline, the tp axis and the ep axis divide the model."""
 
     schedule: str | None
     blocks: str | None
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
     partition_activations: bool
+    ep_plan: Mapping[str, str] | None
+    experts: str
 
 
 def parts_activations(options: ParallelOptions) -> bool:
@@ -141,6 +144,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_tiled_loss(model, step.loss)
     offloads, parallel = zero.offload.activations == "host", options.parallel
     check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
+    check_experts(mesh, parallel.experts, zero.exact, zero.offload.states, parallel.sequence_parallel)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)

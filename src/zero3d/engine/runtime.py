@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tiers import Tiers, open_tiers
+from zero3d.expert_parallel.dispatch import EXACT
 from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.images import BlankImages
@@ -28,6 +29,7 @@ from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Setting
 from zero3d.zero.reductions import Reductions
+from zero3d.zero.stages import stage_row
 from zero3d.zero.streams import Lane
 from zero3d.zero.unit import Unit
 
@@ -54,6 +56,8 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     """Return the layout of a unit's parameters."""
     groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
+    if spec.experts:
+        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size)
     return UnitLayout(parameters, base.axes.dp.size)
 
 
@@ -64,19 +68,33 @@ def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | No
     setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
     if tiers is not None:
         setting = setting._replace(records=tiers.units, kept=tiers.kept)
-    return [_build_unit(base, spec, layouts[spec.name], setting, source) for spec in specs], tiers
+    of_experts = _setting_of_experts(base, setting)
+    settings = [of_experts if spec.experts else setting for spec in specs]
+    units = [
+        _build_unit(base, spec, layouts[spec.name], own, source) for spec, own in zip(specs, settings, strict=True)
+    ]
+    return units, tiers
+
+
+def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
+    """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
+    edp, policy = base.axes.edp, setting.policy
+    if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters:
+        policy = replace(policy, stage=stage_row(2))
+    sources = base.axes.ep.size if base.options.parallel.experts == EXACT else 1
+    return setting._replace(policy=policy, comm=edp, sources=sources)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
     """Give a unit's parameters their first weights: rank 0's, or those of a source."""
-    dp, division, policy = base.axes.dp, base.division, base.resolved.policy
+    division, policy = base.division, base.resolved.policy
     owner = {name: division.full_model.owner(name) for name in spec.params}
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
     if source is None:
-        fill = from_module(layout, spec.params, dp, wide)
+        fill = from_module(layout, spec.params, setting.comm, wide)
     else:
         tiles = division.full_model.tiles
-        fill = from_source(lambda name, box: source(owner[name], box), layout, dp, wide, division.cuts, tiles)
+        fill = from_source(lambda name, box: source(owner[name], box), layout, setting.comm, wide, division.cuts, tiles)
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
     return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
@@ -131,9 +149,21 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype)))
         if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
+    _connect(base, units, hooks)
     return Runtime(
         units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
     )  # fmt: skip
+
+
+def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) -> None:
+    """Tell expert layers what takes the gradients of each source, where their sources are apart."""
+    of_root = {
+        p: own for root, own in zip(base.division.chunks.values(), hooks, strict=True) for p in root.parameters()
+    }
+    for unit in units:
+        for index, p in enumerate(unit.weights.params if unit.sources > 1 and unit.grads is not None else ()):
+            dispatch, key = base.division.experts.parameters[p]
+            dispatch.takes[key] = of_root[p].taker_of_sources(unit, index)
 
 
 def _announcer(heartbeat: Heartbeat, units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:
@@ -151,7 +181,8 @@ def _backward_announcer(heartbeat: Heartbeat, unit: Unit) -> Callable[[torch.Ten
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
     axes, division, resolved = base.axes, base.division, base.resolved
     ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
-    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, division.cuts.keys(), division.partial), ties)
+    cut = [name for name, cut in division.cuts.items() if cut.axis == "tp"]
+    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, cut, division.partial), ties)
 
 
 def move_buffers(module: nn.Module, dp: Comm) -> None:

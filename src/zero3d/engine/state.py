@@ -32,6 +32,7 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
         optimizer=runtime.optimizer,
         dp=axes.dp,
         tp=axes.tp,
+        ep=axes.ep,
         world=axes.world,
         degrees=base.resolved.mesh.degrees,
         loss_scale=runtime.loss_scale,

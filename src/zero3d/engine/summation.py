@@ -100,10 +100,10 @@ class RankOrder:
 class ExactOrder:
     """Sums in the tree over the global list; every micro-batch's gradients are closed before the next one's come."""
 
-    def __init__(self, summands: Summands, pipelined: bool) -> None:
+    def __init__(self, summands: Summands, pipelined: bool, ep: int | None) -> None:
         self.summands = summands
         self.gradients = partial(ExactGradients, summands)
-        self.optimizer = partial(ExactOptimizer, summands)
+        self.optimizer = partial(ExactOptimizer, summands, ep)
         self.closes = Closes.CHUNK if pipelined else Closes.BACKWARD
         self.draw = summands.draw
 
@@ -134,10 +134,14 @@ class ExactOrder:
         return self.summands.sum_of(sums, micro_batches, None if trained else False)
 
 
-def choose_order(resolved: Resolved, exact: bool, accumulate: int, dp: Comm, world: Comm) -> SumOrder:
+def choose_order(
+    resolved: Resolved, exact: bool, accumulate: int, dp: Comm, world: Comm, has_experts: bool
+) -> SumOrder:
     """Return the order of an engine; the exact one draws from rank 0's seed on all ranks."""
     if not exact:
         return RankOrder(dp)
     seed = broadcast_ints(world, [torch.initial_seed() % (1 << 52)])[0]
     per_step = resolved.policy.reduce == "every_step"
-    return ExactOrder(Summands(dp, per_step, accumulate, seed), pipelined=resolved.mesh.pp > 1)
+    return ExactOrder(
+        Summands(dp, per_step, accumulate, seed), resolved.mesh.pp > 1, resolved.mesh.ep if has_experts else None
+    )

@@ -13,8 +13,9 @@ keep in fp32. Tied parameters belong to the first unit that names them. A tile (
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class UnitSpec:
     params    name -> parameter, in model order; one dtype after the cast, all trainable or all frozen
     users     modules whose forward needs them
     deferred  whether gradients may come one by one: the root unit and units with tied parameters
+    experts   whether they are experts [experts, ...], which ep shares out
     """
 
     name: str
@@ -40,6 +42,7 @@ class UnitSpec:
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     users: list[nn.Module] = field(default_factory=list)
     deferred: bool = False
+    experts: bool = False
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -137,9 +140,12 @@ def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
 
 
 def partition(
-    model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
-) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype,
+    experts: Collection[nn.Parameter] = (),
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:  # fmt: skip
     """Divide all parameters into units, in model order, but for the input embeddings, which are first.
+
+    experts  parameters that are in units apart from others of their module
 
     Returns the units, and by module that uses parameters the names of the units it needs.
     """
@@ -148,7 +154,7 @@ def partition(
     }
     owners |= find_owners(model, units)  # behind them: the first owner that a name begins with counts
     cast_of = computed_in(model, dtype)
-    specs: dict[tuple[str, bool, torch.dtype], UnitSpec] = {}
+    specs: dict[_Kind, UnitSpec] = {}
     spec_of: dict[nn.Parameter, UnitSpec] = {}
     uses: dict[nn.Module, list[UnitSpec]] = {}
     for module_name, module in model.named_modules():
@@ -158,7 +164,8 @@ def partition(
             tied = p in spec_of
             if not tied:
                 cast = cast_of(name, p)
-                spec_of[p] = specs.setdefault((owner, p.requires_grad, cast), UnitSpec(owner, cast))
+                kind = _Kind(owner, p.requires_grad, cast, p in experts)
+                spec_of[p] = specs.setdefault(kind, UnitSpec(owner, cast, experts=kind.experts))
                 spec_of[p].params[name] = p
             spec = spec_of[p]
             spec.deferred |= tied or owner == ROOT
@@ -185,24 +192,37 @@ def _input_embeddings(model: nn.Module) -> set[nn.Parameter]:
 
 
 def partition_all(
-    roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype
-) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
+    roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype,
+    experts: Collection[nn.Parameter] = (),
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:  # fmt: skip
     """Divide the parameters of all model chunks of this rank into units, as `partition` does for each."""
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
     for root in roots:
-        root_specs, root_uses = partition(root, units, dtype)
+        root_specs, root_uses = partition(root, units, dtype, experts)
         specs += root_specs
         uses |= root_uses
     return specs, uses
 
 
-def _rename(specs: Mapping[tuple[str, bool, torch.dtype], UnitSpec]) -> None:
-    """Name units of one owner by what they differ in: trainable or frozen, and the dtype."""
-    for (owner, trainable, dtype), spec in specs.items():
-        siblings = [key for key in specs if key[0] == owner]
+class _Kind(NamedTuple):
+    """What parameters of one unit have in common."""
+
+    owner: str
+    trainable: bool
+    dtype: torch.dtype
+    experts: bool
+
+
+def _rename(specs: Mapping[_Kind, UnitSpec]) -> None:
+    """Name units of one owner by what they differ in: experts or not, trainable or frozen, and the dtype."""
+    for kind, spec in specs.items():
+        siblings = [other for other in specs if other[:1] + other[3:] == kind[:1] + kind[3:]]
+        if kind.experts:
+            spec.name = f"{kind.owner}/experts"
         if len(siblings) > 1:
-            spec.name = f"{owner}/{'trainable' if trainable else 'frozen'}-{NAMES.get(dtype, str(dtype))}"
+            trained = "trainable" if kind.trainable else "frozen"
+            spec.name = f"{spec.name}/{trained}-{NAMES.get(kind.dtype, str(kind.dtype))}"
 
 
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:

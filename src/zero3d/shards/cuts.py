@@ -1,4 +1,4 @@
-"""How the tp axis divides one parameter: shapes, values and boxes of the logical and of the local tensor.
+"""How the tp or ep axis divides one parameter: shapes, values and boxes of the logical and of the local tensor.
 
     logical, blocks = 2 (gate and up), tp = 2        local of rank 1
     |  gate 0  |  gate 1  |   up 0   |   up 1   |    |  gate 1  |   up 1   |
@@ -24,13 +24,14 @@ from zero3d.shards.boxes import Box, Shape, box_shape, boxes, intersect, slices
 class Cut(NamedTuple):
     """Dimension `dim` is `blocks` equal blocks, each cut into `size` equal chunks.
 
-    Rank `rank` of the tp axis holds its chunk of every block, one behind the other.
+    Rank `rank` of the axis holds its chunk of every block, one behind the other.
     """
 
     dim: int
     size: int
     rank: int
     blocks: int = 1
+    axis: str = "tp"
 
     def local_shape(self, shape: Shape) -> Shape:
         """Return the local shape of a logical tensor's. Raises ConfigError where it cannot be cut equally."""

@@ -69,7 +69,7 @@ def simulate(
     if said := results[0].images:
         notes.append(f"every sequence was simulated {said}.")
     return Simulation(
-        config.model.path, config.zero.stage, config.precision, *degrees, schedule, batch.batch, batch.micro_batch,
+        config.model.path, config.zero.stage, config.precision, *degrees[:3], schedule, batch.batch, batch.micro_batch,
         batch.accumulate, config.data.length, backend, tuple(results), tuple(notes),
     )  # fmt: skip
 

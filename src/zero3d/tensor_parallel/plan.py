@@ -28,17 +28,16 @@ for every head (attention sinks). Styles that only help what is cut around them 
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
+from zero3d.models.plan_names import fits, in_other_chunk, names_in, roots
 from zero3d.tensor_parallel.proposal import propose
 from zero3d.tensor_parallel.shipped import shipped_plan
 
@@ -82,9 +81,9 @@ def read_plan(
     plan: dict[str, Style] = dict(usual or {})
     matched = set()
     shipped, called = list(shipped_plan(model)), {}
-    for name, aliases in _names(model):
+    for name, aliases in names_in(model):
         for patterns in (user, built_in):
-            match = next((p for p in patterns if any(_matches(p, alias) for alias in aliases)), None)
+            match = next((p for p in patterns if any(fits(p, alias) for alias in aliases)), None)
             if match is not None:
                 matched.add(match)
                 if match in shipped:
@@ -93,10 +92,10 @@ def read_plan(
                 break
     for pattern in user:
         known = pattern in matched or _add_attributes(model, pattern, plan, user[pattern])
-        if not known and not _in_other_chunk(model, pattern):
+        if not known and not in_other_chunk(model, pattern):
             raise ConfigError(
                 f"the tensor-parallel plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that "
-                f"name. {propose(model, _roots(model))}"
+                f"name. {propose(model, roots(model))}"
             )
     for pattern in built_in:
         if built_in[pattern] == "divided":
@@ -155,29 +154,6 @@ def _built_in_plan(model: nn.Module) -> dict[str, str]:
     return shipped | {pattern: style for pattern, style in plan.items() if pattern not in shipped}
 
 
-def _roots(model: nn.Module) -> list[str]:
-    """Return the prefixes at which a pattern may begin."""
-    named = {id(module): name for name, module in model.named_modules()}
-    inner = inner_model(model)
-    names = [named.get(id(module)) for module in (inner, base_of(model))]
-    return ["", *(f"{name}." for name in names if name)]
-
-
-def _names(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield every module's and parameter's full name, and the names that a pattern may call it."""
-    roots = _roots(model)
-    for module_name, module in model.named_modules():
-        for local in ("", *dict(module.named_parameters(recurse=False))):
-            name = ".".join(part for part in (module_name, local) if part)
-            yield name, [name[len(root) :] for root in roots if name.startswith(root)]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern fits a name, part by part, so that * never stands for two."""
-    patterns, parts = pattern.split("."), name.split(".")
-    return len(patterns) == len(parts) and all(map(fnmatch.fnmatchcase, parts, patterns))
-
-
 def _add_attributes(model: nn.Module, pattern: str, plan: dict[str, Style], style: str) -> bool:
     """Add the plain attributes that a pattern names to the plan, to be divided. Return whether there are any."""
     if style != "divided":
@@ -185,8 +161,8 @@ def _add_attributes(model: nn.Module, pattern: str, plan: dict[str, Style], styl
     owner, _, attribute = pattern.rpartition(".")
     owners = [
         name
-        for name, aliases in _names(model)
-        if any(_matches(owner, alias) for alias in aliases) and _has(model, name, attribute)
+        for name, aliases in names_in(model)
+        if any(fits(owner, alias) for alias in aliases) and _has(model, name, attribute)
     ]
     plan.update({f"{name}.{attribute}".lstrip("."): parse(pattern, style) for name in owners})
     return bool(owners)
@@ -199,20 +175,9 @@ def _has(model: nn.Module, name: str, attribute: str) -> bool:
         return False
 
 
-def _in_other_chunk(model: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern names something inside a module that is in another model chunk."""
-    parts, roots = pattern.split("."), _roots(model)
-    for name, module in model.named_modules():
-        if isinstance(module, Placeholder):
-            aliases = [name[len(root) :] for root in roots if name.startswith(root)]
-            if any(_matches(".".join(parts[: alias.count(".") + 1]), alias) for alias in aliases):
-                return True
-    return False
-
-
 def _no_plan(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} comes without a tensor-parallel plan for its blocks. Write one, with colwise for "
         "matrices whose outputs the ranks share out and rowwise for those that take these as inputs. "
-        + propose(model, _roots(model))
+        + propose(model, roots(model))
     )

@@ -252,7 +252,7 @@ class Loop:
         """Raise NonFiniteError where the weights are spoiled: they are not saved, and what is saved stays."""
         engine = self.engine
         remedy = self._remedy("They are not saved")
-        check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
+        check_weights(engine.units, engine.world, NonFiniteError, remedy)
 
     def _remedy(self, fact: str) -> str:
         """Return what to type after giving up."""

@@ -76,7 +76,7 @@ def restore(
         remedy = f"{checkpoint} holds them. {older_hint(checkpoint)}"
     else:
         return None, inputs.steps
-    check_weights(engine.units, engine.dp, engine.world, NonFiniteError, remedy)
+    check_weights(engine.units, engine.world, NonFiniteError, remedy)
     if saved["position"] is not None:  # one that was imported begins the data anew
         stream.restore(saved["position"])
     steps, done = steps_of_run(config, inputs.data, inputs.batch, saved["step"], stream.taken), saved["step"]

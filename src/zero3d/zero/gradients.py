@@ -1,11 +1,14 @@
 """A unit's gradients: taken from autograd, reduced over the dp axis, kept as a shard of their sum.
 
-    full    [total]    local gradients of this rank, on their way to the reduction
+    full    [sources, total]  local gradients of this rank, on their way to the reduction
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
     pieces             1-D views of parameters' parts in either, for the optimizer; made anew only where it moves
 
 Note 0, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
 back to it first where it adds; the bucket then goes to the host. The bits are those of a shard on the device.
+
+Experts have gradients of several sources, the ranks of the ep axis, of which each has a row; the rows are summed in
+rank order, and that sum is reduced over the ranks that have the same experts. Others have one row.
 
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole
 buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
@@ -31,7 +34,9 @@ class Gradients:
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
         self._name, self._layout, self._setting, self._arena = name, layout, setting, setting.arena
         self._wide = setting.policy.master
+        self._room, self._used = layout.total * setting.sources, layout.numel * setting.sources
         self.full: Tensor | None = None
+        self._sum_of_sources: Tensor | None = None  # on its way to the reduction
         self._views: list[Tensor] = []
         self._shard: Tensor
         self._shard_pieces: list[Tensor] = []
@@ -54,20 +59,30 @@ class Gradients:
         self._local = policy.master if keep_wide and not self._transient else dtype
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
         made = dtype if policy.accumulate == 1 else self._local
-        self.travels = setting.comm.travels(self._local, made, self._wire)
-        if self._transient and setting.comm.size > 1 and self.travels.itemsize > self._local.itemsize:
+        self.travels = setting.comm.travels(self._local, made, self._wire) if setting.sources == 1 else self._wire
+        alone = setting.sources == 1
+        if alone and self._transient and setting.comm.size > 1 and self.travels.itemsize > self._local.itemsize:
             self._local = self.travels  # cast as they come, not all once more on their way
         if not self._transient:
-            self._use(arena.allocate("gradients", layout.total, layout.numel, self._local))
+            self._use(arena.allocate("gradients", self._room, self._used, self._local))
         if self.full is not None and self._local == self._wide:
-            self.shard = setting.slot(self.full)
+            self.shard = setting.slot(self._first(self.full))
         elif self._name in setting.kept:
             self.shard = setting.kept[self._name]
         else:
             self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
 
     def _use(self, full: Tensor) -> None:
-        self.full, self._views, self._whole_pieces = full, parameter_views(full, self._layout), []
+        self.full, self._whole_pieces = full, []
+        self._views = [view for row in self._rows(full) for view in parameter_views(row, self._layout)]
+
+    def _rows(self, full: Tensor) -> list[Tensor]:
+        """Return what each source has in a buffer."""
+        return list(full.view(self._setting.sources, -1))
+
+    def _first(self, full: Tensor) -> Tensor:
+        """Return the first row, where the sources' sum may be made."""
+        return full[: self._layout.total]
 
     @property
     def shard(self) -> Tensor:
@@ -117,7 +132,7 @@ class Gradients:
     def whole(self) -> Tensor:
         """All reduced gradients (stage 0): other ranks' are there after `gather`."""
         assert self.full is not None
-        return self.full
+        return self._first(self.full)
 
     @property
     def owned(self) -> Tensor:
@@ -129,10 +144,10 @@ class Gradients:
 
     @property
     def _in_place(self) -> bool:
-        return self.full is not None and same_memory(self.shard, self._setting.slot(self.full))
+        return self.full is not None and same_memory(self.shard, self._setting.slot(self._first(self.full)))
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Copy one parameter's gradient in, or add it to what came before."""
+        """Copy one parameter's gradient in, or add it to what came before; parameters of a source follow another's."""
         self._open()
         assert self.full is not None
         if index in self._filled:
@@ -150,20 +165,20 @@ class Gradients:
         if self.state is State.REDUCED and self._in_place:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
-            self._use(self._arena.borrow("bucket", self._layout.total, self._local))
+            self._use(self._arena.borrow("bucket", self._room, self._local))
         self.state = State.FILLING
 
     def _widen(self) -> None:
         """Accumulate in the reduced dtype from the second contribution on."""
-        old, layout = self.full, self._layout
+        old = self.full
         assert old is not None
         if self._transient:
-            self._use(self._arena.borrow("bucket", layout.total, self._wide).copy_(old))
+            self._use(self._arena.borrow("bucket", self._room, self._wide).copy_(old))
             self._arena.give_back("bucket", old)
             return
-        wide = self._arena.allocate("gradients", layout.total, layout.numel, self._wide)
+        wide = self._arena.allocate("gradients", self._room, self._used, self._wide)
         self._use(wide.copy_(old))
-        self._arena.free("gradients", old, layout.numel)
+        self._arena.free("gradients", old, self._used)
         self._local = self._wide
         if not self._summed:  # otherwise the separate shard keeps this step's sum until `reset`
             self._move_shard(wide)
@@ -171,7 +186,7 @@ class Gradients:
     def _move_shard(self, full: Tensor) -> None:
         """Move the shard to this rank's slot of the wide local buffer."""
         self._arena.free("gradients", self.shard, self._layout.used_per_shard)
-        self.shard = self._setting.slot(full)
+        self.shard = self._setting.slot(self._first(full))
 
     def fill_up(self) -> None:
         """Let parameters without a gradient count as zero, before `reduce`."""
@@ -183,7 +198,7 @@ class Gradients:
     def reduce(self, single: bool) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
 
-        full  [Psi]    local dtype     consumed
+        full  [sources, Psi]  local dtype  consumed
         shard [Psi/N]  reduced dtype   accumulated
         single: they are one backward's, so that the narrow dtype they may travel in rounds no sum of
         several. Moves (N-1)/N Psi elements per rank (reduce-scatter, ZeRO section 7).
@@ -196,8 +211,19 @@ class Gradients:
             shard = self._arriving = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
             if add:
                 shard.copy_(self.shard, non_blocking=True)
-        self._pending = self._setting.comm.reduce_scatter(self.full, shard, self._name, wire, add)
+        self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
+
+    def _of_sources(self, full: Tensor) -> Tensor:
+        """Return the sum of all sources in rank order, in the reduced dtype: that of a row if it is wide enough."""
+        first, *others = self._rows(full)
+        if not others:
+            return full
+        if first.dtype != self._wide:
+            first = self._sum_of_sources = self._arena.borrow("wire", len(first), self._wide).copy_(first)
+        for row in others:
+            first.add_(row)
+        return first
 
     def finish(self) -> None:
         """Complete a reduction under way."""
@@ -208,6 +234,7 @@ class Gradients:
             self.shard.copy_(self._arriving, non_blocking=True)
             self._arena.give_back("bucket", self._arriving)
             self._arriving = None
+        self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)
             self._drop_stash()
@@ -252,6 +279,11 @@ class Gradients:
         self.state = State.EMPTY
         if self.full is not None and self.accumulates and not self._in_place:
             self._move_shard(self.full)
+
+    def _drop_sum_of_sources(self) -> None:
+        if self._sum_of_sources is not None:
+            self._arena.give_back("wire", self._sum_of_sources)
+            self._sum_of_sources = None
 
     def _drop_stash(self) -> None:
         if self._stash is not None:

@@ -69,7 +69,7 @@ class Trace:
             return NOTHING
         places = everyone.read(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
         firsts = [
-            NonFinite(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.layout.slots[index].name}")
+            NonFinite(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.slot_of(index).name}")
             for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
         ]  # fmt: skip
         return min(firsts, default=NOTHING)
@@ -148,9 +148,9 @@ def is_finite(values: Tensor) -> Tensor:
     return least.isfinite() & most.isfinite()
 
 
-def check_weights(units: Iterable[Unit], dp: Comm, everyone: Comm, error: type[Zero3dError], remedy: str) -> None:
+def check_weights(units: Iterable[Unit], everyone: Comm, error: type[Zero3dError], remedy: str) -> None:
     """Raise `error` on all ranks, with their names, where parameters that ranks hold are not finite."""
-    bad = [text for unit in units if unit.dtype.is_floating_point for text in _bad_weights(unit, dp)]
+    bad = [text for unit in units if unit.dtype.is_floating_point for text in _bad_weights(unit)]
     count = torch.tensor([len(bad)], dtype=torch.int64)
     if any(everyone.read(everyone.exchange(count).view(-1), [0] * everyone.size)):
         some = f"{', '.join(bad[:SHOWN])}{f' and {len(bad) - SHOWN} more' if len(bad) > SHOWN else ''}"
@@ -158,14 +158,14 @@ def check_weights(units: Iterable[Unit], dp: Comm, everyone: Comm, error: type[Z
         agree(everyone, partial(_raise, refusal) if bad else lambda: None)
 
 
-def _bad_weights(unit: Unit, dp: Comm) -> list[str]:
+def _bad_weights(unit: Unit) -> list[str]:
     """Return the names of a unit's parameters of which this rank has values that are not finite in compute dtype."""
-    pieces = unit.weights.update_pieces(dp.rank)
+    pieces = unit.weights.update_pieces(unit.comm.rank)
     if not pieces:
         return []
     values = unit.weights.shard_or_full
     finite = torch.stack([is_finite(values[p.offset : p.offset + p.stop - p.start]) for p in pieces])
-    flags = dp.read(finite.double(), [1.0] * len(pieces))
+    flags = unit.comm.read(finite.double(), [1.0] * len(pieces))
     names = [unit.layout.slots[piece.slot].name for piece in pieces]
     return [
         f"{name} in {NAMES.get(unit.dtype, unit.dtype)}" for name, fine in zip(names, flags, strict=True) if not fine

@@ -162,9 +162,26 @@ class Hooks:
         def take(p: Tensor) -> None:
             if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None and p.grad is not None:
                 grad, p.grad = p.grad, None
-                (hooks.aside or hooks._reductions.take)(unit, index, grad.detach())
+                hooks.take(unit, index, grad.detach())
 
         return take
+
+    def taker_of_sources(self, unit: Unit, index: int) -> Callable[[int, Tensor | None], None]:
+        """Return what takes a parameter's gradient of a source, or hears that it has none."""
+        weak_self, weak_unit = ref(self), ref(unit)
+
+        def take(source: int, grad: Tensor | None) -> None:
+            if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None:
+                hooks.take(unit, source * len(unit.layout.slots) + index, None if grad is None else grad.detach())
+
+        return take
+
+    def take(self, unit: Unit, index: int, grad: Tensor | None) -> None:
+        """Take a gradient as `Reductions.take` does."""
+        if self.aside is None:
+            self._reductions.take(unit, index, grad)
+        elif grad is not None:
+            self.aside(unit, index, grad)
 
     # --- the root -------------------------------------------------------------------------------
 

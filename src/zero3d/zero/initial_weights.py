@@ -21,6 +21,7 @@ from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box
 from zero3d.shards.cuts import Cut, Tile, cover
 from zero3d.zero.layout import UnitLayout
+from zero3d.zero.policy import parameter_views
 
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype
 
@@ -37,8 +38,8 @@ def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Co
 
     def fill(out: Tensor) -> None:
         whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
-        for slot in layout.slots:
-            whole[slot.start : slot.start + slot.numel].copy_(params[slot.name].detach().reshape(-1))
+        for slot, view in zip(layout.slots, parameter_views(whole, layout), strict=True):
+            view.copy_(params[slot.name].detach())
         comm.broadcast(whole, "-")
         to_compute(whole.view(comm.size, -1)[comm.rank], out.dtype, out=out)
 

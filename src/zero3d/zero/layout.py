@@ -12,13 +12,20 @@ checkpoints are the same. Where N does not divide 1,024 a multiple of 16 N has t
 N x 16,384: at N = 1,000 more than most adapters of a block have.
 
 A shard's part of a slot is a *piece*: a flat range.
+
+Experts of a mixture are parameters [experts, ...], and are laid out expert by expert:
+
+    |<------ expert 0 ------>|..|<------ expert 1 ------>|..|      every expert starts at a multiple of 256
+    | gate_up[0] | down[0] |     | gate_up[1] | down[1] |           P elements each, padding (..) included
+
+Whoever has some of the experts has that part of the whole, so that cells of the grid are the same at every ep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 ALIGN = 256
@@ -30,13 +37,23 @@ Shape = tuple[int, ...]
 
 
 class Slot(NamedTuple):
-    """A parameter's place in its unit: [start, start + numel) elements of the storage."""
+    """A parameter's place in its unit: [start, start + numel) elements of the storage.
+
+    runs, stride  of experts: `numel` is so many equal runs, whose starts are `stride` elements apart
+    """
 
     name: str
     shape: Shape
     group: int
     start: int
     numel: int
+    runs: int = 1
+    stride: int = 0
+
+    @property
+    def run(self) -> int:
+        """Elements that follow one another."""
+        return self.numel // self.runs
 
 
 class Piece(NamedTuple):
@@ -56,8 +73,12 @@ class UnitLayout:
     """Slots of one unit and their cut into N equal shards.
 
     Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % 16 == 0.
-    tail  elements behind the last slot, which N asks for
+    tail   elements behind the last slot, which N asks for
+    cells  of the grid that the unit covers
+    of_experts  whether it is laid out expert by expert
     """
+
+    of_experts = False
 
     def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int) -> None:
         """Pack `parameters`, (name, shape, optimizer group) in model order, for n data-parallel ranks."""
@@ -67,12 +88,35 @@ class UnitLayout:
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
             slots.append(Slot(name, shape, group, cursor, prod(shape)))
             cursor += -(-prod(shape) // ALIGN) * ALIGN
-        quantum = CANONICAL * ALIGN if CANONICAL * ALIGN % (GROUP * n) == 0 else GROUP * n
+        quantum = _quantum(n)
         self.slots = tuple(slots)
+        self.cells = grid(n)
         self.total = -(-max(cursor, 1) // quantum) * quantum
         self.tail = self.total - cursor
-        self.shard = self.total // n
-        assert self.shard % GROUP == 0
+        self._cut()
+
+    @classmethod
+    def for_experts(cls, parameters: Sequence[tuple[str, Shape, int]], dp: int, ep: int) -> UnitLayout:
+        """Pack this rank's [experts / ep, ...] of a layer's experts, for the dp / ep ranks that have the same ones."""
+        local, slots, cursor = parameters[0][1][0], [], 0
+        for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
+            slots.append(Slot(name, shape, group, cursor, prod(shape), local))
+            cursor += -(-slots[-1].run // ALIGN) * ALIGN
+        quantum = _quantum(dp)
+        quantum //= gcd(quantum, local * ep)  # of one expert, where all of them together need the other
+        quantum *= ALIGN // gcd(quantum, ALIGN)
+        stride = -(-max(cursor, 1) // quantum) * quantum
+        layout = cls.__new__(cls)
+        layout.of_experts = True
+        layout.n, layout.cells = dp // ep, grid(dp) // ep
+        layout.slots = tuple(slot._replace(stride=stride) for slot in slots)
+        layout.total, layout.tail = local * stride, local * (stride - cursor)
+        layout._cut()
+        return layout
+
+    def _cut(self) -> None:
+        self.shard = self.total // self.n
+        assert self.total % (self.n * GROUP) == 0
 
     @property
     def numel(self) -> int:
@@ -91,23 +135,32 @@ class UnitLayout:
 
     def pieces(self, rank: int) -> list[Piece]:
         """Return the pieces in a rank's shard, in slot order; empty intersections are left out."""
-        low, high = rank * self.shard, (rank + 1) * self.shard
-        pieces = []
-        for index, slot in enumerate(self.slots):
-            start, stop = max(slot.start, low), min(slot.start + slot.numel, high)
-            if start < stop:
-                pieces.append(Piece(index, start - slot.start, stop - slot.start, start - low))
-        return pieces
+        return self._pieces_in(rank * self.shard, (rank + 1) * self.shard)
 
     def whole_pieces(self) -> list[Piece]:
-        """Return every parameter as one piece of the storage."""
-        return [Piece(i, 0, slot.numel, slot.start) for i, slot in enumerate(self.slots) if slot.numel]
+        """Return every parameter as pieces of the storage: one, of experts one each."""
+        return self._pieces_in(0, self.total)
+
+    def _pieces_in(self, low: int, high: int) -> list[Piece]:
+        pieces = []
+        for index, slot in enumerate(self.slots):
+            for number in range(slot.runs):
+                begin, first = slot.start + number * slot.stride, number * slot.run
+                start, stop = max(begin, low), min(begin + slot.run, high)
+                if start < stop:
+                    pieces.append(Piece(index, first + start - begin, first + stop - begin, start - low))
+        return pieces
 
     def grid_cells(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Cut a flat range at the grid of equal cells: yield (cell, first, stop), counted from the range's start."""
-        length = self.total // grid(self.n)
+        length = self.total // self.cells
         for cell in range(start // length, -(-(start + numel) // length)):
             yield cell, max(cell * length - start, 0), min((cell + 1) * length - start, numel)
+
+
+def _quantum(n: int) -> int:
+    """Return what the elements of a whole unit are a multiple of, on n ranks."""
+    return CANONICAL * ALIGN if CANONICAL * ALIGN % (GROUP * n) == 0 else GROUP * n
 
 
 def grid(n: int) -> int:

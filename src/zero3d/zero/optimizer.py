@@ -108,6 +108,7 @@ class ShardedOptimizer:
         groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
     ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
+        self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
         self._comm, self._arena, self.clip_norm, self._model_group = comm, arena, clip_norm, model_group
         self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
@@ -129,7 +130,7 @@ class ShardedOptimizer:
 
     def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
         for unit in self._units:
-            for place, piece in enumerate(unit.weights.update_pieces(self._comm.rank)):
+            for place, piece in enumerate(unit.weights.update_pieces(unit.comm.rank)):
                 slot = unit.layout.slots[piece.slot]
                 about = unit, slot.name, slot.shape, order[slot.name], slot.group
                 for part, master in unit.weights.masters.parts(piece):
@@ -141,7 +142,7 @@ class ShardedOptimizer:
         places = [
             (owner[unit.name, unit.layout.slots[piece.slot].name], place)
             for unit in self._units
-            for place, piece in enumerate(unit.layout.pieces(self._comm.rank))
+            for place, piece in enumerate(unit.layout.pieces(unit.comm.rank))
         ]
         return sorted(places, key=lambda entry: entry[0].order)
 
@@ -307,7 +308,7 @@ class ShardedOptimizer:
 
     def _sum_weights(self, weights: float | Tensor) -> tuple[Tensor, Tensor]:
         """Sum [k] weights of every rank; the hashes of their orders come with them."""
-        orders, device = self._comm.order_values(), self._arena.device
+        orders, device = [value for comm in self._comms for value in comm.order_values()], self._arena.device
         if isinstance(weights, Tensor):
             row = torch.cat([weights.to(device, torch.float64).view(-1), device_values(orders, device)])
         else:
@@ -340,9 +341,13 @@ class ShardedOptimizer:
         A rank that has no norm, since its group's are uneven, sends NO_NORM: the exchange is one number per rank.
         """
         own = norms.values if norms.uneven is None else torch.where(norms.uneven == NONE, norms.values, NO_NORM)
-        partials = self._comm.exchange(own.double()).flatten().to(self._wide)
+        partials = self._in_order(self._comm.exchange(own.double())).to(self._wide)
         norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
+
+    def _in_order(self, norms: Tensor) -> Tensor:
+        """Return the norms of all dp ranks [N, k] in the order in which they are combined."""
+        return norms.flatten()
 
     def _update(self) -> None:
         self.wait()  # masters may be what is sent
@@ -364,7 +369,7 @@ class ShardedOptimizer:
 
     def send(self, unit: Unit) -> None:
         """Begin to send a unit's new weights, which stages 1 and 2 gather."""
-        self._comm.leave_under_way([unit.weights.send()])
+        unit.comm.leave_under_way([unit.weights.send()])
 
     def wait(self) -> None:
         """Wait for new weights below stage 3; whatever touches one of their parameters waits, too."""

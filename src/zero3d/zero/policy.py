@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
-from zero3d.zero.layout import UnitLayout
+from zero3d.zero.layout import Slot, UnitLayout
 from zero3d.zero.stages import Stage
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Setting(NamedTuple):
     gradients   the class that owns a unit's, `Gradients` by default
     records     what units have in records, by name (state_records.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
+    sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
+                term of their own
     """
 
     policy: Policy
@@ -72,6 +74,7 @@ class Setting(NamedTuple):
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
     records: Mapping[str, UnitRecords] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
+    sources: int = 1
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""
@@ -80,4 +83,11 @@ class Setting(NamedTuple):
 
 def parameter_views(full: Tensor, layout: UnitLayout) -> list[Tensor]:
     """Return a view of a unit's storage for each of its parameters, in their shapes."""
-    return [full[s.start : s.start + s.numel].view(s.shape) for s in layout.slots]
+    return [_view(full, slot) for slot in layout.slots]
+
+
+def _view(full: Tensor, slot: Slot) -> Tensor:
+    if slot.runs == 1:
+        return full[slot.start : slot.start + slot.numel].view(slot.shape)
+    rows = full.as_strided((slot.runs, slot.run), (slot.stride, 1), full.storage_offset() + slot.start)
+    return rows.view(slot.shape)

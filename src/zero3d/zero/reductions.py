@@ -81,23 +81,27 @@ class Reductions:
         self._completed.clear()
         self._done.clear()
 
-    def take(self, unit: Unit, index: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient, which autograd has finished."""
+    def take(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
+        """Take one parameter's gradient, which autograd has finished; None where there will be none.
+
+        index  of the parameter; those of a unit's second source follow those of its first
+        """
         if self.updates is not None:
             self.updates.finish()
-        if self.watch is not None:
+        if self.watch is not None and grad is not None:
             self.watch(unit, index, grad)
         if self._closes is not Closes.NOTHING and unit in self._done:
             raise ConfigError(
-                f"exact=True: {unit.layout.slots[index].name} got a second gradient in one backward, after the first "
+                f"exact=True: {unit.slot_of(index).name} got a second gradient in one backward, after the first "
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
         while unit in self._in_flight:
             self._finish_oldest()
-        unit.gradients.take(index, grad)
+        if grad is not None:
+            unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
-        if len(arrived) == len(unit.weights.params) and unit not in self._completed:
+        if len(arrived) == len(unit.weights.params) * unit.sources and unit not in self._completed:
             self._completed.append(unit)
             if self.due:
                 self._drain()

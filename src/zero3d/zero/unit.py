@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.layout import UnitLayout
+from zero3d.zero.layout import Slot, UnitLayout
 from zero3d.zero.policy import Setting
 from zero3d.zero.weights import Weights
 
@@ -19,6 +19,8 @@ class Unit:
     fill      writes this rank's slice [total/N] of the first weights
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
     users     tokens of whoever needs the full parameters now
+    comm      the ranks over which it is cut: the dp axis, of experts the edp axis
+    sources   ranks whose tokens give its gradients here (policy.py)
     """
 
     def __init__(
@@ -27,9 +29,14 @@ class Unit:
     ) -> None:  # fmt: skip
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
+        self.comm, self.sources = setting.comm, setting.sources
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
         owner = setting.gradients or Gradients
         self.grads = owner(name, layout, dtype, setting) if self.weights.trainable else None
+
+    def slot_of(self, index: int) -> Slot:
+        """Return the slot of a gradient's parameter, by its number among those of all sources."""
+        return self.layout.slots[index % len(self.layout.slots)]
 
     @property
     def gradients(self) -> Gradients:

@@ -21,6 +21,8 @@ class ExactGradients(Gradients):
     every micro-batch   bucket -> all_to_all -> counter of shards -> shard
     every step, M = 1   bucket -> all_to_all -> shard
     every step, M > 1   bucket -> counter of whole buffers -> all_to_all -> shard, which is its slot of the sum
+
+    What sources of experts have is added up, as a part of the tree, before the all_to_all.
     """
 
     def __init__(self, summands: Summands, *given: Any) -> None:
@@ -31,7 +33,7 @@ class ExactGradients(Gradients):
         policy, layout = self._setting.policy, self._layout
         self._local, self._transient = dtype, True
         self._everywhere = not policy.stage.shards_optimizer  # stage 0: every rank needs them whole
-        size, used = (layout.total, layout.numel) if self._per_step else (layout.shard, layout.used_per_shard)
+        size, used = (self._room, self._used) if self._per_step else (layout.shard, layout.used_per_shard)
         self._counter = Counter(self._arena, size, used, self._wide)
         self._alone: Tensor | None = None  # the shard of a step of one micro-batch
         self._most = 0
@@ -42,7 +44,8 @@ class ExactGradients(Gradients):
         if micro_batches <= self._most:
             return
         self._most, used = micro_batches, self._layout.used_per_shard
-        self.travels = self._local if micro_batches == 1 or not self._per_step else self._wide
+        narrow = (micro_batches == 1 or not self._per_step) and self._setting.sources == 1
+        self.travels = self._local if narrow else self._wide
         if micro_batches == 1 and self._per_step and not self._everywhere:
             self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
             return
@@ -50,7 +53,7 @@ class ExactGradients(Gradients):
             self._arena.free("gradients", self._alone, used)
             self._alone = None
         first = self._counter.grow(counter_buffers(micro_batches))
-        self.shard = self._setting.slot(first) if self._per_step else first
+        self.shard = self._setting.slot(self._first(first)) if self._per_step else first
 
     @property
     def micro_batches(self) -> int:
@@ -63,7 +66,7 @@ class ExactGradients(Gradients):
 
     @property
     def whole(self) -> Tensor:
-        return self._counter.total()
+        return self._first(self._counter.total())
 
     def _open(self) -> None:
         """Make room for a summand."""
@@ -71,7 +74,7 @@ class ExactGradients(Gradients):
         if self._per_step and self.state is State.REDUCED:
             raise ConfigError("exact=True: a backward came after the last one of its step. Call engine.step() first.")
         if self.full is None:
-            self._use(self._arena.borrow("bucket", self._layout.total, self._local))
+            self._use(self._arena.borrow("bucket", self._room, self._local))
         self.state = State.FILLING
 
     def fill_up(self) -> None:
@@ -95,8 +98,15 @@ class ExactGradients(Gradients):
         """Start summing over the dp axis: this backward's summand, or all of the step's. Moves (N-1)/N Psi elements."""
         source = self._counter.total() if self._per_step and self._counter.count else self.full
         assert source is not None
-        self._pending = self._setting.comm.all_to_all(source, self._name, self._sum)
+        self._pending = self._setting.comm.all_to_all(self._of_sources(source), self._name, self._sum)
         self.state = State.REDUCING
+
+    def _of_sources(self, full: Tensor) -> Tensor:
+        rows = self._rows(full)
+        if len(rows) == 1:
+            return full
+        self._sum_of_sources = self._arena.borrow("wire", len(rows[0]), self._wide)
+        return add_tree(rows, self._sum_of_sources, self._arena)
 
     def _sum(self, terms: list[Tensor]) -> None:
         """Add up what came from all ranks."""
@@ -108,7 +118,7 @@ class ExactGradients(Gradients):
         elif not self._counter.count:
             self.shard = add_tree(terms, self._setting.slot(self._counter.open()), self._arena)
         else:
-            self.shard = self._setting.slot(self._counter.total())  # one of the terms
+            self.shard = self._setting.slot(self._first(self._counter.total()))  # one of the terms
             total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)
             self.shard.copy_(add_tree(terms, total, self._arena))
             self._arena.give_back("wire", total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero3d.zero.exact.summands import Summands
@@ -15,10 +16,13 @@ from zero3d.zero.updates import MasterPiece
 
 
 class ExactOptimizer(ShardedOptimizer):
-    """Sums weights and the norm in an order that N does not change. `step` takes all micro-batches' weights [M]."""
+    """Sums weights and the norm in an order that N does not change. `step` takes all micro-batches' weights [M].
 
-    def __init__(self, summands: Summands, *given: Any) -> None:
-        self._summands = summands
+    ep  neighbours on dp that share experts out; None for a model without, whose norm has no cells of experts
+    """
+
+    def __init__(self, summands: Summands, ep: int | None, *given: Any) -> None:
+        self._summands, self._ep = summands, ep
         super().__init__(*given)
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
@@ -29,9 +33,23 @@ class ExactOptimizer(ShardedOptimizer):
         return self._summands.total(weights)
 
     def _norms(self) -> Norms:
-        """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order."""
+        """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order.
+
+        Behind them as many of experts, whose cells are on other ranks where these are shared out.
+        """
         pieces = sorted(piece_norms(list(self._in_cells())), key=lambda piece: (piece.cell, piece.place))
-        return self._model_group.norms(pieces, CANONICAL // self._comm.size, self._wide)
+        return self._model_group.norms(pieces, self._cells * (1 if self._ep is None else 2), self._wide)
+
+    @property
+    def _cells(self) -> int:
+        return CANONICAL // self._comm.size
+
+    def _in_order(self, norms: Tensor) -> Tensor:
+        """Return the norms of all cells by their numbers: neighbours on dp have experts far apart."""
+        if self._ep is None:
+            return super()._in_order(norms)
+        of_experts = norms[:, self._cells :].reshape(-1, self._ep, self._cells).transpose(0, 1)
+        return torch.cat([norms[:, : self._cells].flatten(), of_experts.flatten()])
 
     def _in_cells(self) -> Iterator[tuple[int, MasterPiece, Tensor]]:
         """Yield this rank's reduced gradients, cut at the grid's lines, each part with its cell."""
@@ -40,5 +58,6 @@ class ExactOptimizer(ShardedOptimizer):
                 continue
             layout, shard = owned.unit.layout, owned.unit.gradients.shard
             begin = int(grad.storage_offset() - shard.storage_offset())
+            first = self._cells if layout.of_experts else 0
             for cell, low, high in layout.grid_cells(begin, grad.numel()):
-                yield cell, owned, grad[low:high]
+                yield first + cell, owned, grad[low:high]

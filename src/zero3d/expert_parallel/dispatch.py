@@ -1,0 +1,169 @@
+"""A layer's experts, shared out over the ep axis: tokens travel to their experts, results back.
+
+    hidden [T, H], experts [T, K]
+      sorted by (expert, position)           T K rows
+      --all-to-all-->                        every rank has its experts' rows, of one source rank behind the other's
+      the module's own forward               once per source, whose gradients of weights are a term of their own
+      --all-to-all-->                        results, in the order in which rows were sent
+      times weights, summed over K           [T, H]
+
+Nothing is dropped. A source's rows are those that it would have computed itself with all experts, in the same order:
+every product and every sum has the bits that it has without ep.
+
+`fast` computes all sources' rows in one product: the module is called once, and a weight has one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.expert_parallel.plan import ExpertLayer
+from zero3d.expert_parallel.rows import Passage, pass_rows
+
+EXACT, FAST = "exact", "fast"
+GROUPED = "grouped_mm"
+Take = Callable[[int, Tensor | None], None]  # is given the number of a source, and a gradient; None: there is none
+
+
+class Dispatch:
+    """Computes a layer whose experts are on the ranks of the ep axis; it takes the place of the module's forward.
+
+    takes  what takes the gradients of a trained parameter, by its local name: set before the first forward with
+           gradients where sources are apart
+    """
+
+    def __init__(self, layer: ExpertLayer, ep: Comm, how: str) -> None:
+        self._layer, self._ep, self._module = layer, ep, layer.module
+        self._inner = layer.module.forward
+        self._local = layer.experts // ep.size
+        self._apart = how == EXACT
+        self.takes: dict[str, Take] = {}
+
+    @_disable_dynamo
+    def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        if hidden.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape:
+            raise ConfigError(
+                f"{self._layer.name} is called with hidden states {tuple(hidden.shape)}, experts "
+                f"{tuple(experts.shape)} and weights {tuple(weights.shape)}; ep knows [tokens, width] and twice "
+                "[tokens, chosen]. Leave mesh.ep out."
+            )
+        chosen = experts.shape[1]
+        sorted_experts, order = torch.sort(experts.reshape(-1), stable=not self._sorts)
+        counts = self._counts(sorted_experts)
+        ep, local, here = self._ep, self._local, self._ep.rank * self._local
+        passage = Passage(
+            [sum(counts[ep.rank][rank * local : (rank + 1) * local]) for rank in range(ep.size)],
+            [sum(row[here : here + local]) for row in counts],
+        )
+        if self._sorts and self._apart:
+            order = _unsorted(sorted_experts, order, list(passage.sends))
+        trained = any(self._module._parameters[key].requires_grad for key in self._layer.parameters)  # type: ignore[union-attr]
+        rows = pass_rows(hidden[order // chosen], passage, ep, self._layer.name, hidden.requires_grad)
+        results = self._compute(rows, [row[here : here + local] for row in counts], weights.dtype)
+        back = pass_rows(results, passage.back, ep, self._layer.name, trained or hidden.requires_grad)
+        weighted = back * weights.reshape(-1)[order].unsqueeze(-1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return weighted[place].view(*experts.shape, -1).sum(dim=1).to(hidden.dtype)
+
+    @property
+    def _sorts(self) -> bool:
+        """Whether the module sorts what it is given: transformers' grouped product does, not in a stable way."""
+        return getattr(getattr(self._module, "config", None), "_experts_implementation", None) == GROUPED
+
+    def _counts(self, sorted_experts: Tensor) -> list[list[int]]:
+        """Return how many rows every rank has for every expert, [ep, experts]: 8 bytes for each to every rank."""
+        experts = self._layer.experts
+        ends = torch.searchsorted(sorted_experts, torch.arange(experts, device=sorted_experts.device), right=True)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        even = [len(sorted_experts) // experts] * experts * self._ep.size
+        read = self._ep.read(self._ep.exchange(counts).view(-1), even)
+        return [read[rank * experts : (rank + 1) * experts] for rank in range(self._ep.size)]
+
+    def _compute(self, rows: Tensor, counts: list[list[int]], dtype: torch.dtype) -> Tensor:
+        """Return the results of all sources' rows, in their order; `counts` [sources, own experts] says whose."""
+        device = rows.device
+        every = torch.arange(self._local, device=device).repeat(len(counts))
+        sizes = torch.tensor([count for source in counts for count in source], device=device)
+        of_row = torch.repeat_interleave(every, sizes, output_size=len(rows))
+        if not self._apart:
+            return self._of_source(0, rows, of_row, dtype) if len(rows) else rows
+        lengths, results, absent = [sum(source) for source in counts], [], []
+        for source, (part, experts) in enumerate(
+            zip(torch.split(rows, lengths), torch.split(of_row, lengths), strict=True)
+        ):
+            if len(part):
+                results.append(self._of_source(source, part, experts, dtype))
+            else:
+                absent.append(source)
+        together = torch.cat(results) if results else rows[:0]
+        if absent and torch.is_grad_enabled() and self.takes:
+            together = self._tell_of(absent, together)
+        return together
+
+    def _of_source(self, source: int, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the results of one source's rows [R, H], each with one expert, whose weight is one."""
+        with self._leaves(source):
+            result: Tensor = self._inner(rows, experts[:, None], rows.new_ones(len(rows), 1, dtype=dtype))
+        return result
+
+    @contextmanager
+    def _leaves(self, source: int) -> Iterator[None]:
+        """Let the module read its parameters through leaves of their own, whose gradients are those of one source."""
+        if not (torch.is_grad_enabled() and self.takes):
+            yield
+            return
+        own = {key: self._module._parameters[key] for key in self.takes}
+        for key, p in own.items():
+            assert p is not None
+            leaf = nn.Parameter(p.detach())
+            leaf.register_post_accumulate_grad_hook(_taker(self.takes[key], source))  # type: ignore[no-untyped-call]
+            self._module._parameters[key] = leaf
+        try:
+            yield
+        finally:
+            self._module._parameters.update(own)
+
+    def _tell_of(self, absent: list[int], results: Tensor) -> Tensor:
+        """Have it told in backward that there are no gradients of these sources: what is complete can be reduced."""
+        return results if not results.requires_grad else _told(results, self.takes, absent)
+
+
+def _unsorted(sorted_experts: Tensor, order: Tensor, lengths: list[int]) -> Tensor:
+    """Return `order` such that each rank's part, sorted once more by the same sort, is in the order that it has here.
+
+    A sort that is not stable also moves what is sorted; which way depends on nothing but what it compares.
+    """
+    parts = []
+    for experts, own in zip(torch.split(sorted_experts, lengths), torch.split(order, lengths), strict=True):
+        part = torch.empty_like(own)
+        part[torch.sort(experts)[1]] = own
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def _taker(take: Take, source: int) -> Callable[[Tensor], None]:
+    def taken(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        take(source, grad)
+
+    return taken
+
+
+def _told(results: Tensor, takes: Mapping[str, Take], absent: list[int]) -> Tensor:
+    def tell(grad: Any) -> None:
+        for source in absent:
+            for take in takes.values():
+                take(source, None)
+
+    results.register_hook(tell)  # type: ignore[no-untyped-call]
+    return results

@@ -1,0 +1,73 @@
+"""Give every rank of the ep axis its part of a model's experts, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.expert_parallel.dispatch import Dispatch
+from zero3d.expert_parallel.plan import ExpertLayer
+from zero3d.shards.cuts import Cut
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what a module calls the number of its experts
+
+
+class Shared(NamedTuple):
+    """What the ep axis did to a model.
+
+    dispatches  of expert layers, by their names
+    parameters  stacked experts -> the dispatch of their layer, and their local name
+    cuts        how they are cut, by name; nothing where ep is 1
+    """
+
+    dispatches: Mapping[str, Dispatch]
+    parameters: Mapping[nn.Parameter, tuple[Dispatch, str]]
+    cuts: Mapping[str, Cut]
+
+
+NOTHING = Shared({}, {}, {})
+
+
+def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
+    """Cut the experts of all layers over the ep axis and let tokens travel to them.
+
+    Values of real parameters are those of rank 0 of the axis: one broadcast each. Raises ConfigError where ep does not
+    divide a layer's experts.
+    """
+    dispatches, parameters, cuts = {}, {}, {}
+    for layer in layers:
+        if layer.experts % ep.size:
+            fits = [str(n) for n in range(1, layer.experts + 1) if layer.experts % n == 0]
+            raise ConfigError(
+                f"ep={ep.size} cannot share out the {layer.experts} experts of {layer.name}: {layer.experts} / "
+                f"{ep.size} = {layer.experts / ep.size:.4g} is not whole. Pass an ep that divides them "
+                f"({', '.join(fits)})."
+            )
+        dispatch = Dispatch(layer, ep, how)
+        cut = Cut(0, ep.size, ep.rank, axis="ep")
+        for key in layer.parameters:
+            p = layer.module._parameters[key]
+            assert p is not None
+            if ep.size > 1:
+                p = layer.module._parameters[key] = _own_part(p, cut, ep)
+                cuts[f"{layer.name}.{key}"] = cut
+            parameters[p] = dispatch, key
+        module: Any = layer.module
+        for attribute in COUNTS:
+            if getattr(module, attribute, None) == layer.experts:
+                setattr(module, attribute, layer.experts // ep.size)
+        module.forward = dispatch
+        dispatches[layer.name] = dispatch
+    return Shared(dispatches, parameters, cuts)
+
+
+def _own_part(p: nn.Parameter, cut: Cut, ep: Comm) -> nn.Parameter:
+    if not p.is_meta:
+        ep.broadcast(p.data, "initial")
+    part = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    part.__dict__.update(p.__dict__)  # transformers marks what it has initialised
+    return part
