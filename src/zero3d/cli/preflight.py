@@ -1,6 +1,6 @@
 """What a configuration and a number of ranks show before any rank is started: for verbs that start runs later.
 
-degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks
+degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and mesh.ep divides dp
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
 paths        model, data and tokenizer are there
 positions    data.length fits the model
@@ -24,7 +24,8 @@ def check_world(config: Config, world: int) -> None:
 
     Under health.min_ranks those of them count that can form a dp.
     """
-    degrees = Degrees.resolve(fitting_ranks(config, world), asked_dp(config), config.mesh.tp, config.mesh.pp)
+    mesh = config.mesh
+    degrees = Degrees.resolve(fitting_ranks(config, world), asked_dp(config), mesh.tp, mesh.pp, mesh.ep)
     batch = resolve_batch(config.train, degrees.dp)
     if degrees.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)

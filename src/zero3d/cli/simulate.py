@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.sim.result import to_json
     from zero3d.sim.simulate import simulate
 
-    world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+    world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
 
     def report(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return join(arguments, name, config, started, ranks)
     ranks = arguments.ranks
     if ranks is None:
-        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp)
+        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
     check_world(config, ranks)
     start = Start(name, arguments.resume, arguments.overwrite)
     check_start(config, start, alone=True)
@@ -126,7 +126,7 @@ def _planned(config: Config, ranks: int | None) -> int:
 
     mesh = config.mesh
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
-    return planned_micro_batch(config, started or ranks_here(mesh.dp, mesh.tp, mesh.pp))
+    return planned_micro_batch(config, started or ranks_here(mesh.dp, mesh.tp, mesh.pp, mesh.ep))
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:

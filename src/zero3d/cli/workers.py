@@ -54,16 +54,16 @@ LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 
 
-def ranks_here(dp: int | None, tp: int | None, pp: int | None) -> int:
+def ranks_here(dp: int | None, tp: int | None, pp: int | None, ep: int | None = None) -> int:
     """Count workers for a bare machine: the mesh's product where dp is given, else one per accelerator, else 2.
 
-    Without accelerators as many as pipeline and tensor parallelism need, if that is more.
+    Without accelerators as many as pipeline, tensor and expert parallelism need, if that is more.
     """
     if dp is not None:
         return dp * (tp or 1) * (pp or 1)
     from zero3d.distributed.devices import count_devices
 
-    return count_devices() or max(RANKS, (tp or 1) * (pp or 1))
+    return count_devices() or max(RANKS, (tp or 1) * (pp or 1) * (ep or 1))
 
 
 @dataclass

@@ -10,6 +10,7 @@ from zero3d.memory.offload import CHOICES
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+EXPERTS = ("exact", "fast")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ class Mesh:
     dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
+    ep: int | None = key(None, "neighbours on dp that share the experts of a mixture out; divides dp", least=1)
+    experts: str = key(
+        "exact",
+        "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
+        "ep 1; fast, one product of all",
+        choices=EXPERTS,
+    )
+    ep_plan: Mapping[str, str] | None = key(
+        None, "which modules and parameters are experts, as names and styles that win over the model's own plan"
+    )
     schedule: str | None = key(
         None,
         "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",

@@ -13,10 +13,10 @@ from zero3d.errors import MeshError
 EXACT_DP = 64  # the largest dp of zero.exact
 
 
-def fitting_dp(available: int, batch: int, micro_batch: int, exact: bool, tp: int = 1, pp: int = 1) -> int:
+def fitting_dp(available: int, batch: int, micro_batch: int, exact: bool, tp: int = 1, pp: int = 1, ep: int = 1) -> int:
     """Return the largest dp that `available` ranks can form; 0 where they cannot hold the model once (tp x pp)."""
     groups, parts = available // (tp * pp), batch // micro_batch
-    fitting = (dp for dp in range(min(groups, parts), 0, -1) if parts % dp == 0)
+    fitting = (dp for dp in range(min(groups, parts), 0, -1) if parts % dp == 0 and dp % ep == 0)
     return next((dp for dp in fitting if not exact or (dp <= EXACT_DP and dp & (dp - 1) == 0)), 0)
 
 
@@ -32,7 +32,7 @@ def fitting_ranks(config: Config, available: int) -> int:
     assert train.micro_batch is not None, "`load` has checked it"
     tp, pp = mesh.tp or 1, mesh.pp or 1
     most = available if mesh.dp is None else min(available, mesh.dp * tp * pp)
-    dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp)
+    dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp, mesh.ep or 1)
     if dp * tp * pp < max(1, least):
         group = f"x tp {tp} x pp {pp} " if tp * pp > 1 else ""
         fewer = f"or type health.min_ranks={dp * tp * pp}" if dp else f"tp {tp} x pp {pp} = {tp * pp} make one dp"

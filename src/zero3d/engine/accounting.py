@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.activations.host_slots import HostSlots
+from zero3d.distributed.collectives import Comm
 from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.budget import decimal
@@ -66,17 +67,17 @@ def describe_memory(entries: Sequence[MemoryEntry]) -> str:
 class Accounts:
     """Computes what an engine's units should cost, and reads what its arena says they do.
 
-    n      data-parallel degree
+    dp     the axis that cuts all units but experts that are shared out
     exact  gradients are summed in the order of the global list, which keeps other buffers
     inputs of recomputed blocks on the host, if they are there
     """
 
     def __init__(
-        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, n: int, exact: bool,
+        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, dp: Comm, exact: bool,
         tiers: Tiers | None, inputs: HostSlots | None,
     ) -> None:  # fmt: skip
         self._units, self._optimizer, self._policy, self._arena = units, optimizer, policy, arena
-        self._n, self._exact = n, exact
+        self._dp, self._exact = dp, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
         self._inputs = inputs
@@ -114,26 +115,29 @@ class Accounts:
         """The units as `traffic.step_traffic` takes them."""
         reduced = self._policy.master.itemsize
         return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, reduced, u.gradients.travels.itemsize, True)
-            if u.grads is not None
-            else UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, 0, 0, False)
+            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u))
             for u in self._units
+            for wire in [(reduced, u.grads.travels.itemsize) if u.grads is not None else (0, 0)]
         ]
+
+    def _ranks(self, unit: Unit) -> int | None:
+        """Return over how many ranks a unit of experts is cut; None for units that dp cuts."""
+        return None if unit.comm is self._dp else unit.comm.size
 
     def _bytes_of(self, elements: Callable[[UnitLayout], int]) -> StateBytes:
         """Return the bytes per rank by formula of so many elements of each unit."""
         policy, total = self._policy, NO_BYTES
-        stage = policy.stage.number
         for unit in self._units:
+            stage, n = unit.stage, unit.comm.size
             away = unit.weights.records is not None and unit.weights.records.shard is not None
             if unit.grads is None and away:
                 continue
             if unit.grads is None:
-                per_element = frozen_bytes(stage, self._n, unit.dtype.itemsize, policy.release)
+                per_element = frozen_bytes(stage, n, unit.dtype.itemsize, policy.release)
             else:
                 per_element = engine_bytes(
-                    stage, self._n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
-                    self._optimizer.state_bytes(unit), self._exact,
+                    stage, n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
+                    self._optimizer.state_bytes(unit), self._exact, unit.sources,
                 )  # fmt: skip
                 if unit.name in self._kept:
                     per_element = per_element._replace(gradients=Fraction(0))

@@ -86,7 +86,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
     specs, uses = partition_all(
-        base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters
+        base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters()
     )
     base, why_there = settle_place(base, specs)
     base, why_gradients = settle_gradients(base, specs)
@@ -153,7 +153,7 @@ def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Ac
     policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
     inputs = None if kept is None else kept.slots
     return Accounts(
-        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp.size, exact, runtime.tiers, inputs
+        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp, exact, runtime.tiers, inputs
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ class Engine:
         self.arena, self.traffic = axes.arena, axes.ledger
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
         self.module, self.chunks = division.module, division.chunks
+        self.experts, self.has_experts = division.experts, division.has_experts
         self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
@@ -346,10 +347,10 @@ class Engine:
         """Return a copy of the weights as `module.state_dict()` names them, in rank 0's host memory; {} on the others.
 
         All ranks call it; units are gathered one by one. trained_only: without frozen weights and buffers.
-        Raises ConfigError over tp or pp, and where layers are in tiles.
+        Raises ConfigError over tp, pp or ep, and where layers are in tiles.
         """
         self.optimizer.settle()
-        if self.world.size > self.dp.size or self.full_model.tiles:
+        if self.world.size > self.dp.size or self.mesh.ep > 1 or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
         return self._assembly.whole_parameters.copied(self.module, trained_only)
 

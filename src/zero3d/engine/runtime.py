@@ -160,9 +160,10 @@ def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) ->
     of_root = {
         p: own for root, own in zip(base.division.chunks.values(), hooks, strict=True) for p in root.parameters()
     }
+    layers = base.division.experts.parameters()
     for unit in units:
         for index, p in enumerate(unit.weights.params if unit.sources > 1 and unit.grads is not None else ()):
-            dispatch, key = base.division.experts.parameters[p]
+            dispatch, key = layers[p]
             dispatch.takes[key] = of_root[p].taker_of_sources(unit, index)
 
 

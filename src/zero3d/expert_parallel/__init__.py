@@ -5,5 +5,6 @@ In reading order:
 plan.py         which modules are experts, from a user's map and a model's own plan
 rows.py         rows of tokens pass between ranks, and their gradients back
 dispatch.py     a layer's forward: tokens to experts and back, for each rank that sent some
+traffic.py      what that sends, by formula (no torch)
 share.py        all of it: share_out(model, ep, plan, how)
 """

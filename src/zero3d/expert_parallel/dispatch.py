@@ -27,6 +27,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import ExpertLayer
 from zero3d.expert_parallel.rows import Passage, pass_rows
+from zero3d.expert_parallel.traffic import Passed
 
 EXACT, FAST = "exact", "fast"
 GROUPED = "grouped_mm"
@@ -36,22 +37,32 @@ Take = Callable[[int, Tensor | None], None]  # is given the number of a source, 
 class Dispatch:
     """Computes a layer whose experts are on the ranks of the ep axis; it takes the place of the module's forward.
 
-    takes  what takes the gradients of a trained parameter, by its local name: set before the first forward with
+    layer   the module, and which of its parameters are experts
+    passed  what has been sent to other ranks
+    hidden  the width of a row
+    takes   what takes the gradients of a trained parameter, by its local name: set before the first forward with
            gradients where sources are apart
     """
 
     def __init__(self, layer: ExpertLayer, ep: Comm, how: str) -> None:
-        self._layer, self._ep, self._module = layer, ep, layer.module
+        self.layer, self._ep, self._module = layer, ep, layer.module
         self._inner = layer.module.forward
         self._local = layer.experts // ep.size
         self._apart = how == EXACT
         self.takes: dict[str, Take] = {}
+        self.passed, self.hidden = Passed(), 0
+        self._has_graph = False  # what was called last outside of a backward
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's stacks of experts [experts / ep, ...], by their local names."""
+        stacks = ((key, self._module._parameters[key]) for key in self.layer.parameters)
+        return {key: p for key, p in stacks if p is not None}
 
     @_disable_dynamo
     def __call__(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         if hidden.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape:
             raise ConfigError(
-                f"{self._layer.name} is called with hidden states {tuple(hidden.shape)}, experts "
+                f"{self.layer.name} is called with hidden states {tuple(hidden.shape)}, experts "
                 f"{tuple(experts.shape)} and weights {tuple(weights.shape)}; ep knows [tokens, width] and twice "
                 "[tokens, chosen]. Leave mesh.ep out."
             )
@@ -65,14 +76,28 @@ class Dispatch:
         )
         if self._sorts and self._apart:
             order = _unsorted(sorted_experts, order, list(passage.sends))
-        trained = any(self._module._parameters[key].requires_grad for key in self._layer.parameters)  # type: ignore[union-attr]
-        rows = pass_rows(hidden[order // chosen], passage, ep, self._layer.name, hidden.requires_grad)
+        trained = any(p.requires_grad for p in self.parameters().values())
+        self._count(passage, hidden.shape[1], hidden.requires_grad, trained)
+        rows = pass_rows(hidden[order // chosen], passage, ep, self.layer.name, hidden.requires_grad)
         results = self._compute(rows, [row[here : here + local] for row in counts], weights.dtype)
-        back = pass_rows(results, passage.back, ep, self._layer.name, trained or hidden.requires_grad)
+        back = pass_rows(results, passage.back, ep, self.layer.name, trained or hidden.requires_grad)
         weighted = back * weights.reshape(-1)[order].unsqueeze(-1)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return weighted[place].view(*experts.shape, -1).sum(dim=1).to(hidden.dtype)
+
+    def _count(self, passage: Passage, hidden: int, moving: bool, trained: bool) -> None:
+        """Count the rows of a call, and those of its backward: recomputation runs a forward whose graph has none."""
+        if self._ep.size == 1:
+            return
+        inside = torch._C._current_graph_task_id() != -1
+        graph = torch.is_grad_enabled() and not (inside and self._has_graph)
+        if not inside:
+            self._has_graph = graph
+        sent, given = (sum(rows) - rows[self._ep.rank] for rows in (passage.sends, passage.receives))
+        back = [given] * moving + [sent] * (moving or trained) if graph else []
+        self.hidden = hidden
+        self.passed = self.passed.plus(Passed(1, sent + given, len(back), sum(back)))
 
     @property
     def _sorts(self) -> bool:
@@ -81,7 +106,7 @@ class Dispatch:
 
     def _counts(self, sorted_experts: Tensor) -> list[list[int]]:
         """Return how many rows every rank has for every expert, [ep, experts]: 8 bytes for each to every rank."""
-        experts = self._layer.experts
+        experts = self.layer.experts
         ends = torch.searchsorted(sorted_experts, torch.arange(experts, device=sorted_experts.device), right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         even = [len(sorted_experts) // experts] * experts * self._ep.size
@@ -121,9 +146,8 @@ class Dispatch:
         if not (torch.is_grad_enabled() and self.takes):
             yield
             return
-        own = {key: self._module._parameters[key] for key in self.takes}
+        own = {key: p for key, p in self.parameters().items() if key in self.takes}
         for key, p in own.items():
-            assert p is not None
             leaf = nn.Parameter(p.detach())
             leaf.register_post_accumulate_grad_hook(_taker(self.takes[key], source))  # type: ignore[no-untyped-call]
             self._module._parameters[key] = leaf

@@ -20,16 +20,16 @@ class Shared(NamedTuple):
     """What the ep axis did to a model.
 
     dispatches  of expert layers, by their names
-    parameters  stacked experts -> the dispatch of their layer, and their local name
-    cuts        how they are cut, by name; nothing where ep is 1
+    cuts        how stacked experts are cut, by name; nothing where ep is 1
     """
 
     dispatches: Mapping[str, Dispatch]
-    parameters: Mapping[nn.Parameter, tuple[Dispatch, str]]
     cuts: Mapping[str, Cut]
 
-
-NOTHING = Shared({}, {}, {})
+    def parameters(self) -> dict[nn.Parameter, tuple[Dispatch, str]]:
+        """Return the layer and the local name of each stack of experts, as they are now."""
+        layers = self.dispatches.values()
+        return {p: (dispatch, key) for dispatch in layers for key, p in dispatch.parameters().items()}
 
 
 def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
@@ -38,7 +38,7 @@ def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
     Values of real parameters are those of rank 0 of the axis: one broadcast each. Raises ConfigError where ep does not
     divide a layer's experts.
     """
-    dispatches, parameters, cuts = {}, {}, {}
+    dispatches, cuts = {}, {}
     for layer in layers:
         if layer.experts % ep.size:
             fits = [str(n) for n in range(1, layer.experts + 1) if layer.experts % n == 0]
@@ -53,16 +53,15 @@ def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
             p = layer.module._parameters[key]
             assert p is not None
             if ep.size > 1:
-                p = layer.module._parameters[key] = _own_part(p, cut, ep)
+                layer.module._parameters[key] = _own_part(p, cut, ep)
                 cuts[f"{layer.name}.{key}"] = cut
-            parameters[p] = dispatch, key
         module: Any = layer.module
         for attribute in COUNTS:
             if getattr(module, attribute, None) == layer.experts:
                 setattr(module, attribute, layer.experts // ep.size)
         module.forward = dispatch
         dispatches[layer.name] = dispatch
-    return Shared(dispatches, parameters, cuts)
+    return Shared(dispatches, cuts)
 
 
 def _own_part(p: nn.Parameter, cut: Cut, ep: Comm) -> nn.Parameter:

@@ -34,6 +34,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         stage=config.zero.stage,
         mesh=mesh,
         **_axis_options(config, mesh),
+        experts=config.mesh.experts,
         partition_activations=config.mesh.partition_activations,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
@@ -58,12 +59,13 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
 
 
 def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Return the options of pipelines and of tp; a file that has them may also be run without such an axis."""
+    """Return the options of pipelines, tp and ep; a file that has them may also be run without such an axis."""
     options: dict[str, Any] = {}
     for axis, degree, what, of_axis in (
         ("pp", mesh.pp, "pipeline", {"schedule": config.mesh.schedule, "blocks": config.mesh.blocks}),
         ("tp", mesh.tp, "tensor-parallel axis",
          {"tp_plan": config.mesh.tp_plan, "sequence_parallel": config.mesh.sequence_parallel}),
+        ("ep", mesh.ep, "axis of experts", {"ep_plan": config.mesh.ep_plan}),
     ):  # fmt: skip
         unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value]
         if degree > 1:

@@ -48,7 +48,7 @@ def open_mesh(config: Config) -> Mesh:
     needed = config.zero.exact or config.health.replay > 0
     if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
-    return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp)
+    return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp, config.mesh.ep)
 
 
 def open_inputs(

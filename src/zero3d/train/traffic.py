@@ -6,6 +6,7 @@ all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_
 send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
 all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
+pass_rows (ep), exchange (ep)               expert_traffic of all rows that routers sent to other ranks' experts
 exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
                                             gradients, once a step
 
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zero3d.engine.engine import Engine
+from zero3d.expert_parallel.traffic import Passed, expert_traffic
 from zero3d.tensor_parallel.traffic import tensor_traffic
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
@@ -44,18 +46,28 @@ class TrainingTraffic:
 
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
-        self._ledger, self._tokens = engine.traffic, engine.gathers
+        self._ledger, self._tokens, self._dispatches = engine.traffic, engine.gathers, engine.experts.dispatches
         self._excluded: Counter[tuple[str, str, str, str]] = Counter()
-        self._last = 0
+        self._begun, self._last = self._all_passed(), 0
         engine.traffic.reset()
         engine.gathers.events = []
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Leave what is moved inside out of the count: it is no training."""
-        before = self._rows()
+        before, passed = self._rows(), self._all_passed()
         yield
+        for name, now in self._all_passed().items():
+            self._begun[name] = self._begun[name].plus(now.plus(passed[name], -1))
         self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
+
+    def _all_passed(self) -> dict[str, Passed]:
+        return {name: dispatch.passed for name, dispatch in self._dispatches.items()}
+
+    @property
+    def passed(self) -> dict[str, Passed]:
+        """What training's expert layers have sent to other ranks."""
+        return {name: now.plus(self._begun[name], -1) for name, now in self._all_passed().items()}
 
     def last_step(self) -> int:
         """Return bytes since this was called last."""
@@ -110,6 +122,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
             planned_pipeline(engine, counts)
             | planned_tensor(engine, counts)
             | planned_model_group(engine, counts.steps)
+            | planned_experts(engine, traffic.passed)
         )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
@@ -129,7 +142,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
         return {}
     policy, units = engine.policy, engine.traffic_units
     exact = engine.summands is not None
-    step = step_traffic(engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact)
+    step = step_traffic(engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.has_experts)
     calls, values, size = step["exchange", "-"]
     loss = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
     step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
@@ -163,6 +176,18 @@ def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str
     return {(_on("tp", op), module): figures for (op, module), figures in moved.items()}
 
 
+def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, layer) on the ep axis: rows, results and their gradients; the counts of all layers."""
+    planned: dict[tuple[str, str], Moved] = {}
+    for name, dispatch in engine.experts.dispatches.items() if engine.mesh.ep > 1 else ():
+        width = engine.precision.dtype.itemsize
+        moved = expert_traffic(passed[name], dispatch.hidden, width, dispatch.layer.experts, engine.mesh.ep)
+        planned[_on("ep", "pass_rows"), name] = moved["pass_rows"]
+        before = planned.get((_on("ep", "exchange"), "-"), NOTHING)
+        planned[_on("ep", "exchange"), "-"] = Moved(*map(sum, zip(before, moved["exchange"], strict=True)))
+    return planned
+
+
 def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
     """Return by (operation, "-"): what the ranks of a model-parallel group agree on.
 
@@ -185,7 +210,7 @@ def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Mov
 
 
 def _on(axis: str, op: str) -> str:
-    return op if axis == "dp" else f"{op} ({axis})"
+    return op if axis in ("dp", "edp") else f"{op} ({axis})"
 
 
 def _total(moved: Iterable[Moved]) -> Moved:

@@ -136,13 +136,14 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 def engine_bytes(
     stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
-    optimizer: int | None = None, exact: bool = False,
+    optimizer: int | None = None, exact: bool = False, sources: int = 1,
 ) -> StateBytes:  # fmt: skip
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     `optimizer` replaces k for optimizers other than Adam and other masters (what is stored of those included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
     reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
+    Of experts each of `sources` ranks has local gradients of its own here.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
@@ -154,11 +155,11 @@ def engine_bytes(
     if exact:
         alone = accumulate == 1 and stage > 0
         sharded = reduce == "every_micro_batch" or alone
-        gradients = counter_buffers(accumulate) * a * (share if sharded else Fraction(1))
+        gradients = counter_buffers(accumulate) * a * (share if sharded else Fraction(sources))
     elif stage == 0:
-        gradients = Fraction(a)
+        gradients = Fraction(a * sources)
     elif reduce == "every_step":
-        gradients = g + (a if g < a else 0) * share
+        gradients = g * sources + (a if g < a else 0) * share
     else:
         gradients = a * share
     return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))

@@ -91,6 +91,7 @@ class UnitTraffic(NamedTuple):
     weight   of a compute weight
     reduced  of a reduced gradient
     wire     of a gradient on its way to the reduction
+    ranks    over which experts are cut, where an ep axis shares them out; None: all of dp
     """
 
     name: str
@@ -99,6 +100,7 @@ class UnitTraffic(NamedTuple):
     reduced: int
     wire: int
     trainable: bool
+    ranks: int | None = None
 
 
 class Moved(NamedTuple):
@@ -107,27 +109,30 @@ class Moved(NamedTuple):
     bytes: int
 
 
-EXCHANGES_PER_STEP = (3, 1)  # values per rank: [token weight, gather order, reduction order], [partial norm]
+ORDERS = 2  # values per rank and axis of units: the orders of gathers and reductions
 
 
 def step_traffic(
     stage: int, units: Sequence[UnitTraffic], n: int, gathers: Mapping[str, int], micro_batches: int = 1,
-    reduce: str = "auto", exact: bool = False,
+    reduce: str = "auto", exact: bool = False, cells_of_experts: bool = False,
 ) -> dict[tuple[str, str], Moved]:  # fmt: skip
     """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
     exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
-             the norms of a rank's cells are exchanged
+             the norms of a rank's cells are exchanged, those of experts apart if there are any (`cells_of_experts`)
+
+    A step exchanges each rank's weight with its orders, and its norms.
     """
     row = stage_row(stage)
     _, reduce = resolve_policies(row, "auto", reduce)
     moved: dict[tuple[str, str], Moved] = {}
 
     def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
-        if calls:
-            elements = calls * unit.elements * (n - 1) // n
+        ranks = n if unit.ranks is None else unit.ranks
+        if calls and ranks > 1:
+            elements = calls * unit.elements * (ranks - 1) // ranks
             moved[operation, unit.name] = Moved(calls, elements, elements * width)
 
     for unit in units:
@@ -138,7 +143,9 @@ def step_traffic(
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
             add("all_to_all" if exact and n > 1 else "reduce_scatter", unit, calls, unit.wire)
-    exchanged = (micro_batches + 2, CANONICAL // n) if exact else EXCHANGES_PER_STEP
+    orders = ORDERS * (1 + any(unit.ranks is not None for unit in units))
+    norms = CANONICAL // n * (2 if cells_of_experts else 1) if exact else 1
+    exchanged = ((micro_batches if exact else 1) + orders, norms)
     values = sum(exchanged) * (n - 1)
     moved["exchange", "-"] = Moved(len(exchanged), values, 8 * values)
     return moved

@@ -1,0 +1,41 @@
+"""What an ep rank sends, by formula: the counts of rows for every expert, rows, results, and the gradients of both.
+
+How many rows there are only the router knows: `Passed` counts them, and every one of them costs its width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zero3d.zero.traffic import Moved
+
+COUNT = 8  # bytes
+
+
+class Passed(NamedTuple):
+    """Counts what a layer has sent to other ranks: rows for their experts and results of their rows, there and back.
+
+    calls     of the layer's forward, those of recomputation included
+    rows      in them
+    returns   of gradients, for rows and for results
+    returned  rows of these
+    """
+
+    calls: int = 0
+    rows: int = 0
+    returns: int = 0
+    returned: int = 0
+
+    def plus(self, other: Passed, sign: int = 1) -> Passed:
+        """Return the sum, or with sign -1 the difference."""
+        return Passed(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+
+def expert_traffic(passed: Passed, hidden: int, width: int, experts: int, ep: int) -> dict[str, Moved]:
+    """Return by operation what a layer has sent; `width`: bytes of an element of a row [hidden]."""
+    elements = (passed.rows + passed.returned) * hidden
+    counts = passed.calls * experts * (ep - 1)
+    return {
+        "pass_rows": Moved(2 * passed.calls + passed.returns, elements, elements * width),
+        "exchange": Moved(passed.calls, counts, counts * COUNT),
+    }
