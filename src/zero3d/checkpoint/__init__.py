@@ -21,6 +21,7 @@ compatibility     the checkpoint against the engine: model, optimizer, scheduler
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
 slots             what a restart from the slots of a disk needs beside their records
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
+fingerprint       one hash of all states, however ranks share them out
 export            the weights as a folder that `from_pretrained` loads
 
 In one process, without an engine:

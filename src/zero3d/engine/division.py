@@ -40,7 +40,6 @@ class Division:
     partial     names of whole ones whose gradients are parts of a sum over tp
     regions     where activations pass between tp ranks
     experts     layers of this rank whose experts are dispatched to, and the parameters of these
-    has_experts  whether any rank has such layers
     """
 
     module: nn.Module
@@ -51,7 +50,6 @@ class Division:
     partial: frozenset[str]
     regions: Sequence[Region]
     experts: Shared
-    has_experts: bool
 
 
 def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger) -> Division:
@@ -70,7 +68,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
         [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)] if has_experts else []
     )
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options, layers)
-    experts = share_out(layers, ep, options.parallel.experts)
+    experts = share_out(layers, ep, options.parallel.experts, has_experts)
     cuts = {name: cut for one in sharded for name, cut in one.cuts.items()} | dict(experts.cuts)
     partial = frozenset(name for one in sharded for name in one.partial)
     if options.zero.gather_budget is not None:
@@ -96,7 +94,6 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
         partial=partial,
         regions=regions,
         experts=experts,
-        has_experts=has_experts,
     )
 
 

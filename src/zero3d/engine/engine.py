@@ -160,14 +160,12 @@ class Engine:
         self.stage, self.mesh, self.precision, self.policy = stage, resolved.mesh, resolved.precision, resolved.policy
         self.arena, self.traffic = axes.arena, axes.ledger
         self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
-        self.module, self.chunks = division.module, division.chunks
-        self.experts, self.has_experts = division.experts, division.has_experts
+        self.module, self.chunks, self.experts = division.module, division.chunks, division.experts
         self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
         self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
-        self.optimizer = runtime.optimizer
         self.offload, self.offload_why = assembly.offload
-        self.loss_scale, self.health = runtime.loss_scale, runtime.health
+        self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
         self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.averages = assembly.averages

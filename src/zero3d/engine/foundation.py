@@ -84,7 +84,7 @@ class Foundation:
             for root in (model, *division.chunks.values()):
                 hollow(root)
         order = choose_order(
-            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, division.has_experts
+            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, division.experts.anywhere
         )
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, division, order)

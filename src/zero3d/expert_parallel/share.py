@@ -21,10 +21,12 @@ class Shared(NamedTuple):
 
     dispatches  of expert layers, by their names
     cuts        how stacked experts are cut, by name; nothing where ep is 1
+    anywhere    whether any rank has such layers
     """
 
     dispatches: Mapping[str, Dispatch]
     cuts: Mapping[str, Cut]
+    anywhere: bool
 
     def parameters(self) -> dict[nn.Parameter, tuple[Dispatch, str]]:
         """Return the layer and the local name of each stack of experts, as they are now."""
@@ -32,7 +34,7 @@ class Shared(NamedTuple):
         return {p: (dispatch, key) for dispatch in layers for key, p in dispatch.parameters().items()}
 
 
-def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
+def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str, anywhere: bool) -> Shared:
     """Cut the experts of all layers over the ep axis and let tokens travel to them.
 
     Values of real parameters are those of rank 0 of the axis: one broadcast each. Raises ConfigError where ep does not
@@ -61,7 +63,7 @@ def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str) -> Shared:
                 setattr(module, attribute, layer.experts // ep.size)
         module.forward = dispatch
         dispatches[layer.name] = dispatch
-    return Shared(dispatches, cuts)
+    return Shared(dispatches, cuts, anywhere)
 
 
 def _own_part(p: nn.Parameter, cut: Cut, ep: Comm) -> nn.Parameter:

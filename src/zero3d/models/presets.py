@@ -1,6 +1,7 @@
 """Models by name: shapes of well-known ones, with new weights. No download.
 
 demo         1.4 M   a Llama over bytes, of the embedded default
+demo-moe     1.0 M   a Qwen3-MoE over bytes: 16 experts a layer, of which a token meets 2
 gpt2         124 M   Radford et al. 2019, table 2
 qwen3-0.6b   0.6 B   tied embeddings
 llama-3-1b   1.2 B   Llama 3.2
@@ -26,6 +27,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 192, "intermediate_size": 512,
         "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 512, "initializer_range": 0.04,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    },
+    "demo-moe": {
+        "model_type": "qwen3_moe", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256,
+        "moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 512, "initializer_range": 0.04, "output_router_logits": True,
         "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
     },
     "gpt2": {"model_type": "gpt2"},

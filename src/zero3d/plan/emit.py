@@ -71,6 +71,10 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
     mesh = config.mesh
+    if (mesh.ep or 1) > 1:
+        raise ConfigError(
+            f"mesh.ep={mesh.ep}: plans do not price an axis of experts yet; leave it out to see plain dp."
+        )
     world = gpus or (mesh.dp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
     degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)

@@ -46,6 +46,8 @@ def simulate(
     """
     degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp)
     batch = resolve_batch(config.train, degrees.dp)
+    if (config.mesh.ep or 1) > 1:
+        raise ConfigError(f"mesh.ep={config.mesh.ep}: a dry run has no router yet; leave it out to see plain dp.")
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:

@@ -142,7 +142,9 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
         return {}
     policy, units = engine.policy, engine.traffic_units
     exact = engine.summands is not None
-    step = step_traffic(engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.has_experts)
+    step = step_traffic(
+        engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
+    )
     calls, values, size = step["exchange", "-"]
     loss = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
     step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)

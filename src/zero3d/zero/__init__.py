@@ -9,6 +9,6 @@ accumulation, optimizer            when a step is due; the step: norm, clip, upd
 host_update, rounding              Adam's update on the host, in chunks; its moments in bf16
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step
-health, fingerprint                values that are not finite; one hash of all states
+health                             values that are not finite
 exact                              the same bits at any number of data-parallel ranks
 """

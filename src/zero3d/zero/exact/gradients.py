@@ -116,7 +116,7 @@ class ExactGradients(Gradients):
         elif self._alone is not None:
             self.shard = add_tree(terms, self._alone, self._arena)
         elif not self._counter.count:
-            self.shard = add_tree(terms, self._setting.slot(self._counter.open()), self._arena)
+            self.shard = add_tree(terms, self._setting.slot(self._first(self._counter.open())), self._arena)
         else:
             self.shard = self._setting.slot(self._first(self._counter.total()))  # one of the terms
             total = self._arena.borrow("wire", self.shard.numel(), self.shard.dtype)

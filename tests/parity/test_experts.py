@@ -1,0 +1,323 @@
+"""Experts on an axis of their own: the bits of data parallelism, its bytes and messages by formula, at any ep."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from mixtures import FAMILIES, curve, engine_of, mixture, own_part, summand
+from models import LiftCasts
+from pipelines import covering
+
+from zero3d.activations.recomputation import recompute
+from zero3d.errors import ConfigError
+from zero3d.expert_parallel.traffic import expert_traffic
+from zero3d.zero.traffic import Moved, count_gathers, step_traffic
+
+STEPS = range(3)
+WORLD = 4
+
+
+def plain_curves(family, precision, meshes, **options):
+    """Curves of meshes {ep, stage, ...} without clipping, one engine after the other."""
+    return [curve(engine_of(mixture(family), precision=precision, **options | mesh), STEPS) for mesh in meshes]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plain_training_has_the_bits_of_data_parallelism_where_ep_is_dp(ranks, precision):
+    meshes = [{"stage": 3}, {"stage": 3, "ep": 2}, {"stage": 2, "ep": 2}]
+    usual, *others = ranks(2, plain_curves, "qwen3_moe", precision, meshes)[0]
+    assert others == [usual] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_the_bits_of_data_parallelism_where_ep_is_dp(ranks, family):
+    for precision in ("fp32", "bf16"):
+        meshes = [{"stage": 3}, {"stage": 3, "ep": 4}, {"stage": 2, "ep": 4}]
+        usual, *others = ranks(WORLD, plain_curves, family, precision, meshes)[0]
+        assert others == [usual] * 2, precision
+
+
+# --- exact ------------------------------------------------------------------------------------------
+
+EPS, CLIPS, RECOMPUTED = (1, 2, 4), (0.05, None), (False, True)
+STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (3, "every_step"))
+
+
+def exact_curve(family, precision, clip, cases, how="grouped_mm"):
+    """Curves of cases (ep, (stage, moment of reduction), recomputed) in exact mode."""
+    curves = []
+    for ep, (stage, reduce), recomputed in cases:
+        model = mixture(family, how)
+        if recomputed:
+            recompute(model, "full")
+        accumulate = 8 // torch.distributed.get_world_size()
+        engine = engine_of(
+            model, ep=ep, stage=stage, reduce=reduce, accumulate=accumulate, clip_norm=clip, precision=precision,
+            exact=True,
+        )  # fmt: skip
+        curves.append(curve(engine, STEPS))
+    return curves
+
+
+def test_exact_mode_has_one_fingerprint_at_any_dp_and_ep(ranks):
+    of_one = ranks(1, exact_curve, "qwen3_moe", "bf16", 0.05, [(1, STAGES[3], False)])[0]
+    cases = [(1, STAGES[3], False), (2, STAGES[3], True), (4, STAGES[1], False), (2, STAGES[0], False)]
+    assert ranks(WORLD, exact_curve, "qwen3_moe", "bf16", 0.05, cases)[0] == of_one * len(cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_exact_mode_has_one_fingerprint_over_all_settings(ranks, family, precision):
+    for clip in CLIPS:
+        of_one = ranks(1, exact_curve, family, precision, clip, [(1, STAGES[3], False)])[0]
+        two = covering((EPS[:2], STAGES, RECOMPUTED))
+        assert ranks(2, exact_curve, family, precision, clip, two)[0] == of_one * len(two)
+        four = covering((EPS, STAGES, RECOMPUTED))
+        assert ranks(WORLD, exact_curve, family, precision, clip, four)[0] == of_one * len(four)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["eager", "batched_mm"])
+def test_exact_mode_has_one_fingerprint_however_transformers_computes(ranks, how):
+    of_one = ranks(1, exact_curve, "qwen3_moe", "fp32", 0.05, [(1, STAGES[3], False)], how)[0]
+    cases = [(ep, STAGES[3], False) for ep in EPS]
+    assert ranks(WORLD, exact_curve, "qwen3_moe", "fp32", 0.05, cases, how)[0] == of_one * len(cases)
+
+
+# --- one process ------------------------------------------------------------------------------------
+
+
+def losses_in_fp64(family, ep, experts, dp=None, pp=None):
+    engine = engine_of(
+        mixture(family, "eager"), ep=ep, dp=dp, pp=pp, precision="fp64", clip_norm=0.05, experts=experts,
+    )  # fmt: skip
+    losses = []
+    with LiftCasts():
+        for step in STEPS:
+            loss = engine.train_batch(own_part(engine, step))
+            losses += [float(loss), float(engine.last_step.grad_norm)]
+    return losses
+
+
+@pytest.mark.parametrize("experts", ["exact", "fast"])
+def test_losses_and_norms_are_those_of_one_process(ranks, experts):
+    alone = ranks(1, losses_in_fp64, "qwen3_moe", 1, "exact")[0]
+    for world, ep in ((2, 2), (4, 2)):
+        assert ranks(world, losses_in_fp64, "qwen3_moe", ep, experts)[0] == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_of_families_are_those_of_one_process(ranks, family):
+    alone = ranks(1, losses_in_fp64, family, 1, "exact")[0]
+    for experts in ("exact", "fast"):
+        assert ranks(WORLD, losses_in_fp64, family, 2, experts)[0] == pytest.approx(alone, rel=1e-10), experts
+
+
+@pytest.mark.long
+def test_pipelines_of_experts_are_one_process(ranks):
+    alone = ranks(1, losses_in_fp64, "qwen3_moe", 1, "exact")[0]
+    assert ranks(WORLD, losses_in_fp64, "qwen3_moe", 2, "exact", 2, 2)[0] == pytest.approx(alone, rel=1e-10)
+
+
+# --- routing ----------------------------------------------------------------------------------------
+
+
+def biased(favour, experts=8):
+    """A mixture whose routers prefer some experts: others get no token."""
+    model = mixture()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                p.zero_()
+                p[favour] = 1.0
+    return model
+
+
+def routed(favour, ep, lengths, stage=3):
+    engine = engine_of(biased(favour), ep=ep, stage=stage)
+    before = {name: p.clone() for name, p in mixture().named_parameters() if "experts" in name}
+    losses = [float(engine.train_batch([summand(step, engine.dp.rank, length)])).hex() for step, length in lengths]
+    with engine.full_params():
+        here = engine.mesh.place.dp % ep * (8 // ep)
+        starved = {
+            name: torch.equal(p[number], before[name][here + number])
+            for name, p in engine.module.named_parameters() if "experts" in name
+            for number in range(len(p)) if here + number not in favour
+        }  # fmt: skip
+    return losses, engine.fingerprint(), any(starved.values())
+
+
+@pytest.mark.parametrize("favour", [[0, 1], [0, 7], [5]])
+def test_experts_without_tokens_decay_like_parameters_without_gradient(ranks, favour):
+    lengths = [(0, 3), (1, 5), (2, 17)]
+    usual, shared = (ranks(2, routed, favour, ep, lengths) for ep in (1, 2))
+    assert [result[:2] for result in shared] == [result[:2] for result in usual]
+    assert not any(unchanged for *_, unchanged in shared)  # weight decay is on
+
+
+def uneven(ep):
+    """Micro-batches of another length on every rank."""
+    engine = engine_of(ep=ep)
+    return [float(engine.train_batch([summand(step, 0, 3 + 5 * engine.dp.rank)])).hex() for step in STEPS]
+
+
+def test_lengths_may_differ_between_ranks(ranks):
+    assert ranks(2, uneven, 2) == ranks(2, uneven, 1)
+
+
+# --- accounts ---------------------------------------------------------------------------------------
+
+
+def accounts(ep, stage, exact, accumulate, experts="exact"):
+    """Whether a step's ledger, and the arena's bytes, are what formulas say; the boxes of experts that were asked for."""
+    asked, model = [], mixture()
+    values = dict(model.named_parameters())
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            module._parameters[key] = None if p is None else torch.nn.Parameter(p.to("meta"))
+
+    def source(name, box):
+        asked.append((name, box))
+        return values[name].detach()[tuple(slice(*edges) for edges in box)]
+
+    engine = engine_of(model, ep=ep, stage=stage, exact=exact, accumulate=accumulate, experts=experts, weights=source)
+    engine.train_batch(own_part(engine, 0)[:accumulate])
+    before = {name: dispatch.passed for name, dispatch in engine.experts.dispatches.items()}
+    engine.traffic.reset()
+    engine.gathers.events = []
+    engine.train_batch(own_part(engine, 1)[:accumulate])
+    gathers = count_gathers(engine.gathers.events)
+    planned = step_traffic(
+        stage, engine.traffic_units, engine.dp.size, gathers, accumulate, engine.policy.reduce, exact,
+        engine.experts.anywhere,
+    )  # fmt: skip
+    loss = 2 * (engine.dp.size - 1) * (accumulate if exact else 1)
+    planned["exchange", "-"] = Moved(*map(sum, zip(planned["exchange", "-"], (1, loss, 8 * loss), strict=True)))
+    counts = Moved(0, 0, 0)
+    for name, dispatch in engine.experts.dispatches.items():
+        moved = expert_traffic(dispatch.passed.plus(before[name], -1), 32, 4, 8, ep)
+        planned["pass_rows", name] = moved["pass_rows"]
+        counts = Moved(*map(sum, zip(counts, moved["exchange"], strict=True)))
+    ledger, of_counts = {}, Moved(0, 0, 0)
+    for entry in engine.traffic:
+        moved = Moved(entry.calls, entry.elements, entry.bytes)
+        if (entry.op, entry.axis) == ("exchange", "ep"):
+            of_counts = moved
+        elif entry.calls:
+            ledger[entry.op, entry.unit] = moved
+    states = [entry for entry in engine.memory if entry.planned is not None]
+    uneven = [(entry.category, entry.planned, entry.measured) for entry in states if entry.planned != entry.measured]
+    own = {box[0] for name, box in asked if "experts" in name}
+    return ledger == planned and of_counts == counts, uneven, (min(own)[0], max(own)[1])
+
+
+@pytest.mark.parametrize(("ep", "stage", "exact", "accumulate"), [
+    (2, 3, False, 1), (2, 1, False, 2), (4, 2, True, 2), (4, 0, True, 1),
+])  # fmt: skip
+def test_messages_and_bytes_are_what_formulas_say_and_no_rank_asks_for_others_experts(
+    ranks, ep, stage, exact, accumulate
+):
+    found = ranks(WORLD, accounts, ep, stage, exact, accumulate)
+    assert [result[:2] for result in found] == [(True, [])] * WORLD
+    per_rank = 8 // ep
+    for rank, (*_, (first, last)) in enumerate(found):
+        assert rank % ep * per_rank <= first
+        assert last <= (rank % ep + 1) * per_rank
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def saved(folder, ep, exact=False):
+    engine = engine_of(ep=ep, exact=exact)
+    _, fingerprint = curve(engine, STEPS)
+    engine.save(folder)
+    engine.export(folder / "hf")
+    return fingerprint
+
+
+def resumed(folder, ep, dp=None, tp=None, pp=None):
+    engine = engine_of(ep=ep, dp=dp, tp=tp, pp=pp)
+    engine.load(folder)
+    fingerprint = engine.fingerprint()
+    if tp is None:
+        engine.export(folder / f"hf-{ep}")
+    return fingerprint
+
+
+def test_states_resume_at_any_ep_and_exports_are_the_same(ranks, tmp_path):
+    import transformers
+
+    fingerprint = ranks(2, saved, tmp_path, 2)[0]
+    assert {*ranks(4, resumed, tmp_path, 4), *ranks(1, resumed, tmp_path, 1)} == {fingerprint}
+    found = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hf", "hf-4", "hf-1")]
+    for one, other in pairwise(found):
+        assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.long
+def test_states_resume_over_all_meshes(ranks, tmp_path):
+    meshes = [(1, None, None, 1), (2, None, None, 2), (4, None, None, 4), (4, 2, None, 2), (4, None, 2, 2),
+              (8, 2, 2, 2)]  # fmt: skip
+    for number, (world, tp, pp, ep) in enumerate(meshes):
+        folder = tmp_path / str(number)
+        fingerprint = ranks(world, moved_on, folder, ep, tp, pp)[0]
+        for other, tp_after, pp_after, ep_after in meshes:
+            assert set(ranks(other, resumed, folder, ep_after, None, tp_after or 1, pp_after)) == {fingerprint}
+
+
+def moved_on(folder, ep, tp, pp):
+    engine = engine_of(ep=ep, tp=tp, pp=pp)
+    engine.train_batch(own_part(engine, 0))
+    engine.save(folder)
+    return engine.fingerprint()
+
+
+# --- refused ----------------------------------------------------------------------------------------
+
+
+def refusal(ep, **options):
+    family = options.pop("family", "qwen3_moe")
+    with pytest.raises(ConfigError) as caught:
+        engine_of(mixture(family) if family in FAMILIES else options.pop("model")(), ep=ep, **options)
+    return str(caught.value)
+
+
+def net():
+    from models import hf
+
+    return hf("llama")
+
+
+def test_what_cannot_be_says_why(ranks):
+    told = ranks(2, refusals)[0]
+    assert "experts='quick' is unknown: pass exact" in told[0]
+    assert "pass experts='exact'" in told[1]
+    assert "no plan names any in LlamaForCausalLM" in told[2]
+    assert "ep=2 with states off the device is not built" in told[3]
+    assert "nothing in Qwen3MoeForCausalLM has that name" in told[4]
+    assert "unknown style 'rowwise'" in told[5]
+
+
+def refusals():
+    return [
+        refusal(2, experts="quick"),
+        refusal(2, experts="fast", exact=True),
+        refusal(2, family="none", model=net),
+        refusal(2, offload={"optimizer": "host"}),
+        refusal(2, ep_plan={"layers.*.mlp.exports": "ep_dispatch_experts"}),
+        refusal(2, ep_plan={"layers.*.mlp.experts": "rowwise"}),
+    ]
+
+
+def odd():
+    with pytest.raises(ConfigError) as caught:
+        engine_of(mixture(num_experts=7), ep=2)
+    return str(caught.value)
+
+
+def test_experts_that_ep_does_not_divide_are_refused(ranks):
+    assert "7 / 2 = 3.5 is not whole. Pass an ep that divides them (1, 7)" in ranks(2, odd)[0]
