@@ -168,9 +168,8 @@ class Engine:
         self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
         self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
-        self.averages = assembly.averages
         self.last_step: StepResult | None = None
-        self.resumed, self._saves = "", open_saves(base)
+        self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
         _settle_in_the_end(self, runtime.optimizer)
 
     # --- training -------------------------------------------------------------------------------
