@@ -109,7 +109,7 @@ def test_ls_marks_the_best_one_damaged_ones_and_leftovers_and_says_how_it_looked
             (1, "whole", False), (2, "whole", True), (3, "damaged", False),
         ]  # fmt: skip
         assert "rank-00000.safetensors is missing" in data["checkpoints"][2]["fault"]
-        assert data["checkpoints"][0]["mesh"] == {"pp": 1, "dp": 1, "tp": 1}
+        assert data["checkpoints"][0]["mesh"] == {"pp": 1, "dp": 1, "tp": 1, "ep": 1}
         assert data["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in (checkpoints / "step-1").iterdir())
         assert [each["name"] for each in data["leftovers"]] == [".step-9.tmp"]
     _, text = shown(capsys, "ls", copied)

@@ -1,5 +1,7 @@
 """Ranks on three axes: the arithmetic, both worked examples of the mission, and refusals that show it."""
 
+import re
+
 import pytest
 
 from zero3d.config import Train
@@ -56,7 +58,7 @@ def test_ranks_and_places_are_one_to_one(degrees):
     ],
 )
 def test_a_degree_that_is_left_out_is_computed(world, asked, found):
-    assert Degrees.resolve(world, **asked) == found
+    assert Degrees.resolve(world, **asked)[:3] == found
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,21 @@ def test_the_rank_map_is_a_table():
         "pp 1    4-5     6-7",
     ]
     assert Degrees(1, 3, 1).table().splitlines()[-1] == "pp 0    0       1       2"
+
+
+def test_ep_folds_dp_into_neighbours_that_share_experts_out():
+    degrees = Degrees.resolve(16, tp=2, ep=4)
+    assert (degrees.dp, degrees.ep, degrees.edp) == (8, 4, 2)
+    assert degrees.along("ep", 3) == [1, 3, 5, 7]
+    assert degrees.along("edp", 3) == [3, 11]
+    assert str(degrees) == "pp 1 x dp 8 x tp 2 (ep 4 x edp 2)"
+    for rank in range(16):
+        assert rank in set(degrees.along("ep", rank)) & set(degrees.along("edp", rank))
+
+
+@pytest.mark.parametrize(("ep", "says"), [
+    (4, "dp=6: 6 / 4 = 1.5 is not whole; pass ep=2 or 3 or 6"), (7, "pass ep=2 or 3 or 6"), (0, "ep=0 is no degree"),
+])  # fmt: skip
+def test_an_ep_that_does_not_fold_dp_is_refused(ep, says):
+    with pytest.raises(MeshError, match=re.escape(says)):
+        Degrees.resolve(6, ep=ep)

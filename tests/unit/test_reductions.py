@@ -59,8 +59,12 @@ class Trained:
     def __init__(self, name, log, params=1, deferred=False):
         self.name, self.deferred = name, deferred
         self.grads = self.gradients = Gradients(name, log)
+        self.sources = 1
         self.weights = type("", (), {"params": [torch.zeros(1) for _ in range(params)]})()
         self.layout = type("", (), {"slots": [type("", (), {"name": f"{name}.{i}"}) for i in range(params)]})()
+
+    def slot_of(self, index):
+        return self.layout.slots[index]
 
 
 class Backwards:

@@ -25,6 +25,7 @@ def exchanged(kind, dp_differences, other_row):
     )  # fmt: skip
     optimizer = object.__new__(kind)
     optimizer._comm, optimizer._model_group, optimizer._arena = comm, model_group, Arena(torch.device("cpu"))
+    optimizer._comms = [comm]
     optimizer._summands = SimpleNamespace(total=torch.sum)
     total, in_order = optimizer._exchange(torch.tensor([3.0], dtype=torch.float64))
     return float(total), bool(in_order)
@@ -45,7 +46,7 @@ def test_orders_of_gathers_and_of_reductions_are_compared_on_all_ranks(kind):
 def test_one_dp_rank_without_a_norm_is_noticed_by_all(kind, partials, wanted):
     sent = []
     optimizer = object.__new__(kind)
-    optimizer._wide = torch.float32
+    optimizer._wide, optimizer._ep = torch.float32, None
     optimizer._comm = SimpleNamespace(
         exchange=lambda own: (sent.append((own.dtype, own.tolist())), torch.tensor(partials).double()[:, None])[1]
     )

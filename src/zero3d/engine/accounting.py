@@ -20,7 +20,7 @@ from zero3d.precision import NAMES
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes
+from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, source_bytes
 from zero3d.zero.traffic import UnitTraffic
 from zero3d.zero.unit import Unit
 
@@ -137,8 +137,11 @@ class Accounts:
             else:
                 per_element = engine_bytes(
                     stage, n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
-                    self._optimizer.state_bytes(unit), self._exact, unit.sources,
+                    self._optimizer.state_bytes(unit), self._exact,
                 )  # fmt: skip
+                local = source_bytes(stage, NAMES[unit.dtype], policy.reduce, unit.grads.micro_batches, self._exact)
+                of_sources = per_element.gradients + (unit.sources - 1) * local
+                per_element = per_element._replace(gradients=of_sources)
                 if unit.name in self._kept:
                     per_element = per_element._replace(gradients=Fraction(0))
                 if away:

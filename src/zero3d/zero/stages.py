@@ -136,33 +136,41 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 def engine_bytes(
     stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
-    optimizer: int | None = None, exact: bool = False, sources: int = 1,
+    optimizer: int | None = None, exact: bool = False,
 ) -> StateBytes:  # fmt: skip
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     `optimizer` replaces k for optimizers other than Adam and other masters (what is stored of those included).
     Local gradients stay in the compute dtype when accumulate is 1, because their cast at the
     reduction is exact; accumulated ones are kept in the reduced dtype. `exact` keeps sums of summands instead.
-    Of experts each of `sources` ranks has local gradients of its own here.
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
-    w, a, k = WIDTHS[precision]
+    w, _, k = WIDTHS[precision]
     k = k if optimizer is None else optimizer
-    g = w if accumulate == 1 else a
     share = Fraction(1, n)
     parameters = frozen_bytes(stage, n, w, release).parameters
+    whole, sharded = _gradient_bytes(stage, precision, reduce, accumulate, exact)
+    return StateBytes(parameters, whole + sharded * share, k * (share if row.shards_optimizer else Fraction(1)))
+
+
+def source_bytes(stage: int, precision: str, reduce: str, accumulate: int, exact: bool) -> Fraction:
+    """Return bytes per parameter of experts that gradients of each rank whose tokens come take, behind the first's."""
+    _, reduce = resolve_policies(stage_row(stage), "auto", reduce)
+    return Fraction(_gradient_bytes(stage, precision, reduce, accumulate, exact)[0])
+
+
+def _gradient_bytes(stage: int, precision: str, reduce: str, accumulate: int, exact: bool) -> tuple[int, int]:
+    """Return bytes per parameter of the gradients that a rank keeps whole, and of those that it keeps a shard of."""
+    w, a, _ = WIDTHS[precision]
+    g = w if accumulate == 1 else a
     if exact:
+        sums = counter_buffers(accumulate) * a
         alone = accumulate == 1 and stage > 0
-        sharded = reduce == "every_micro_batch" or alone
-        gradients = counter_buffers(accumulate) * a * (share if sharded else Fraction(sources))
-    elif stage == 0:
-        gradients = Fraction(a * sources)
-    elif reduce == "every_step":
-        gradients = g * sources + (a if g < a else 0) * share
-    else:
-        gradients = a * share
-    return StateBytes(parameters, gradients, k * (share if row.shards_optimizer else Fraction(1)))
+        return (0, sums) if reduce == "every_micro_batch" or alone else (sums, 0)
+    if stage == 0:
+        return a, 0
+    return (g, a if g < a else 0) if reduce == "every_step" else (0, a)
 
 
 def counter_buffers(summands: int) -> int:

@@ -1,0 +1,34 @@
+"""Which modules are experts: transformers' plans as data, and a user's map."""
+
+import pytest
+from mixtures import FAMILIES, mixture
+from models import hf
+
+from zero3d.errors import ConfigError
+from zero3d.expert_parallel.plan import find_experts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_name_their_experts(family):
+    model = mixture(family)
+    layers = find_experts(model)
+    assert len(layers) == 2 - (family in ("deepseek_v3", "glm4_moe"))  # the first layer of these is dense
+    stacked = {name for name, p in model.named_parameters() if ".experts." in name}
+    assert {f"{layer.name}.{key}" for layer in layers for key in layer.parameters} == stacked
+    assert {layer.experts for layer in layers} == {8}
+
+
+def test_models_without_a_plan_have_none_and_a_map_takes_names_out():
+    assert find_experts(hf("llama")) == []
+    layers = find_experts(mixture(), {"layers.0.mlp.experts": "none"})
+    assert [layer.name for layer in layers] == ["model.layers.1.mlp.experts"]
+
+
+@pytest.mark.parametrize(("plan", "says"), [
+    ({"layers.*.mlp.experts": "colwise"}, "unknown style 'colwise'. Known are"),
+    ({"layers.*.mlp.export": "grouped_gemm"}, "gives 'layers.*.mlp.export' a style, and nothing"),
+])  # fmt: skip
+def test_a_map_that_means_nothing_is_refused(plan, says):
+    with pytest.raises(ConfigError) as caught:
+        find_experts(mixture(), plan)
+    assert says in str(caught.value)
