@@ -1,4 +1,8 @@
-"""Tiny mixtures of experts of several families, and a global list of micro-batches that any mesh trains on."""
+"""Tiny mixtures of experts of several families, and a global list of micro-batches that any mesh trains on.
+
+Experts are 32 wide: of fewer elements the last row of a product may go through the scalar end of a vectorised sigmoid,
+whose bits are others, and which row is the last depends on who computes with whom.
+"""
 
 import torch
 
@@ -8,19 +12,19 @@ VOCAB, SUMMANDS = 64, 8
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True,
+    "head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True,
 }  # fmt: skip
 FAMILIES = {
     "qwen3_moe": {"num_experts": 8},
-    "mixtral": {"num_local_experts": 8, "intermediate_size": 16},
-    "olmoe": {"num_experts": 8, "intermediate_size": 16},
-    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 16, "sliding_window": 4},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 32},
+    "olmoe": {"num_experts": 8, "intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 32, "sliding_window": 4},
     "deepseek_v3": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 8,
                     "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
                     "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
                  "first_k_dense_replace": 1},
-    "granitemoe": {"num_local_experts": 8, "intermediate_size": 16},
+    "granitemoe": {"num_local_experts": 8, "intermediate_size": 32},
 }  # fmt: skip
 
 
