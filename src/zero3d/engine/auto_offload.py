@@ -113,10 +113,11 @@ def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
 
 def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
-    policy, n, offload = base.resolved.policy, base.axes.dp.size, base.options.zero.offload
+    policy, offload = base.resolved.policy, base.options.zero.offload
     states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
-    share = n if policy.stage.shards_optimizer else 1
     for spec in specs:
+        n = (base.axes.edp if spec.experts else base.axes.dp).size
+        share = n if policy.stage.shards_optimizer else 1
         numel = sum(p.numel() for p in spec.params.values())
         sizes[spec.name] = numel * spec.dtype.itemsize
         if any(p.requires_grad for p in spec.params.values()):

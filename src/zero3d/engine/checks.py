@@ -67,8 +67,8 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
         )
 
 
-def check_experts(mesh: Mesh, how: str, exact: bool, leave: bool, sequence: bool) -> None:
-    """Refuse what cannot be together with experts on an axis of their own. leave: states leave the device."""
+def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool) -> None:
+    """Refuse what cannot be together with experts on an axis of their own."""
     if how not in (EXACT, FAST):
         raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
     if how == FAST and exact:
@@ -76,11 +76,7 @@ def check_experts(mesh: Mesh, how: str, exact: bool, leave: bool, sequence: bool
             f"experts={FAST!r} adds up what the tokens of several ranks give in one product, whose bits depend on ep, "
             f"and exact=True wants the same ones at any: pass experts={EXACT!r}."
         )
-    if mesh.ep == 1:
-        return
-    if leave:
-        raise ConfigError(f"ep={mesh.ep} with states off the device is not built: leave offload out, or ep.")
-    if sequence:
+    if mesh.ep > 1 and sequence:
         raise ConfigError(f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence.")
 
 

@@ -79,10 +79,11 @@ def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | No
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
     edp, policy = base.axes.edp, setting.policy
-    if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters:
+    gathers = base.options.zero.offload.params != "none"  # from elsewhere, if not from other ranks
+    if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.parallel.experts == EXACT else 1
-    return setting._replace(policy=policy, comm=edp, sources=sources)
+    return setting._replace(policy=policy, comm=edp, sources=sources, part=base.axes.ep.rank)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
@@ -123,7 +124,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         base.options.optimizer.clip_norm, model_group,
     )  # fmt: skip
     if tiers is not None:
-        optimizer.updates = tiers.updates(optimizer, axes.arena, axes.dp.rank)
+        optimizer.updates = tiers.updates(optimizer, axes.arena)
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
     everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
     reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)

@@ -93,7 +93,7 @@ class Tiers:
         """Return the bytes of the host's slab."""
         return int(sum(self.arenas[HOST].live(category) for category in (*STATES, *TRANSIENT)))
 
-    def updates(self, optimizer: ShardedOptimizer, arena: Arena, rank: int) -> RecordUpdates | None:
+    def updates(self, optimizer: ShardedOptimizer, arena: Arena) -> RecordUpdates | None:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
         units = [unit for unit in optimizer.units if unit.weights.records is not None]
         if not units:
@@ -107,7 +107,7 @@ class Tiers:
                 "where the host updates.",
                 stacklevel=6,
             )
-        portions = record_portions(units, optimizer.pieces, rank)
+        portions = record_portions(units, optimizer.pieces)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None

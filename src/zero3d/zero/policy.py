@@ -66,6 +66,7 @@ class Setting(NamedTuple):
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
+    part        number of this rank's part of the experts, on the ep axis
     """
 
     policy: Policy
@@ -75,6 +76,7 @@ class Setting(NamedTuple):
     records: Mapping[str, UnitRecords] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
     sources: int = 1
+    part: int = 0
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""

@@ -180,7 +180,7 @@ class RecordUpdates:
                 fields[WEIGHTS].copy_(given.weights)  # one on the host may go to a disk at once
 
 
-def record_portions(units: Sequence[Unit], pieces: Sequence[MasterPiece], rank: int) -> dict[Unit, list[RecordPortion]]:
+def record_portions(units: Sequence[Unit], pieces: Sequence[MasterPiece]) -> dict[Unit, list[RecordPortion]]:
     """Put pieces into the portions of their buckets: of units in the order of their records."""
     of_unit: dict[Unit, list[MasterPiece]] = {unit: [] for unit in units}
     for owned in pieces:
@@ -189,7 +189,8 @@ def record_portions(units: Sequence[Unit], pieces: Sequence[MasterPiece], rank: 
     for unit, own in of_unit.items():
         weights, records = unit.weights, unit.weights.records
         assert records is not None
-        start = first_of(unit.name) + (0 if weights.updates_all else rank * weights.layout.shard)
+        start = first_of(unit.name) + unit.part * weights.layout.total
+        start += 0 if weights.updates_all else unit.comm.rank * weights.layout.shard
         portions[unit] = [
             RecordPortion(
                 unit, records, bucket, [owned for owned in own if bucket.start <= owned.piece.offset < bucket.stop],

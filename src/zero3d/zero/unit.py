@@ -20,7 +20,7 @@ class Unit:
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
     users     tokens of whoever needs the full parameters now
     comm      the ranks over which it is cut: the dp axis, of experts the edp axis
-    sources   ranks whose tokens give its gradients here (policy.py)
+    sources   ranks whose tokens give its gradients here, and which part of the experts it is (policy.py)
     stage     number of the row of the stage table that it follows
     """
 
@@ -30,7 +30,8 @@ class Unit:
     ) -> None:  # fmt: skip
         self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
         self.users: set[object] = set()
-        self.comm, self.sources, self.stage = setting.comm, setting.sources, setting.policy.stage.number
+        self.comm, self.sources, self.part = setting.comm, setting.sources, setting.part
+        self.stage = setting.policy.stage.number
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
         owner = setting.gradients or Gradients
         self.grads = owner(name, layout, dtype, setting) if self.weights.trainable else None
