@@ -338,6 +338,7 @@ def test_what_cannot_be_says_why(ranks):
     assert "no plan names any in LlamaForCausalLM" in told[2]
     assert "nothing in Qwen3MoeForCausalLM has that name" in told[3]
     assert "unknown style 'rowwise'" in told[4]
+    assert "that one has other experts: leave health.replay out" in told[5]
 
 
 def refusals():
@@ -347,7 +348,33 @@ def refusals():
         refusal(2, family="none", model=net),
         refusal(2, ep_plan={"layers.*.mlp.exports": "ep_dispatch_experts"}),
         refusal(2, ep_plan={"layers.*.mlp.experts": "rowwise"}),
+        refusal(2, replay=2),
     ]
+
+
+def split_backward():
+    with pytest.raises(ConfigError) as caught:
+        engine_of(ep=2, pp=2, schedule="zero-bubble")
+    return str(caught.value)
+
+
+def test_schedules_that_split_the_backward_are_refused(ranks):
+    assert "pass schedule='1f1b' or 'interleaved'" in ranks(WORLD, split_backward)[0]
+
+
+def generated(ep):
+    """What every rank generates from a prompt of its own; one of them ends early."""
+    engine = engine_of(ep=ep)
+    curve(engine, STEPS)
+    rank = engine.dp.rank
+    prompt = summand(9, rank, 4 + 3 * rank)["input_ids"]
+    begun = engine.generate(prompt, 3)
+    engine.module.generation_config.eos_token_id = int(begun[0, -1]) if rank else 1
+    return engine.generate(prompt, 6).tolist(), float(engine.evaluate([summand(8, rank)]))
+
+
+def test_generation_and_evaluation_with_shared_experts_are_those_without(ranks):
+    assert ranks(2, generated, 2) == ranks(2, generated, 1)
 
 
 def odd():

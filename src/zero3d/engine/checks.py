@@ -67,7 +67,7 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
         )
 
 
-def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool) -> None:
+def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool, splits_backward: bool) -> None:
     """Refuse what cannot be together with experts on an axis of their own."""
     if how not in (EXACT, FAST):
         raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
@@ -75,6 +75,11 @@ def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool) -> None:
         raise ConfigError(
             f"experts={FAST!r} adds up what the tokens of several ranks give in one product, whose bits depend on ep, "
             f"and exact=True wants the same ones at any: pass experts={EXACT!r}."
+        )
+    if mesh.ep > 1 and splits_backward:
+        raise ConfigError(
+            f"ep={mesh.ep} in a pipeline whose schedule takes gradients of weights apart from those of inputs "
+            "(zero-bubble, zbv) is not built: pass schedule='1f1b' or 'interleaved'."
         )
     if mesh.ep > 1 and sequence:
         raise ConfigError(f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence.")
@@ -120,6 +125,11 @@ def check_replay(every: int, mesh: Mesh) -> None:
     """Refuse replays that have no meaning, or not the same bits."""
     if every < 0:
         raise ConfigError(f"replay={every}: pass a number of steps, or 0 for none.")
+    if every and mesh.ep > 1:
+        raise ConfigError(
+            f"health.replay={every} has a neighbour compute a rank's micro-batch once more, and with ep={mesh.ep} that "
+            "one has other experts: leave health.replay out."
+        )
     if every and mesh.device.type != "cpu" and mode() != "on":
         raise ConfigError(
             f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "

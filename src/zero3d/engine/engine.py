@@ -283,14 +283,14 @@ class Engine:
         """Continue `input_ids` [batch, length] greedily, or by sampling (do_sample, temperature, top_k).
 
         keep_full  keep units gathered until training goes on, so that ranks may generate different
-                   lengths; False gathers per use, and ranks must then stay in lockstep
+                   lengths; False gathers per use, and ranks must then stay in lockstep, as with ep in any case
         Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
         A model's own generate (Hugging Face) takes its other options, too, such as pixel_values of images; a pipeline
         has these three.
         """
         ids = input_ids.to(self.mesh.device)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
-        alone = keep_full or self.dp.size == 1
+        alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
