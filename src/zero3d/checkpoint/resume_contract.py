@@ -1,13 +1,13 @@
 """Whether a run that goes on from a checkpoint has the bits of one that was never interrupted, and if not, why.
 
                   plain                                       exact on both sides
-    the same      mesh, precision, dtype on the wire,         tp, pp, micro-batches per step over all ranks,
-                  dtype of Adam's moments, where updates      precision, dtype on the wire, dtype of Adam's moments,
-                  are made (accelerators only), algorithm,    where updates are made (accelerators only), torch,
-                  torch, kernels, threads, tiles; with        kernels, threads, tiles
-                  several micro-batches a step the moment
-                  of reduction
-    may differ    stage, what leaves the device and where to  dp, stage, moment of reduction, algorithm, what leaves
+    the same      mesh, how experts are computed, precision,  tp, pp, micro-batches per step over all ranks,
+                  dtype on the wire, dtype of Adam's moments, precision, dtype on the wire, dtype of Adam's moments,
+                  where updates are made (accelerators only), where updates are made (accelerators only), torch,
+                  algorithm, torch, kernels, threads, tiles;  kernels, threads, tiles
+                  with several micro-batches a step the
+                  moment of reduction
+    may differ    stage, what leaves the device and where to  dp, ep, stage, moment of reduction, algorithm, what leaves
                   master as it is or in halves                the device and where to, master as it is or in halves
 
 On an accelerator all of `distributed.determinism.device_facts` beside them: deterministic algorithms, which must be on,
@@ -32,10 +32,13 @@ ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made 
           "threads": "sums are cut among them", "moments": "a moment is rounded to bf16 once, or not from here on",
           "updates": "another kernel updates", "tiled_loss": "its sums are taken in another order",
           "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
-USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None}  # where none is said
-PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": ""}
+USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None, "ep": 1,
+         "experts": "exact"}  # where none is said  # fmt: skip
+PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": "",
+         "ep": "experts' gradients are summed in other groups; exact=True would not mind",
+         "experts": "a product of all sources sums in another order"}  # fmt: skip
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
-FREE = ("dp", "stage", "reduce")  # named where they differ and change no bit
+FREE = ("dp", "ep", "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
 BACKEND = "by the backend"  # NCCL, above all
 DEVICE = {"deterministic": "", "dp_sums": "", "tp_sums": "", "cublas_workspace": SUMS,

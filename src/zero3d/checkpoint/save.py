@@ -96,7 +96,8 @@ class Facts(NamedTuple):
     def of(cls, engine: EngineState) -> Facts:
         """Collect them; some are the engine's own, and change with its next step."""
         base = None if engine.base is None else engine.base.described()
-        return cls(run_state(engine), engine.degrees._asdict(), base)
+        mesh = {axis: size for axis, size in engine.degrees._asdict().items() if axis != "ep" or size > 1}
+        return cls(run_state(engine), mesh, base)
 
 
 class Saved(NamedTuple):

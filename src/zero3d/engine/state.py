@@ -54,7 +54,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
     summands = base.order.summands
     return {
         "stage": policy.stage.number, "reduce": policy.reduce, "accumulate": assembly.runtime.accumulation.usual,
-        **mesh.degrees._asdict(),
+        **mesh.degrees._asdict(), "experts": base.options.parallel.experts if mesh.ep > 1 else "exact",
         "precision": base.resolved.precision.name, "wire": str(policy.wire).removeprefix("torch."),
         "algorithm": base.axes.dp.algorithm, "torch": torch.__version__,
         "kernels": torch.backends.cpu.get_cpu_capability() if cpu
