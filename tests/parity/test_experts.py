@@ -161,6 +161,54 @@ def test_pipelines_of_experts_are_one_process(ranks):
     assert ranks(WORLD, losses_in_fp64, "qwen3_moe", 2, "exact", 2, 2)[0] == pytest.approx(alone, rel=1e-10)
 
 
+# --- adapters ---------------------------------------------------------------------------------------
+
+
+def with_adapters(how="grouped_mm"):
+    from peft import LoraConfig, get_peft_model
+
+    from zero3d.models.stacked_adapters import keep_parameters
+
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(8)
+    model = get_peft_model(mixture(how=how), config)
+    keep_parameters(model)
+    return model
+
+
+def adapted(folder, ep, dp=None, pp=None):
+    """Losses and norms in fp64; what was saved, and whether a resume at another ep has the same states."""
+    engine = engine_of(with_adapters("eager"), ep=ep, dp=dp, pp=pp, precision="fp64", clip_norm=0.05)
+    losses = []
+    with LiftCasts():
+        for step in STEPS:
+            loss = engine.train_batch(own_part(engine, step))
+            losses += [float(loss), float(engine.last_step.grad_norm)]
+    engine.save(folder)
+    again = engine_of(with_adapters("eager"), precision="fp64")
+    again.load(folder)
+    engine.export(folder / "adapter")
+    engine.export(folder / "merged", "merged")
+    return losses, again.fingerprint() == engine.fingerprint()
+
+
+def test_adapters_of_shared_experts_are_those_of_one_process(ranks, tmp_path):
+    from safetensors.torch import load_file
+
+    alone, _ = ranks(1, adapted, tmp_path / "1", 1)[0]
+    losses, same = ranks(4, adapted, tmp_path / "4", 2)[0]
+    assert losses == pytest.approx(alone, rel=1e-10)
+    assert same
+    for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        one, four = (load_file(tmp_path / world / name) for world in ("1", "4"))
+        assert one.keys() == four.keys()
+        for key, values in one.items():
+            torch.testing.assert_close(four[key], values, rtol=1e-7, atol=1e-9)
+
+
 # --- routing ----------------------------------------------------------------------------------------
 
 
@@ -375,6 +423,16 @@ def generated(ep):
 
 def test_generation_and_evaluation_with_shared_experts_are_those_without(ranks):
     assert ranks(2, generated, 2) == ranks(2, generated, 1)
+
+
+def exact_adapters():
+    with pytest.raises(ConfigError) as caught:
+        engine_of(with_adapters(), ep=2, exact=True)
+    return str(caught.value)
+
+
+def test_adapters_of_shared_experts_are_refused_in_exact_mode(ranks):
+    assert "leave ep, exact or these adapters out" in ranks(2, exact_adapters)[0]
 
 
 def odd():

@@ -67,7 +67,7 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
         )
 
 
-def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool, splits_backward: bool) -> None:
+def check_experts(model: nn.Module, mesh: Mesh, how: str, exact: bool, sequence: bool, splits_backward: bool) -> None:
     """Refuse what cannot be together with experts on an axis of their own."""
     if how not in (EXACT, FAST):
         raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
@@ -75,6 +75,12 @@ def check_experts(mesh: Mesh, how: str, exact: bool, sequence: bool, splits_back
         raise ConfigError(
             f"experts={FAST!r} adds up what the tokens of several ranks give in one product, whose bits depend on ep, "
             f"and exact=True wants the same ones at any: pass experts={EXACT!r}."
+        )
+    stacked = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
+    if mesh.ep > 1 and exact and stacked:
+        raise ConfigError(
+            f"{stacked[0]} has LoRA on stacked experts, and with ep={mesh.ep} a rank adds up its gradients of all "
+            "sources at once, in an order that exact=True knows nothing of: leave ep, exact or these adapters out."
         )
     if mesh.ep > 1 and splits_backward:
         raise ConfigError(

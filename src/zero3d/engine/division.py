@@ -68,7 +68,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
         [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)] if has_experts else []
     )
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options, layers)
-    experts = share_out(layers, ep, options.parallel.experts, has_experts)
+    experts = share_out(chunks.values(), layers, ep, options.parallel.experts, has_experts)
     cuts = {name: cut for one in sharded for name, cut in one.cuts.items()} | dict(experts.cuts)
     partial = frozenset(name for one in sharded for name in one.partial)
     if options.zero.gather_budget is not None:

@@ -144,7 +144,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_tiled_loss(model, step.loss)
     offloads, parallel = zero.offload.activations == "host", options.parallel
     check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
-    check_experts(mesh, parallel.experts, zero.exact, parallel.sequence_parallel, schedule.splits_backward)
+    check_experts(model, mesh, parallel.experts, zero.exact, parallel.sequence_parallel, schedule.splits_backward)
     groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
     if isinstance(options.optimizer.optimizer, Optimizer):
         check_moments(zero.offload, options.optimizer.optimizer)

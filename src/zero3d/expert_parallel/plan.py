@@ -4,7 +4,7 @@
     layers.*.mlp.experts.down_proj: grouped_gemm     a parameter [experts, ...] of such a module
 
 A user's map wins over the plan that transformers has for a model (`base_model_ep_plan`); "none" takes a name out.
-Other styles of such plans are about what is not experts, and idle here.
+Other styles of such plans are about what is not experts, and idle here. What PEFT has put around a module has its name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from zero3d.errors import ConfigError
+from zero3d.models.names import own_name
 from zero3d.models.packing import inner_model
 from zero3d.models.plan_names import fits, in_other_chunk, names_in
 
@@ -72,7 +73,9 @@ def _styles(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
     built_in, matched, styles = _built_in_plan(model), set(), {}
     for name, aliases in names_in(model):
         for patterns in (user, built_in):
-            match = next((pattern for pattern in patterns if any(fits(pattern, alias) for alias in aliases)), None)
+            match = next(
+                (pattern for pattern in patterns if any(fits(pattern, own_name(alias)) for alias in aliases)), None
+            )
             if match is not None:
                 matched.add(match)
                 styles[name] = patterns[match]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -34,8 +34,10 @@ class Shared(NamedTuple):
         return {p: (dispatch, key) for dispatch in layers for key, p in dispatch.parameters().items()}
 
 
-def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str, anywhere: bool) -> Shared:
-    """Cut the experts of all layers over the ep axis and let tokens travel to them.
+def share_out(
+    roots: Collection[nn.Module], layers: Sequence[ExpertLayer], ep: Comm, how: str, anywhere: bool
+) -> Shared:
+    """Cut the experts of all layers of these model chunks over the ep axis and let tokens travel to them.
 
     Values of real parameters are those of rank 0 of the axis: one broadcast each. Raises ConfigError where ep does not
     divide a layer's experts.
@@ -50,20 +52,31 @@ def share_out(layers: Sequence[ExpertLayer], ep: Comm, how: str, anywhere: bool)
                 f"({', '.join(fits)})."
             )
         dispatch = Dispatch(layer, ep, how)
-        cut = Cut(0, ep.size, ep.rank, axis="ep")
+        cut, local = Cut(0, ep.size, ep.rank, axis="ep"), layer.experts // ep.size
         for key in layer.parameters:
             p = layer.module._parameters[key]
             assert p is not None
             if ep.size > 1:
                 layer.module._parameters[key] = _own_part(p, cut, ep)
                 cuts[f"{layer.name}.{key}"] = cut
+        if ep.size > 1:
+            _cut_adapters(roots, layer.module, slice(ep.rank * local, (ep.rank + 1) * local))
         module: Any = layer.module
         for attribute in COUNTS:
             if getattr(module, attribute, None) == layer.experts:
-                setattr(module, attribute, layer.experts // ep.size)
+                setattr(module, attribute, local)
         module.forward = dispatch
         dispatches[layer.name] = dispatch
     return Shared(dispatches, cuts, anywhere)
+
+
+def _cut_adapters(roots: Collection[nn.Module], experts: nn.Module, part: slice) -> None:
+    """Leave adapters of stacked experts whole on every rank, which computes with those of its own experts."""
+    if any(hasattr(module, "parameter_name") for root in roots for module in root.modules()):
+        from zero3d.models.stacked_adapters import take_part  # imports PEFT, which put them there
+
+        for root in roots:
+            take_part(root, experts, part)
 
 
 def _own_part(p: nn.Parameter, cut: Cut, ep: Comm) -> nn.Parameter:

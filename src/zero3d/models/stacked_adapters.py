@@ -15,7 +15,12 @@ from torch import nn
 
 
 class StackedAdapter(ParamWrapper):  # type: ignore[misc]
-    """PEFT's adapter of a parameter [experts, ., .], which leaves that parameter as it is."""
+    """PEFT's adapter of a parameter [experts, ., .], which leaves that parameter as it is.
+
+    part  the experts that this rank has, of which alone it computes the product
+    """
+
+    part: slice = slice(None)
 
     @contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
@@ -24,12 +29,19 @@ class StackedAdapter(ParamWrapper):  # type: ignore[misc]
         frozen = value = weights[name]
         for adapter in active_adapters:
             left, right, scale = self.get_delta_factors(adapter)
-            value = torch.baddbmm(value, left, right, alpha=scale)
+            value = torch.baddbmm(value, left[self.part], right[self.part], alpha=scale)
         weights[name] = value
         try:
             yield
         finally:
             weights[name] = frozen
+
+
+def take_part(model: nn.Module, experts: nn.Module, part: slice) -> None:
+    """Let the adapters around a layer's experts add to some of them alone."""
+    for module in model.modules():
+        if isinstance(module, StackedAdapter) and module.get_base_layer() is experts:
+            module.part = part
 
 
 def keep_parameters(model: nn.Module) -> None:
