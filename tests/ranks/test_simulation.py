@@ -100,6 +100,20 @@ def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, alone,
             assert got == wanted, part
 
 
+@pytest.mark.parametrize("overrides", [["zero.stage=2"], pytest.param(["zero.exact=true"], marks=pytest.mark.long)])
+def test_one_with_shared_experts_has_the_bytes_and_messages_of_a_real_one_but_for_its_router(ranks, alone, overrides):
+    words = ["model.path=demo-moe", "model.init=random", "data.tokenizer=bytes", "data.length=32", "data.packing=false"]
+    words += ["train.batch=null", "train.micro_batch=2", "train.accumulate=1"]
+    tree = to_dict(load(None, [*words, "mesh.ep=2", *overrides]))
+    found, simulated = ranks(2, real, tree)[0], plain(alone(dry, tree, 0))
+    assert simulated["states"] == found["states"]
+    sent, rows = ([row for row in each if row["op"] != "pass_rows"] for each in (simulated["sent"], found["sent"]))
+    assert sent == rows
+    passed = [row for row in simulated["sent"] if row["op"] == "pass_rows"]
+    tokens, chosen, width = tree["train"]["micro_batch"] * 32, 2, 128
+    assert [row["elements"] for row in passed] == [4 * tokens * chosen // 2 * width] * 3
+
+
 @pytest.mark.parametrize(("family", "overrides"), [
     ("llava", ["zero.stage=3"]),
     *(pytest.param(family, words, marks=pytest.mark.long) for family, words in (

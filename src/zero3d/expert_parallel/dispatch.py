@@ -109,7 +109,8 @@ class Dispatch:
         experts = self.layer.experts
         ends = torch.searchsorted(sorted_experts, torch.arange(experts, device=sorted_experts.device), right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        even = [len(sorted_experts) // experts] * experts * self._ep.size
+        whole, rest = divmod(len(sorted_experts), experts)  # a dry run has no router: tokens fall evenly
+        even = [whole + (expert < rest) for expert in range(experts)] * self._ep.size
         read = self._ep.read(self._ep.exchange(counts).view(-1), even)
         return [read[rank * experts : (rank + 1) * experts] for rank in range(self._ep.size)]
 

@@ -44,10 +44,10 @@ def simulate(
     nodes   hosts that the ranks are on, evenly
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
-    degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp)
+    degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp, config.mesh.ep)
     batch = resolve_batch(config.train, degrees.dp)
-    if (config.mesh.ep or 1) > 1:
-        raise ConfigError(f"mesh.ep={config.mesh.ep}: a dry run has no router yet; leave it out to see plain dp.")
+    if degrees.ep > 1 and degrees.pp > 1:
+        raise ConfigError(f"mesh.ep={degrees.ep} in a pipeline: dry runs know only one of both yet; leave one out.")
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:
@@ -68,6 +68,8 @@ def simulate(
     results = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
     schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
     notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
+    if degrees.ep > 1:
+        notes.append(f"ep {degrees.ep} x edp {degrees.edp}: every expert was sent as many tokens as any other.")
     if said := results[0].images:
         notes.append(f"every sequence was simulated {said}.")
     return Simulation(
