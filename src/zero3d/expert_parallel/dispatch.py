@@ -15,9 +15,8 @@ every product and every sum has the bits that it has without ep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,17 +121,13 @@ class Dispatch:
         of_row = torch.repeat_interleave(every, sizes, output_size=len(rows))
         if not self._apart:
             return self._of_source(0, rows, of_row, dtype) if len(rows) else rows
-        lengths, results, absent = [sum(source) for source in counts], [], []
-        for source, (part, experts) in enumerate(
-            zip(torch.split(rows, lengths), torch.split(of_row, lengths), strict=True)
-        ):
-            if len(part):
-                results.append(self._of_source(source, part, experts, dtype))
-            else:
-                absent.append(source)
+        lengths = [sum(source) for source in counts]
+        parts = zip(torch.split(rows, lengths), torch.split(of_row, lengths), strict=True)
+        results = [self._of_source(source, *part, dtype) for source, part in enumerate(parts) if lengths[source]]
         together = torch.cat(results) if results else rows[:0]
-        if absent and torch.is_grad_enabled() and self.takes:
-            together = self._tell_of(absent, together)
+        absent = [source for source, length in enumerate(lengths) if not length]
+        if absent and together.requires_grad:
+            together.register_hook(lambda _: self._tell_of(absent))  # type: ignore[no-untyped-call]
         return together
 
     def _of_source(self, source: int, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,9 +152,11 @@ class Dispatch:
         finally:
             self._module._parameters.update(own)
 
-    def _tell_of(self, absent: list[int], results: Tensor) -> Tensor:
-        """Have it told in backward that there are no gradients of these sources: what is complete can be reduced."""
-        return results if not results.requires_grad else _told(results, self.takes, absent)
+    def _tell_of(self, absent: list[int]) -> None:
+        """Say in a backward that there are no gradients of these sources: what is complete can be reduced."""
+        for take in self.takes.values():
+            for source in absent:
+                take(source, None)
 
 
 def _unsorted(sorted_experts: Tensor, order: Tensor, lengths: list[int]) -> Tensor:
@@ -182,13 +179,3 @@ def _taker(take: Take, source: int) -> Callable[[Tensor], None]:
         take(source, grad)
 
     return taken
-
-
-def _told(results: Tensor, takes: Mapping[str, Take], absent: list[int]) -> Tensor:
-    def tell(grad: Any) -> None:
-        for source in absent:
-            for take in takes.values():
-                take(source, None)
-
-    results.register_hook(tell)  # type: ignore[no-untyped-call]
-    return results
