@@ -94,7 +94,7 @@ def chosen_by_engines(plans):
     found = []
     for (pp, dp, tp), per_host in plans:
         with fake_group(0, pp * dp * tp):
-            found.append(Axes.of(FakeMesh(dp, tp, pp, None, "nccl", per_host), "auto").dp.algorithm)
+            found.append(Axes.of(FakeMesh(dp, tp, pp, "nccl", per_host), "auto").dp.algorithm)
     return found
 
 

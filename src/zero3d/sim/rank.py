@@ -60,7 +60,7 @@ def dry_run(
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, bool(config.data.packing)), dry_tiers():
         asked = config.mesh
-        mesh = FakeMesh(asked.dp, asked.tp, asked.pp, asked.ep, backend, per_host)
+        mesh = FakeMesh(asked.dp, asked.tp, asked.pp, backend, per_host, asked.ep)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
