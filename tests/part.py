@@ -52,6 +52,7 @@ SECONDS = {
     "tests/parity/test_pipeline_far.py": 20.0,
     "tests/parity/test_pipeline_oracle.py": 35.0,
     "tests/parity/test_plan_against_simulation.py": 12.0,
+    "tests/parity/test_plan_experts.py": 6.0,
     "tests/parity/test_plan_memory.py": 3.0,
     "tests/parity/test_post_mortem.py": 25.0,
     "tests/parity/test_replay.py": 2.0,

@@ -19,10 +19,11 @@ from zero3d.page.simulation_page import simulation_page
 from zero3d.page.svg import Scale
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import Rejection, Row, SearchResult, Target, what_if
+from zero3d.plan.search import Rejection, Row, SearchResult, Target
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.timeline import order
+from zero3d.plan.what_if import what_if
 from zero3d.sim.result import (
     FlopCount,
     Instant,

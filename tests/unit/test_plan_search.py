@@ -12,9 +12,10 @@ from zero3d.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import Target, divisors, resized, search, tp_refused, what_if
+from zero3d.plan.search import Target, divisors, resized, search, tp_refused
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
+from zero3d.plan.what_if import what_if
 from zero3d.zero.stages import engine_bytes
 
 MODEL = gpt(8, 1024, 16, 50304, 1024)

@@ -19,12 +19,13 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, ladder
 from zero3d.plan.memory import NOISE, memory
-from zero3d.plan.search import Row, Target, search, what_if
+from zero3d.plan.search import Row, Target, search
 from zero3d.plan.shapes import gpt, of_params
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 from zero3d.plan.states import states
 from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.time import step_seconds
+from zero3d.plan.what_if import what_if
 from zero3d.zero.rounding import TILE
 
 PARAMS = 4 * BLOCK + 2 * ENDS

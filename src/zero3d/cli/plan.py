@@ -25,8 +25,9 @@ from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search, what_if
+from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
+from zero3d.plan.what_if import what_if
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said

@@ -17,8 +17,9 @@ from zero3d.page.text import columns
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.search import Row, WhatIf, resized, tp_refused, what_if
+from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
+from zero3d.plan.what_if import WhatIf, what_if
 
 PLACES = ("none", "host", "disk")  # that auto tries in turn
 TILES = "train.tiled_loss and zero.gather_budget are left out, and need less memory than this: zero3d simulate has them"

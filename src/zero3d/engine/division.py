@@ -17,7 +17,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.options import Options, Resolved, parts_activations
 from zero3d.engine.tiling import Budget, install_tiled_loss, tile_layers
-from zero3d.expert_parallel.plan import ExpertLayer, find_experts, refuse_none
+from zero3d.expert_parallel.plan import ExpertLayer, find_experts, refuse_none, whole_over_tp
 from zero3d.expert_parallel.share import Shared, share_out
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
@@ -101,9 +101,7 @@ def _cut_over_tp(
     chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options, whole: Sequence[ExpertLayer]
 ) -> list[Sharded]:
     """Replace parameters by this tp rank's slices of them; experts that ep shares out stay whole."""
-    plan, sequence = dict(options.parallel.tp_plan or {}), options.parallel.sequence_parallel
-    for layer in whole:
-        plan |= {layer.name: "none"} | {f"{layer.name}.{key}": "none" for key in layer.parameters}
+    plan, sequence = dict(options.parallel.tp_plan or {}) | whole_over_tp(whole), options.parallel.sequence_parallel
     local_logits, parts = options.step.loss is None, parts_activations(options.parallel)
     return [
         parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)

@@ -26,7 +26,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import ExpertLayer
 from zero3d.expert_parallel.rows import Passage, pass_rows
-from zero3d.expert_parallel.traffic import Passed
+from zero3d.expert_parallel.traffic import Passed, even_rows
 
 EXACT, FAST = "exact", "fast"
 GROUPED = "grouped_mm"
@@ -108,9 +108,9 @@ class Dispatch:
         experts = self.layer.experts
         ends = torch.searchsorted(sorted_experts, torch.arange(experts, device=sorted_experts.device), right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        whole, rest = divmod(len(sorted_experts), experts)  # a dry run has no router: tokens fall evenly
-        even = [whole + (expert < rest) for expert in range(experts)] * self._ep.size
-        read = self._ep.read(self._ep.exchange(counts).view(-1), even)
+        read = self._ep.read(
+            self._ep.exchange(counts).view(-1), even_rows(len(sorted_experts), experts) * self._ep.size
+        )
         return [read[rank * experts : (rank + 1) * experts] for rank in range(self._ep.size)]
 
     def _compute(self, rows: Tensor, counts: list[list[int]], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ Other styles of such plans are about what is not experts, and idle here. What PE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
@@ -57,6 +57,11 @@ def find_experts(model: nn.Module, given: Mapping[str, str] | None = None) -> li
         if local:
             layers.append(ExpertLayer(name, module, local, _count(name, module, local)))
     return layers
+
+
+def whole_over_tp(layers: Iterable[ExpertLayer]) -> dict[str, str]:
+    """Return the tp plan of experts that ep shares out: tp leaves them whole."""
+    return {name: NONE for layer in layers for name in (layer.name, *(f"{layer.name}.{p}" for p in layer.parameters))}
 
 
 def refuse_none(ep: int, model: nn.Module) -> NoReturn:

@@ -30,6 +30,16 @@ class Passed(NamedTuple):
         """Return the sum, or with sign -1 the difference."""
         return Passed(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
+    def times(self, count: int) -> Passed:
+        """Return what so many alike ones sum up to."""
+        return Passed(*(figure * count for figure in self))
+
+
+def even_rows(rows: int, experts: int) -> list[int]:
+    """Deal rows out to experts, as a dry run does, which has no router: as many to each as to any other."""
+    whole, rest = divmod(rows, experts)
+    return [whole + (expert < rest) for expert in range(experts)]
+
 
 def expert_traffic(passed: Passed, hidden: int, width: int, experts: int, ep: int) -> dict[str, Moved]:
     """Return by operation what a layer has sent; `width`: bytes of an element of a row [hidden]."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from zero3d.shards.boxes import Box, slices
 
 # By name: transformers puts functions of its own in the place of torch's.
 FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
+LARGE = 1 << 28  # elements
 CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
 
 
@@ -79,10 +81,18 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class _NoFills(TorchFunctionMode):
-    """Skips the initialisation of tensors without data, which would take three quarters of a build's time."""
+    """Skips the initialisation of tensors without data, which would take three quarters of a build's time.
+
+    An empty tensor that is too large for a buffer becomes a parameter: a layer's experts may be more than a machine has
+    room for, so it has no data from the beginning.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.empty and not kwargs.get("device"):
+            sizes = args[0] if args and isinstance(args[0], Sequence) else args
+            if all(isinstance(size, int) for size in sizes) and prod(sizes) >= LARGE:
+                return func(*args, **{**kwargs, "device": "meta"})
         if getattr(func, "__name__", "") in FILLS:
             target = args[0] if args else kwargs.get("tensor")
             if isinstance(target, Tensor) and target.is_meta:

@@ -9,8 +9,9 @@ from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import in_parts, on_host
 from zero3d.plan.ladder import Rung, differs
-from zero3d.plan.search import Rejection, Row, SearchResult, Target, WhatIf
+from zero3d.plan.search import Rejection, Row, SearchResult, Target, ways
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
+from zero3d.plan.what_if import WhatIf
 
 KNOBS = 5  # what-if lines
 
@@ -41,6 +42,7 @@ def as_text(answer: Answer, top: int) -> str:
     shown = distinct(answer.result.rows)[:top]
     lines = [*heading(answer.model, answer.cluster, answer.target.sequences), ""]
     lines += _ranked(shown, answer.target)
+    lines += ["", *_experts(answer)] if answer.model.experts else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
@@ -62,7 +64,8 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 
 def mesh(plan: ParallelPlan) -> str:
     """Name the degrees: pp 8 x dp 2 x tp 8."""
-    return f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
+    text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
+    return text if plan.ep == 1 else f"{text} (ep {plan.ep})"
 
 
 def settings(plan: ParallelPlan) -> str:
@@ -71,6 +74,7 @@ def settings(plan: ParallelPlan) -> str:
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["inputs in parts"] if in_parts(plan) else []
     words += ["inputs on host"] if on_host(plan) else []
+    words += ["sources in one product"] if plan.ep > 1 and plan.experts == "fast" else []
     words += ["sequence parallel"] if plan.sequence_parallel else []
     if plan.offload != "none":
         share = "" if plan.fraction == 1 else f"{100 * plan.fraction:g} % of "
@@ -92,7 +96,8 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan = row.plan
-        kept.setdefault((plan.pp, plan.dp, plan.tp, plan.stage, plan.schedule, plan.offload, plan.params), row)
+        degrees = plan.pp, plan.dp, plan.tp, plan.ep
+        kept.setdefault((*degrees, plan.stage, plan.schedule, plan.offload, plan.params), row)
     return list(kept.values())
 
 
@@ -113,6 +118,20 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     if rows and rows[0].plan.tiers.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
+
+
+def _experts(answer: Answer) -> Iterator[str]:
+    yield f"Where the {answer.model.experts} experts of a layer are, the {answer.target.goal} plan of each way:"
+    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GB", "step s", "why")]
+    for name, row in ways(answer.result.rows):
+        cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
+        table.append((name, *cells))
+    yield from columns(table, "<<<>><")
+
+
+def _way(row: Row) -> tuple[str, ...]:
+    memory, seconds = row.estimate.memory, row.estimate.seconds
+    return mesh(row.plan), str(row.plan.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
 
 
 def disk_column(there: bool, cell: str) -> list[str]:
@@ -350,6 +369,9 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "what_if": [
             {"change": k.change, "memory_bytes": k.memory, "seconds": k.seconds} for k in answer.knobs
         ],
+        "experts": {
+            name: None if row is None else row_json(row) for name, row in ways(answer.result.rows)
+        } if answer.model.experts else None,
         "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
         "gpu_hours_per_billion_tokens": gpu_hours(answer.best.estimate, answer.cluster, 1e9),
         "checkpoint": good._asdict(),

@@ -165,6 +165,8 @@ OTHER_CONSTANTS = (
             "a guess; zero3d calibrate measures it"),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
+    assumed("experts", "imbalance", 1.25, "x the mean's rows, on the busiest ep rank",
+            "a guess; zero3d compare prints a run's"),
     assumed("schedules", "zero-bubble", 1 / 3, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("schedules", "zbv", 0.0, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("Llama's closed form", "eager copies", 6.5, "bytes kept per hidden element", _LLAMA),

@@ -3,6 +3,7 @@
 ParallelPlan                      zero3d                      DeepSpeed
 --------------------------------  --------------------------  ------------------------------------------------
 dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel.autotp_size, refused
+ep, experts                       mesh.ep, .experts           refused
 schedule, sequence_parallel       mesh.schedule, ...          refused
 stage                             zero.stage                  zero_optimization.stage
 offload, params                   offload.optimizer, .params  zero_optimization.offload_optimizer, _param
@@ -36,6 +37,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
     mesh: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
+    if plan.ep > 1:
+        mesh |= {"ep": plan.ep, "experts": plan.experts}
     if plan.pp > 1:
         mesh["schedule"] = plan.schedule
     if plan.tp > 1 and plan.sequence_parallel:
@@ -71,12 +74,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
     mesh = config.mesh
-    if (mesh.ep or 1) > 1:
-        raise ConfigError(
-            f"mesh.ep={mesh.ep}: plans do not price an axis of experts yet; leave it out to see plain dp."
-        )
-    world = gpus or (mesh.dp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
-    degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp)
+    world = gpus or (mesh.dp or mesh.ep or 1) * (mesh.tp or 1) * (mesh.pp or 1)
+    degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp, mesh.ep)
     batch = resolve_batch(config.train, degrees.dp)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
@@ -89,6 +88,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
         partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
         asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay, ema=config.train.ema,
+        ep=degrees.ep, experts=mesh.experts,
     )  # fmt: skip
 
 
@@ -101,6 +101,10 @@ def _tiers(config: Config) -> dict[str, Any]:
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     """Return DeepSpeed's JSON of a run without pipelines. Raises ConfigError."""
+    if plan.ep > 1:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON cannot say ep={plan.ep}: its experts are layers written for it."
+        )
     if plan.pp > 1 or plan.sequence_parallel:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}"

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.kernels import digest
+from zero3d.plan.kernels import IMBALANCE, digest
 from zero3d.plan.memory import memory as engine_memory
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
+from zero3d.plan.search import ep_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.states import settled
 from zero3d.plan.tier_time import chosen_executor, executor_note
@@ -22,6 +23,10 @@ from zero3d.zero.layout import padding_warning
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
 SEEN = re.compile(r"with an image of [\d,]+ tokens")
+UNEVEN = (
+    f"experts: bytes are of tokens that fall on all alike, seconds of {IMBALANCE:g} x the mean on the busiest ep rank, "
+    "an assumption: zero3d compare prints a run's expert load"
+)
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
@@ -58,6 +63,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [executor_note(plan, cluster)] if as_zero3d and plan.offload != "none" else []
     notes += [model.provenance] if model.provenance.startswith("assumed") else []
+    notes += [UNEVEN] if plan.ep > 1 else []
     if any(part.operations.eager for part in model.blocks):
         notes.append(EAGER)
     if model.provenance.startswith("traced") and "packed" not in model.provenance:
@@ -90,6 +96,9 @@ def check(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
             f"dp={plan.dp} x tp={plan.tp} x pp={plan.pp} = {plan.world} ranks do not fit {cluster.gpus} GPUs: "
             f"pass dp={max(1, cluster.gpus // (plan.tp * plan.pp))}."
         )
+    why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
+    if why is not None:
+        raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
     if model.heads % plan.tp or model.hidden % plan.tp:
         raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
     parts = plan.pp * plan.virtual

@@ -41,29 +41,11 @@ class Footprint(NamedTuple):
 
 def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
     """Return the footprint of one micro-batch of `plan` in every part of the model."""
-    return _footprints(
-        model, plan.tp, plan.sequence_parallel, plan.activations, plan.precision, plan.micro_batch, plan.pp == 1,
-        share_here(plan),
+    run = _Run(
+        model, plan.tp, plan.sequence_parallel, Policy.of(plan.activations), plan.precision,
+        plan.micro_batch * model.length, share_here(plan), plan.dispatches,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _footprints(
-    model: ModelSpec, tp: int, sequence_parallel: bool, activations: str, precision: str, micro_batch: int, whole: bool,
-    share: float,
-) -> dict[Part, Footprint]:  # fmt: skip
-    """Return the footprints by part. whole: no pipeline cuts the model; share: of an input that is kept here."""
-    run = _Run(model, tp, sequence_parallel, Policy.of(activations), precision, micro_batch * model.length, share)
-    waiting = tied_bytes(model, tp, precision) if whole else 0.0
-    alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
-    by_part = {}
-    for part in model.parts:
-        outputs = _outputs(part, tp, sequence_parallel)
-        key = id(part.operations), outputs
-        if key not in alike:
-            alike[key] = run.footprint(part, outputs, waiting)
-        by_part[part] = alike[key]
-    return by_part
+    return _footprints(run, plan.pp == 1)
 
 
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
@@ -73,7 +55,7 @@ def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
 
 
 class _Run(NamedTuple):
-    """A model and the settings that a part's bytes depend on."""
+    """A model and the settings that a part's bytes depend on. share: of an input that is kept here."""
 
     model: ModelSpec
     tp: int
@@ -82,6 +64,7 @@ class _Run(NamedTuple):
     precision: str
     tokens: int
     share: float
+    dispatches: bool
 
     @property
     def width(self) -> float:
@@ -109,13 +92,14 @@ class _Run(NamedTuple):
         """Return the bytes of one micro-batch's tokens on this rank."""
         return self.tokens * (cut / self.tp + whole / (self.tp if self.sequence_parallel else 1))
 
-    def _operations(self, part: Part) -> Operations:
-        operations = part.operations
+    def operations(self, part: Part) -> Operations:
+        """Return what a part does in this run."""
+        operations = part.operations if part.dispatched is None or not self.dispatches else part.dispatched
         return operations.over_tp if self.tp > 1 and operations.over_tp is not None else operations
 
     def _interior(self, part: Part) -> float:
         """Return all that a part keeps where nothing is recomputed."""
-        operations = self._operations(part)
+        operations = self.operations(part)
         if part.kind != "block":
             return self._divided(operations.kept_cut, operations.kept_whole)
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
@@ -127,20 +111,20 @@ class _Run(NamedTuple):
         if part.kind != "block" or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
-            attention = self.width * self._divided(self._operations(part).attention, 0.0)
+            attention = self.width * self._divided(self.operations(part).attention, 0.0)
             return whole - attention - (1 - self.share) * self._input(part)
         return self.share * self._input(part) / (self.policy.every or 1)
 
     def _input(self, part: Part) -> float:
         """Return the bytes of a recomputed module's input."""
-        return self.width * self._divided(0.0, self._operations(part).input)
+        return self.width * self._divided(0.0, self.operations(part).input)
 
     def _transients(self, part: Part, waiting: float) -> tuple[float, ...]:
         """Return the bytes beyond what is kept, at the instants that may be the fullest.
 
         Of whole sequences even under sequence parallelism: they are gathered inside.
         """
-        operations = self._operations(part)
+        operations = self.operations(part)
         scale = self.width if part.kind == "block" else 1.0
         instants = operations.instants or (Instant(operations.transient, 0.0),)
         tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
@@ -148,6 +132,21 @@ class _Run(NamedTuple):
             scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied
             for at in instants
         )
+
+
+@lru_cache(maxsize=1024)
+def _footprints(run: _Run, whole: bool) -> dict[Part, Footprint]:
+    """Return the footprints by part. whole: no pipeline cuts the model."""
+    waiting = tied_bytes(run.model, run.tp, run.precision) if whole else 0.0
+    alike: dict[tuple[int, float], Footprint] = {}  # blocks share their operations
+    by_part = {}
+    for part in run.model.parts:
+        outputs = _outputs(part, run.tp, run.sequence_parallel)
+        key = id(run.operations(part)), outputs
+        if key not in alike:
+            alike[key] = run.footprint(part, outputs, waiting)
+        by_part[part] = alike[key]
+    return by_part
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,8 @@
 """Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
 
     matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen
+    experts           the same of all experts that a rank reads, each source's rows apart; beyond one rank the busiest
+                      has `imbalance` times the mean's rows
     attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
     attention, eager  flops / (e/2 x peak) + 2.6 passes over the kept scores; backward twice
     the rest          2 passes over the bytes kept for the backward (written, then read); backward 2 again
@@ -16,11 +18,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.plan.constants import VALUES, Values, of_system
+from zero3d.plan.constants import VALUES, Values, constant, of_system
 from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPlan, Part
 
 CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
 OTHER_CARDS = "other cards"
+IMBALANCE = constant("experts", "imbalance")
+PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
 
 
 @dataclass(frozen=True)
@@ -103,20 +107,50 @@ class Matrix(NamedTuple):
     many: int
 
 
+class Stack(NamedTuple):
+    """A layer's experts: their elements, the share of them that a token meets, and whether tp cuts them."""
+
+    elements: int
+    share: float
+    cut: bool
+    trainable: bool
+
+
 class Shape(NamedTuple):
-    """All of a part that its time depends on."""
+    """All of a part that its time depends on. dispatched: its operations where tokens are sent to experts."""
 
     kind: str
     matrices: tuple[Matrix, ...]
     operations: Operations
     head: int
+    stack: Stack | None = None
+    dispatched: Operations | None = None
+
+
+class Divided(NamedTuple):
+    """How a plan divides a part's work. sources: of rows that experts compute apart, 0 where nothing is dispatched."""
+
+    tp: int
+    sequence_parallel: bool
+    ep: int
+    sources: int
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> Divided:
+        """Read it off a plan."""
+        sources = (plan.ep if plan.experts == "exact" else 1) if plan.dispatches else 0
+        return cls(plan.tp, plan.sequence_parallel, plan.ep, sources)
 
 
 class Digest(NamedTuple):
-    """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients."""
+    """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients.
+
+    numels, stacked  parameters of each part, and of those experts
+    """
 
     shapes: tuple[Shape, ...]
     numels: tuple[int, ...]
+    stacked: tuple[int, ...]
     params: int
     trainable: int
 
@@ -125,20 +159,31 @@ class Digest(NamedTuple):
 def digest(model: ModelSpec) -> Digest:
     """Digest a model's parts, alike ones as one object."""
     alike: dict[Shape, Shape] = {}
-    listed = [_shape(part, model.hidden // model.heads) for part in model.parts]
+    met = model.chosen / model.experts if model.experts else 0.0
+    listed = [_shape(part, model.hidden // model.heads, met) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
     numels = tuple(part.numel for part in model.parts)
-    return Digest(shapes, numels, sum(numels), model.trainable)
+    return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable)
 
 
-def _shape(part: Part, head: int) -> Shape:
+def _shape(part: Part, head: int, met: float) -> Shape:
     counts: dict[tuple[tuple[int, int], int | None, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
         for weight in unit.weights:
-            if len(weight.shape) == 2:
+            if len(weight.shape) == 2 and not weight.stacked:
                 key = (weight.shape[0], weight.shape[1]), weight.cut, weight.trainable
                 counts[key] = counts.get(key, 0) + 1
-    return Shape(part.kind, tuple(Matrix(*key, many) for key, many in counts.items()), part.operations, head)
+    matrices = tuple(Matrix(*key, many) for key, many in counts.items())
+    return Shape(part.kind, matrices, part.operations, head, _stack(part, met), part.dispatched)
+
+
+def _stack(part: Part, met: float) -> Stack | None:
+    """Return the experts of a part, if it has any. Biases, [experts, width], cost nothing."""
+    stacks = [w for unit in part.units for w in unit.weights if w.stacked and len(w.shape) > 2]
+    if not stacks:
+        return None
+    cut, trainable = (any(of(w) for w in stacks) for of in (lambda w: w.cut is not None, lambda w: w.trainable))
+    return Stack(sum(w.numel for w in stacks), met, cut, trainable)
 
 
 def part_work(
@@ -152,16 +197,22 @@ def part_work(
     """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.micro_batch * model.length
-    return _part_work(shape, tokens, plan.tp, plan.sequence_parallel, cluster.gpu, speed, narrow, kernels)
+    return _part_work(shape, tokens, Divided.of(plan), cluster.gpu, speed, narrow, kernels)
 
 
 @lru_cache(maxsize=4096)
 def _part_work(
-    shape: Shape, tokens: int, tp: int, sequence_parallel: bool, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
+    shape: Shape, tokens: int, by: Divided, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
 ) -> PartWork:
-    rates, operations = kernels.rates_of(gpu), shape.operations
+    rates, tp = kernels.rates_of(gpu), by.tp
+    operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
-    matrices = _matrices(shape, tokens, tp, narrow * peak, bandwidth, kernels.launch)
+    routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
+    dense = operations.matrices - routed
+    matrices = _matrices(shape, dense, tokens, tp, (narrow * peak, bandwidth, kernels.launch))
+    if shape.stack is not None:
+        experts = _experts(shape.stack, routed * tokens, by, (narrow * peak, bandwidth, kernels.launch))
+        matrices = Work(*(a + b for a, b in zip(matrices, experts, strict=True)))
     flops = operations.scores * tokens / tp
     if operations.eager:
         slow = kernels.odd_head if shape.head % 8 else 1.0
@@ -170,14 +221,25 @@ def _part_work(
     else:
         flash = flops / (rates.flash * speed * gpu.flops)
         attention = Work(flash, kernels.flash_backward * flash)
-    whole = operations.kept_whole / (tp if sequence_parallel else 1)
+    whole = operations.kept_whole / (tp if by.sequence_parallel else 1)
     kept = (operations.kept_cut - operations.attention) / tp + whole
     rest = kernels.rest_passes * kept * tokens / bandwidth
     return PartWork(matrices, attention, Work(rest, rest))
 
 
-def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float, launch: float) -> Work:
-    """Time all products with weights; operations beyond these (routed experts, convolutions) run at the same rate."""
+def _experts(stack: Stack, flops: float, by: Divided, rates: tuple[float, float, float]) -> Work:
+    """Time the products of a layer's experts: every rank reads its own once for each source of rows."""
+    peak, bandwidth, launch = rates
+    tp = by.tp if stack.cut and not by.sources else 1
+    read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
+    busy = IMBALANCE if by.ep > 1 else 1.0
+    forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
+    return Work(forward, forward * (2 if stack.trainable else 1))
+
+
+def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: tuple[float, float, float]) -> Work:
+    """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
+    peak, bandwidth, launch = rates
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
@@ -186,8 +248,8 @@ def _matrices(shape: Shape, tokens: int, tp: int, peak: float, bandwidth: float,
         backward += many * seconds * (2 if trainable else 1)
         counted += many * 2.0 * rows * columns
     if not counted:
-        return Work(shape.operations.matrices * tokens / tp / peak, 2 * shape.operations.matrices * tokens / tp / peak)
-    scale = shape.operations.matrices / counted
+        return Work(dense * tokens / tp / peak, 2 * dense * tokens / tp / peak)
+    scale = dense / counted
     return Work(forward * scale, backward * scale)
 
 

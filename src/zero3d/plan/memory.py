@@ -280,13 +280,13 @@ class _Rank:
             return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=self._bucket_scratch()))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
-        share = self.plan.dp if self.plan.stage > 0 else 1
-        elements = sum(unit.layout.total // share for unit in units if unit.itemsize == width)
+        share = [unit.layout.shard if self.plan.stage > 0 else unit.layout.total for unit in units]
+        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
         rounds = self.plan.precision == "bf16"
         scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
         scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
         if self.plan.averages:
-            longest = max((unit.layout.total // share for unit in units), default=0)
+            longest = max(share, default=0)
             scratch = max(scratch, WIDTHS[self.plan.precision].reduced * update_scratch(longest, "cuda"))
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
 

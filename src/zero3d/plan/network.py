@@ -37,10 +37,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a plan; tp ranks are neighbours, then dp, then pp."""
+    """The groups of a plan; tp ranks are neighbours, then dp, then pp. On dp those of ep are neighbours, then edp."""
 
     tp: Group
     dp: Group
+    ep: Group
+    edp: Group
     hop_inside: bool
 
     @classmethod
@@ -48,7 +50,9 @@ class Groups:
         """Place a plan's ranks on the nodes."""
         tp = Group(plan.tp, min(plan.tp, cluster.per_node))
         dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
-        return cls(tp, dp, plan.tp * plan.dp < cluster.per_node)
+        ep = Group(plan.ep, max(1, min(plan.ep, cluster.per_node // plan.tp)))
+        edp = Group(plan.edp, max(1, min(plan.edp, cluster.per_node // (plan.tp * plan.ep))))
+        return cls(tp, dp, ep, edp, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:

@@ -5,7 +5,8 @@
     model chunk 1     block 2 + block 3 + head               with a copy of a tied head
 
 Units of one owner in one chunk are one unit if they are alike in dtype and in being trained: a root unit has a share
-of the embedding part and one of the head; weights kept in fp32 are a unit of their own in 16 bits only.
+of the embedding part and one of the head; weights kept in fp32 are a unit of their own in 16 bits only. So are experts
+that tokens are sent to: each ep rank has some of them, whole on every tp rank.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RankUnit(NamedTuple):
     owner     the module (or the root) whose parameters these are
     itemsize  bytes per element
     largest   elements of its largest parameter
+    sources   0, unless these are experts: ranks whose tokens give gradients that are kept apart
     """
 
     owner: str
@@ -35,12 +37,23 @@ class RankUnit(NamedTuple):
     trainable: bool
     itemsize: int
     largest: int
+    sources: int = 0
 
     @property
     def used(self) -> int:
         """Return the elements up to the end of the last parameter."""
         last = self.layout.slots[-1]
-        return last.start + last.numel
+        return last.start + (last.runs - 1) * last.stride + last.run
+
+    def stage_of(self, plan: ParallelPlan) -> int:
+        """Return the row of the stage table: experts that no other rank has too are never gathered."""
+        alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.params == "none"
+        return 2 if plan.stage == 3 and alone else plan.stage
+
+    def owns(self, plan: ParallelPlan, dp_rank: int) -> bool:
+        """Say whether a rank updates parameters of it, not padding alone."""
+        at = dp_rank // plan.ep if self.sources else dp_rank
+        return plan.stage == 0 or at * self.layout.shard < self.used
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
@@ -100,13 +113,16 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
     """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    return _rank_model(model, plan.dp, plan.tp, plan.pp, plan.schedule, plan.precision, pp_stage)
+    alike = ParallelPlan(
+        plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision,
+        exact=plan.exact, ep=plan.ep, experts=plan.experts,
+    )  # fmt: skip
+    return _rank_model(model, alike, pp_stage)
 
 
 @lru_cache(maxsize=4096)
-def _rank_model(model: ModelSpec, dp: int, tp: int, pp: int, schedule: str, precision: str, pp_stage: int) -> RankModel:
+def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
     """Build what all plans of these degrees, schedule and precision have alike, once."""
-    plan = ParallelPlan(dp, tp, pp, schedule=schedule, accumulate=pp, precision=precision)
     chunks = chunks_of_rank(model, plan, pp_stage)
     units = {number: units_of(parts, plan) for number, parts in chunks.items()}
     part_units = {}
@@ -123,14 +139,27 @@ def _rank_model(model: ModelSpec, dp: int, tp: int, pp: int, schedule: str, prec
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
-    groups: dict[tuple[str, bool, int], list[Weight]] = {}
+    groups: dict[tuple[str, bool, int, bool], list[Weight]] = {}
     for part in parts:
         for unit in part.units:
             if unit.copy_of not in names:
                 for weight in unit.weights:
-                    key = (unit.name.partition("/")[0], weight.trainable, itemsize(weight, plan.precision))
+                    apart = weight.stacked and plan.dispatches
+                    key = (unit.name.partition("/")[0], weight.trainable, itemsize(weight, plan.precision), apart)
                     groups.setdefault(key, []).append(weight)
-    return [_unit(*key, weights, plan) for key, weights in groups.items()]
+    return [
+        _experts(owner, trainable, width, weights, plan) if apart else _unit(owner, trainable, width, weights, plan)
+        for (owner, trainable, width, apart), weights in groups.items()
+    ]
+
+
+def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
+    for weight in weights:
+        check_experts(weight, plan.ep)
+    local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
+    layout = UnitLayout.for_experts(local, plan.dp, plan.ep)
+    sources = plan.ep if plan.experts == "exact" else 1
+    return RankUnit(owner, layout, trainable, width, max(slot.numel for slot in layout.slots), sources)
 
 
 def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
@@ -152,3 +181,11 @@ def check_cut(weight: Weight, tp: int) -> None:
         size = weight.shape[weight.cut]
         parts = f"{weight.blocks} blocks x tp {tp}" if weight.blocks > 1 else f"tp {tp}"
         raise ConfigError(f"{parts} does not divide dimension {weight.cut} of {weight.name} {weight.shape}, {size}.")
+
+
+def check_experts(weight: Weight, ep: int) -> None:
+    """Raise ConfigError where `ep` does not divide a stack of experts."""
+    if weight.shape[0] % ep:
+        raise ConfigError(
+            f"ep {ep} does not divide the {weight.shape[0]} experts of {weight.name}: pass an ep that does."
+        )

@@ -1,6 +1,6 @@
 """Which settings of a plan would need less memory, and what each costs in time: advice where a run does not fit.
 
-    single       every knob of `search.what_if` that lowers the bytes asked about and rounds nothing more than before
+    single       every knob of `what_if` that lowers the bytes asked about and rounds nothing more than before
     together     where none is enough alone: the one that saves most, then the next, up to `MOST` in all
 
 Enough first, the least loss of time before others; then what saves most. No torch.
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zero3d.plan.search import Evaluate, Row, WhatIf, what_if
+from zero3d.plan.search import Evaluate, Row
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.what_if import WhatIf, what_if
 
 Bytes = Callable[[Memory], float]  # those that are short
 MOST = 4  # settings changed together

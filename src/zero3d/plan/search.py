@@ -5,6 +5,8 @@
     tp                 numbers that divide heads, key-value heads and every cut size   more than a node has
     pp                 divisors of ranks / tp                                          more chunks than blocks, no chain
     dp                 ranks / (tp x pp)                                               it divides no batch
+    ep                 divisors of dp that divide a layer's experts                    no experts, sequence parallel,
+                                                                                       backwards in two parts
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
     recomputation      none, selective, full
@@ -22,18 +24,14 @@ States leave the device where nothing fits otherwise, for the host before a disk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import HOST
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, settled, wire_width
 from zero3d.plan.time import faster_reduction
 
 Tiers = tuple[dict[str, Any], ...]  # settings of a plan
@@ -177,15 +175,32 @@ def _groups(
         sequences = target.sequences // dp
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
-                for activations in ACTIVATIONS:
-                    for sequence_parallel in (False, True) if tp > 1 and model.length % tp == 0 else (False,):
-                        virtual = Schedule.of(schedule).chunks_per_rank
-                        plan = ParallelPlan(
-                            dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
-                            schedule=schedule, virtual=virtual,
-                        )  # fmt: skip
-                        plan = replace(plan, **_policies(stage, pp), **away)
-                        yield list(_micro_batches(plan, sequences, len(model.blocks), account))
+                for activations, (ep, sequence_parallel) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
+                    virtual = Schedule.of(schedule).chunks_per_rank
+                    plan = ParallelPlan(
+                        dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
+                        schedule=schedule, virtual=virtual, ep=ep,
+                    )  # fmt: skip
+                    plan = replace(plan, **pipeline_moments(stage, pp), **away)
+                    yield list(_micro_batches(plan, sequences, len(model.blocks), account))
+
+
+def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple[int, bool]]:
+    """Yield (ep, sequence parallelism) that go together with these degrees."""
+    yield 1, False
+    if tp > 1 and model.length % tp == 0:
+        yield 1, True
+    if model.experts and not Schedule.of(schedule).splits_backward:
+        yield from ((ep, False) for ep in divisors(dp)[1:] if ep_refused(model, dp, ep) is None)
+
+
+def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
+    """Say why an ep degree cannot be, None where it can."""
+    if dp % ep:
+        return f"ep does not divide dp {dp}"
+    if not model.experts:
+        return "the model has no experts that its plan names"
+    return f"ep does not divide {model.experts} experts" if model.experts % ep else None
 
 
 def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -197,7 +212,7 @@ def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from ((stage, away) for stage in ((0, 1, 2, 3) if dp > 1 else (0,)))
 
 
-def _policies(stage: int, pp: int) -> dict[str, Any]:
+def pipeline_moments(stage: int, pp: int) -> dict[str, Any]:
     """Return what stages 2 and 3 say in a pipeline, where by default they hold what stage 1 holds."""
     if pp == 1 or stage < 2:
         return {}
@@ -321,84 +336,14 @@ def _signed_seconds(value: float) -> str:
     return f"{value:+.3g} s"
 
 
-# --- what if ------------------------------------------------------------------------------------
+# --- experts ------------------------------------------------------------------------------------
 
 
-class WhatIf(NamedTuple):
-    """One knob turned: what it does to memory (bytes) and to the step (seconds), and the estimate then."""
-
-    change: str
-    plan: ParallelPlan
-    memory: float
-    seconds: float
-    estimate: Estimate
-
-
-def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate) -> list[WhatIf]:
-    """Turn every single knob of a plan once; those that buy the most memory per second come first."""
-    changes = []
-    for change, plan in _neighbours(row.plan, model, cluster):
-        with suppress(ConfigError):  # of what the engine refuses
-            estimate = evaluate(model, cluster, plan)
-            memory = estimate.memory.allocated - row.estimate.memory.allocated
-            changes.append(WhatIf(change, plan, memory, estimate.seconds.mid - row.estimate.seconds.mid, estimate))
-    return sorted(changes, key=lambda knob: knob.memory / max(knob.seconds / row.estimate.seconds.mid, 1e-3))
-
-
-def _neighbours(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterable[tuple[str, ParallelPlan]]:
-    """Yield the plans that differ from `plan` in one knob, each with what changed as a configuration says it."""
-    for activations in ACTIVATIONS:
-        if activations != plan.activations:
-            off: dict[str, Any] = {"offload_activations": "none", "partition_activations": False}
-            yield (
-                f"activations: {activations}",
-                replace(plan, activations=activations, **({} if activations == "full" else off)),
-            )
-    for stage in (plan.stage - 1, plan.stage + 1):
-        if stage in (0, 1, 2, 3) and plan.dp > 1:
-            moments = {"release": "auto", "reduce": "auto", **_policies(stage, plan.pp)}
-            if stage == 3 or plan.params == "none":
-                yield f"zero.stage: {stage}", replace(plan, stage=stage, **moments)
-
-    for micro, accumulate in ((plan.micro_batch * 2, plan.accumulate / 2), (plan.micro_batch / 2, plan.accumulate * 2)):
-        if micro == int(micro) and accumulate == int(accumulate) and (plan.pp == 1 or accumulate >= plan.pp):
-            changed = replace(plan, micro_batch=int(micro), accumulate=int(accumulate))
-            yield f"train.micro_batch: {int(micro)}", changed
-    if plan.tp > 1 and model.length % plan.tp == 0:
-        other = not plan.sequence_parallel
-        yield f"mesh.sequence_parallel: {str(other).lower()}", replace(plan, sequence_parallel=other)
-    if plan.precision == "bf16":
-        master = "fp32" if plan.master == "split" else "split"
-        yield f"zero.master: {master}", replace(plan, master=master)
-    yield from _tier_neighbours(plan)
-    if plan.activations != "none":
-        place = "none" if plan.offload_activations == HOST else HOST
-        yield f"offload.activations: {place}", replace(plan, offload_activations=place)
-        if plan.tp > 1 and not plan.sequence_parallel:
-            parts = not plan.partition_activations
-            yield f"mesh.partition_activations: {str(parts).lower()}", replace(plan, partition_activations=parts)
-    if plan.reduce_dtype == "fp32" and plan.dp > 1:
-        yield "zero.reduce_dtype: bf16", replace(plan, reduce_dtype="bf16")
-    now = settled(plan, cluster)
-    way = replace(plan, reduce_scatter=ALL_TO_ALL if now.reduce_scatter == NATIVE else NATIVE)
-    if (
-        plan.dp > 1
-        and not plan.exact
-        and wire_width(now, 2) != wire_width(way, 2)
-        and plan.precision in ("bf16", "fp16")
-    ):
-        yield f"zero.reduce_scatter: {way.reduce_scatter}", way
-
-
-def _tier_neighbours(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """Yield the plans that differ in what leaves the device."""
-    for place in ("none", "host", "disk"):
-        if place != plan.offload:
-            moved: dict[str, Any] = {"moments": "fp32", "fraction": 1.0} if place == "none" else {}
-            yield f"offload.optimizer: {place}", replace(plan, offload=place, **moved)
-        if place != plan.params and plan.stage == 3 and policies(plan)[0] != "every_step":
-            yield f"offload.params: {place}", replace(plan, params=place)
-    if plan.offload != "none":
-        moments = "fp32" if plan.moments == "bf16" else "bf16"
-        yield f"offload.moments: {moments}", replace(plan, moments=moments)
-        yield f"offload.fraction: {plan.fraction / 2:g}", replace(plan, fraction=plan.fraction / 2)
+def ways(rows: list[Row]) -> list[tuple[str, Row | None]]:
+    """Return the best of these rows for each place of a mixture's experts; None where none fits."""
+    kinds: dict[str, Callable[[ParallelPlan], bool]] = {
+        "on all of dp": lambda plan: plan.ep == 1 and plan.tp == 1,
+        "over ep": lambda plan: plan.ep > 1,
+        "cut by tp": lambda plan: plan.ep == 1 and plan.tp > 1,
+    }
+    return [(name, next((row for row in rows if fits(row.plan)), None)) for name, fits in kinds.items()]

@@ -33,6 +33,7 @@ class Weight:
     cut        the dimension that tp divides, None where every tp rank has the whole
     blocks     equal blocks of that dimension, each of which tp divides (fused matrices)
     itemsize   bytes per element where the model keeps it in another dtype than the run's
+    stacked    it is [experts, ...], which ep divides
     """
 
     name: str
@@ -42,6 +43,7 @@ class Weight:
     cut: int | None = None
     itemsize: int | None = None
     blocks: int = 1
+    stacked: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -111,12 +113,17 @@ class Operations:
 
 @dataclass(frozen=True)
 class Part:
-    """An embedding, a block, or the head with the last norm. active: parameters that a token meets, all if None."""
+    """An embedding, a block, or the head with the last norm.
+
+    active      parameters that a token meets, all if None
+    dispatched  operations and activations where tokens are sent to experts; None of a part without any
+    """
 
     kind: str
     units: tuple[Unit, ...]
     operations: Operations
     active: int | None = None
+    dispatched: Operations | None = None
 
     def __hash__(self) -> int:
         """Return the hash, computed once."""
@@ -124,19 +131,25 @@ class Part:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.kind, self.units, self.operations, self.active))
+        return hash((self.kind, self.units, self.operations, self.active, self.dispatched))
 
     @cached_property
     def numel(self) -> int:
         """Count the parameters, copies left out."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
 
+    @cached_property
+    def stacked(self) -> int:
+        """Count the parameters of experts that ep shares out."""
+        return sum(weight.numel for unit in self.units for weight in unit.weights if weight.stacked)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model at one sequence length.
 
-    heads   of queries; experts: 0 for a dense model
+    heads   of queries
+    experts of a layer, 0 for a dense model; chosen: those that a token meets
     chain   pipelines can cut it
     """
 
@@ -148,6 +161,7 @@ class ModelSpec:
     heads: int
     kv_heads: int
     experts: int = 0
+    chosen: int = 0
     provenance: str = "closed form"
     chain: bool = True
 
@@ -175,6 +189,11 @@ class ModelSpec:
             for weight in unit.weights
             if weight.trainable
         )
+
+    @cached_property
+    def stacked(self) -> int:
+        """Count the parameters of experts that ep can share out."""
+        return sum(part.stacked for part in self.parts)
 
     @cached_property
     def blocks(self) -> tuple[Part, ...]:
@@ -263,6 +282,8 @@ class ParallelPlan:
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
+    ep             ranks, neighbours on dp, that share each layer's experts out
+    experts        exact, fast (one product of what all ep ranks send)
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -294,6 +315,8 @@ class ParallelPlan:
     asynchronous_saves: bool = False
     replay: int = 0
     ema: float | None = None
+    ep: int = 1
+    experts: str = "exact"
 
     @property
     def averages(self) -> int:
@@ -304,6 +327,16 @@ class ParallelPlan:
     def world(self) -> int:
         """Count the ranks."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """Count the ranks that hold the same experts."""
+        return self.dp // self.ep
+
+    @property
+    def dispatches(self) -> bool:
+        """Say whether tokens are sent to experts, in units of their own: in exact mode at any ep."""
+        return self.ep > 1 or self.exact
 
     @property
     def tiers(self) -> Offload:

@@ -38,6 +38,7 @@ from zero3d.zero.stages import (
     engine_bytes,
     frozen_bytes,
     resolve_policies,
+    source_bytes,
     splits_master,
     stage_row,
 )
@@ -127,10 +128,10 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
     units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
     device = NOTHING
-    rates: dict[tuple[bool, int, bool], StateBytes] = {}  # per parameter: the same for most units
+    rates: dict[tuple[bool, int, bool, int], StateBytes] = {}  # per parameter: the same for most units
     for unit in units:
-        owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-        rate = rates.setdefault((unit.trainable, unit.itemsize, owns), per_parameter(unit, plan, tiers, dp_rank))
+        key = unit.trainable, unit.itemsize, unit.owns(plan, dp_rank), unit.sources
+        rate = rates.setdefault(key, per_parameter(unit, plan, tiers, dp_rank))
         padding = device.padding + rate.total * unit.layout.padding
         device = Held(device.states + rate.times(unit.layout.numel), padding)
     if not tiers.states:
@@ -191,14 +192,15 @@ def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
     return narrow if (plan.exact and _alone(plan)) or plan.reduce_dtype != "fp32" else 4.0
 
 
-def wire_width(plan: ParallelPlan, itemsize: int) -> int:
+def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
     """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them.
 
     Terms that are no sums yet travel as they were made, unless the backend is to sum them (`settled`: native).
+    summed  they are sums at once, of several sources
     """
     requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
     wire = requested if requested >= itemsize else WIDTHS[plan.precision].reduced
-    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter != NATIVE else wire
+    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter != NATIVE and not summed else wire
 
 
 def settled(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
@@ -227,13 +229,15 @@ def summands_of_rank(plan: ParallelPlan) -> int:
 def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int = 0) -> StateBytes:
     """Return the bytes per parameter (and per element of padding) of one unit on one rank, records apart."""
     release, reduce = policies(plan)
-    bytes_ = frozen_bytes(plan.stage, plan.dp, unit.itemsize, release)
+    stage, n, precision = unit.stage_of(plan), unit.layout.n, NAMES[unit.itemsize]
+    bytes_ = frozen_bytes(stage, n, unit.itemsize, release)
     if unit.trainable:
-        owns = plan.stage == 0 or dp_rank * unit.layout.shard < unit.used
-        moments, average = (count * WIDTHS[plan.precision].reduced * owns for count in (2, plan.averages))
+        wide = WIDTHS[plan.precision].reduced * unit.owns(plan, dp_rank)
         bytes_ = engine_bytes(
-            plan.stage, plan.dp, NAMES[unit.itemsize], release, reduce, summands_of_rank(plan),
-            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments + average, exact=plan.exact,
+            stage, n, precision, release, reduce, summands_of_rank(plan),
+            optimizer=0 if tiers.states else master_bytes(unit, plan) + (2 + plan.averages) * wide, exact=plan.exact,
         )  # fmt: skip
+        more = max(0, unit.sources - 1) * source_bytes(stage, precision, reduce, summands_of_rank(plan), plan.exact)
+        bytes_ = bytes_._replace(gradients=bytes_.gradients + more)
     leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
     return bytes_._replace(**{name: Fraction(0) for name, off in leaves.items() if off})

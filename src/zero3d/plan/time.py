@@ -2,11 +2,14 @@
 
 compute      matrices, attention, rest of the rank that works most (kernels.py)       x micro-batches
 recompute    its forwards that run again
+experts      rows to their experts and results back, the counts before them, there and back again; again where
+             recomputed. Nothing hides them
 tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden. Gathers of
              inputs that are kept in parts
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
-dp           gradients out, parameters in; at stage 3 per unit and micro-batch; what backward does not hide
+dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
+             micro-batch; what backward does not hide
 optimizer    bytes of states read and written, by the card's memory
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
@@ -20,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
-from zero3d.plan.kernels import KERNELS, Kernels, PartWork, Shape, digest, part_work, total
+from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
@@ -34,7 +38,7 @@ from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
-WORKING = ("matrices", "attention", "rest", "recompute", "tp", "host", "inputs")
+WORKING = ("matrices", "attention", "rest", "recompute", "experts", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
@@ -120,10 +124,11 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    numel = max(sum(known.numels[i] for chunk in cut[r :: plan.pp] for i in chunk) / plan.tp for r in range(plan.pp))
-    parts["dp"] = _data(step, numel, end, plan.accumulate * sum(backward[rank :: plan.pp]))
+    share = max((_share(step, [i for chunk in cut[r :: plan.pp] for i in chunk]) for r in range(plan.pp)), key=sum)
+    numel = sum(share)
+    parts["dp"] = _data(step, share, end, plan.accumulate * sum(backward[rank :: plan.pp]))
     hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
-    parts |= _update(step, numel, hidden)
+    parts |= _update(step, share, hidden)
     if plan.replay:
         kind = plan.schedule if plan.virtual > 1 else "gpipe"
         once = pipeline_seconds(kind, *passing, 1, plan.pp, hop)
@@ -131,6 +136,20 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+class Share(NamedTuple):
+    """Parameters of a rank: of what dp cuts, and of experts that edp cuts."""
+
+    dense: float
+    experts: float
+
+
+def _share(step: _Step, parts: Sequence[int]) -> Share:
+    """Return a rank's share of these parts' parameters."""
+    known, plan = digest(step.model), step.plan
+    stacked = sum(known.stacked[i] for i in parts) if plan.ep > 1 else 0
+    return Share((sum(known.numels[i] for i in parts) - stacked) / plan.tp, stacked / plan.ep)
 
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
@@ -142,13 +161,16 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     again = 0.5 if step.pace.as_zero3d else 1.0
     passes = 2 + again if policy.kind in ("full", "every") else 2
-    exposed = 2 * kinds.count("block") * tp
+    whole_experts = sum(shape.stack is not None for shape, _ in inside) if step.plan.dispatches else 0
+    exposed = (2 * kinds.count("block") - whole_experts) * tp
     ends = tp * (len(kinds) - kinds.count("block"))
     host = step.pace.block * kinds.count("block")
+    sent = sum(shape.stack is not None for shape, _ in inside) * _rows(step)
     inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
     partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
-    forward = work.forward + exposed + ends + host
-    backward = work.backward + recompute + (passes - 1) * exposed + ends + partial
+    forward = work.forward + exposed + ends + host + sent
+    repeated = sent if policy.kind in ("full", "every") else 0.0
+    backward = work.backward + recompute + (passes - 1) * exposed + ends + partial + sent + repeated
     on_link = inputs * input_seconds(step.model, step.plan, step.cluster)
     late = [max(0.0, on_link - seconds) for seconds in (forward, backward)]  # down, and up again
     forward, backward = forward + late[0], backward + late[1]
@@ -159,10 +181,21 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "attention": work.attention.forward + work.attention.backward,
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
+        "experts": 2 * sent + repeated,
         "tp": passes * exposed + 2 * ends + partial,
         "host": host,
         "inputs": sum(late),
     }
+
+
+def _rows(step: _Step) -> float:
+    """Return the seconds in which a layer's rows reach their experts and the results come back."""
+    plan, group = step.plan, step.groups.ep
+    if plan.ep == 1:
+        return 0.0
+    size = WIDTHS[plan.precision].weight * step.tokens * step.model.chosen * step.model.hidden
+    counts = exchange_seconds(8.0 * step.model.experts * plan.ep, group, step.cluster)
+    return counts + 2 * exchange_seconds(IMBALANCE * size, group, step.cluster)
 
 
 def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:
@@ -185,31 +218,36 @@ def _hop(step: _Step) -> float:
     return send_seconds(2.0 * step.tokens * step.model.hidden / share, link)
 
 
-def _data(step: _Step, numel: float, end: float, backward: float) -> float:
+def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     """Return what the data axis adds: communication that the computation does not hide."""
-    plan, group, pace = step.plan, step.groups.dp, step.pace
-    if group.size == 1:
+    plan, pace = step.plan, step.pace
+    if plan.dp == 1:
         return 0.0
     row = stage_row(plan.stage)
     resolve = policies if pace.as_zero3d else lambda other: resolve_policies(row, other.release, other.reduce)
     release, reduce = resolve(plan)
     known = digest(step.model)
-    trained = numel * known.trainable / known.params
+    trained = known.trainable / known.params
     often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank
     reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(elements: float, width: float, seconds_of: Collective = gather_seconds) -> float:
-        seconds = seconds_of(elements * width / units, group, step.cluster)
-        hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
-        return units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
+    def collective(part: float, width: float, seconds_of: Collective = gather_seconds) -> float:
+        """Time a collective of that part of all parameters."""
+        total = 0.0
+        for elements, group in zip(share, (step.groups.dp, step.groups.edp), strict=True):
+            if elements and group.size > 1:
+                seconds = seconds_of(part * elements * width / units, group, step.cluster)
+                hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
+                total += units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
+        return total
 
     reducing = reductions * collective(
         trained, *(_reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan),))
     )
     if row.shards_parameters:
-        gathers = collective(numel, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
-        return _exposed(reducing + gathers, end, pace.hide_dp) + collective(numel, 2.0) / units
+        gathers = collective(1.0, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
+        return _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -257,7 +295,7 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
     return (1 - hide) * communication + max(0.0, hide * communication - computation)
 
 
-def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str, float]:
+def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str, float]:
     """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes.
 
     A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
@@ -267,20 +305,21 @@ def _update(step: _Step, numel: float, hidden: tuple[float, float]) -> dict[str,
     """
     plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.stage)
     known = digest(step.model)
-    share = numel * known.trainable / known.params / (plan.dp if row.shards_optimizer else 1)
+    updated = share.dense / plan.dp + share.experts / plan.edp if row.shards_optimizer else sum(share)
+    updated *= known.trainable / known.params
     if plan.offload != "none" and not step.pace.as_zero3d:  # others' updates are on the host, and nothing hides them
         return {
-            "optimizer": 30 * share / (cluster.host_bandwidth / cluster.per_node),
-            "offload": (4 * share + 2 * share) / cluster.host_link,
+            "optimizer": 30 * updated / (cluster.host_bandwidth / cluster.per_node),
+            "offload": (4 * updated + 2 * updated) / cluster.host_link,
         }
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
-    weights = WIDTHS[plan.precision].weight * numel / plan.dp
-    besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, share)
+    weights = WIDTHS[plan.precision].weight * (share.dense / plan.dp + share.experts / plan.edp)
+    besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
-    moving = update_seconds(plan, cluster, share) - forward
+    moving = update_seconds(plan, cluster, updated) - forward
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
-    on_device = share * (1 - plan.fraction) if plan.executor == "host" else share
+    on_device = updated * (1 - plan.fraction) if plan.executor == "host" else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
     records = plan.tiers.states or plan.master != "fp32"
     touched = (64 if plan.master == "split" else 30) + 32 * plan.averages

@@ -1,8 +1,10 @@
 """Bytes that a rank sends in a step, by operation and axis: the sum that the ledger's formulas give. No torch.
 
-dp   zero/traffic.py of the rank's units, padding included; at stage 3 gathers are counted in the order of tokens, as
-     the engine takes them, rough only where a pipeline that releases every use recomputes blocks; that what backwards
-     of weights leave is reduced once more, where a schedule with such reduces every micro-batch, is left out
+ep   expert_parallel/traffic.py of as many tokens for every expert as for any other; only a router knows how many
+dp   zero/traffic.py of the rank's units, of experts over edp, padding included; at stage 3 gathers are counted in the
+     order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes blocks;
+     that what backwards of weights leave is reduced once more, where a schedule with such reduces every micro-batch,
+     is left out
 pp   pipeline/traffic.py: whole hidden states on every tp rank
 tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
 
@@ -23,22 +25,23 @@ The few numbers on which ranks agree in a step (weights, norms, orders) are left
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.activations.policy import Policy
+from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
 from zero3d.plan.in_flight import actions_of_rank
 from zero3d.plan.inputs import in_parts
-from zero3d.plan.rank_model import rank_model
+from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
 from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WIDTHS
-from zero3d.zero.traffic import UnitTraffic, backward_tokens, count_gathers, forward_tokens, step_traffic
+from zero3d.zero.traffic import Moved, UnitTraffic, backward_tokens, count_gathers, forward_tokens, step_traffic
 
 
 def busiest_traffic(model: ModelSpec, plan: ParallelPlan) -> dict[str, float]:
@@ -67,6 +70,9 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
             traffic[f"{operation} tp"] = traffic.get(f"{operation} tp", 0.0) + volume.bytes
         if partial:
             traffic["exchange tp"] = float((plan.tp - 1) * partial * WIDTHS[plan.precision].reduced)
+    if plan.ep > 1:
+        for operation, volume in _expert_traffic(model, plan, stage).items():
+            traffic[f"{operation} ep"] = float(volume.bytes)
     if plan.pp > 1:
         schedule = Schedule.of(plan.schedule)
         cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.chunks_per_rank - 1)
@@ -85,20 +91,25 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         return {}
     rank = rank_model(model, plan, stage)
     per_use = plan.stage == 3 and policies(plan)[0] != "every_step"
-    gathers = _gathers(rank.chunks, plan, stage, micro_batches, every) if per_use else None
+    alike = ParallelPlan(pp=plan.pp, schedule=plan.schedule, accumulate=plan.pp)
+    gathers = _gathers(model, alike, stage, micro_batches, every) if per_use else None
     reductions = micro_batches * len(rank.chunks)  # a chunk's backward reduces all units of its rank
     rows: list[UnitTraffic] = []
     calls = {}
     for number, unit in ((number, unit) for number, units in rank.units.items() for unit in units):
         wide, name = WIDTHS[plan.precision].reduced, str(len(rows))
-        wire = int(reduced_width(plan, unit.itemsize)) if plan.exact else wire_width(plan, unit.itemsize)
-        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable))
+        several = unit.sources > 1
+        wire = int(reduced_width(plan, unit.itemsize)) if plan.exact else wire_width(plan, unit.itemsize, several)
+        wire = wide if plan.exact and several else wire
+        ranks = unit.layout.n if unit.sources else None
+        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
     moved = step_traffic(plan.stage, rows, plan.dp, calls, reductions, policies(plan)[1], plan.exact)
-    for (operation, _), volume in moved.items():
+    shared = {row.name for row in rows if row.ranks is not None and plan.ep > 1}
+    for (operation, name), volume in moved.items():
         if operation != "exchange":
-            totals[f"{operation} dp"] += volume.bytes
+            totals[f"{operation} {'edp' if name in shared else 'dp'}"] += volume.bytes
     return {key: float(value) for key, value in totals.items()}
 
 
@@ -106,14 +117,14 @@ def _name(chunk: int, owner: str) -> str:
     return f"{chunk} {owner}"
 
 
-def _gathers(
-    chunks: Mapping[int, list[Part]], plan: ParallelPlan, stage: int, micro_batches: int, every: int
-) -> Counter[str]:
-    """Count gathers in a step that releases every use, by chunk and owner of units.
+@lru_cache(maxsize=4096)
+def _gathers(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batches: int, every: int) -> Counter[str]:
+    """Count gathers in a step that releases every use, by chunk and owner of units. plan: its pipeline alone.
 
     Between forward and backward of a block there is a recomputation, where more than one block runs again, but for
     the block whose backward follows at once.
     """
+    chunks = chunks_of_rank(model, plan, stage)
     used = {number: _order_of_use(number, parts) for number, parts in chunks.items()}
     if plan.pp > 1:
         units = {n: ChunkUnits([*first, *rest], _name(n, ROOT), frozenset(first)) for n, (first, rest) in used.items()}
@@ -145,6 +156,20 @@ def _owners(part: Part, here: Collection[str] = ()) -> list[str]:
     return list(dict.fromkeys(name.partition("/")[0] for name in names))
 
 
+# --- the ep axis --------------------------------------------------------------------------------
+
+
+def _expert_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, Moved]:
+    """Return what a rank's expert layers send: counts, and rows with results, there and back."""
+    blocks = [p for parts in rank_model(model, plan, stage).chunks.values() for p in parts if p.stacked]
+    rows = plan.micro_batch * model.length * model.chosen
+    own = sum(even_rows(rows, model.experts)[: model.experts // plan.ep])
+    away = rows - own + (plan.ep - 1) * own  # rows of this rank, and results of others'
+    again = Policy.of(plan.activations).every is not None
+    passed = Passed(1 + again, away * (1 + again), 2, away).times(plan.accumulate * len(blocks))
+    return expert_traffic(passed, model.hidden, WIDTHS[plan.precision].weight, model.experts, plan.ep)
+
+
 # --- the tp axis --------------------------------------------------------------------------------
 
 
@@ -170,7 +195,7 @@ def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: i
         if in_parts(plan) and i % (every or 1) == 0:
             yield Region("", "", "all_gather", hidden)
         ends = every is not None and ((i + 1) % every == 0 or i + 1 == len(blocks))
-        for last in (False, True):  # attention, MLP
+        for last in (False, True) if _cut_mlp(blocks[i], plan) else (False,):  # attention, MLP
             yield Region("", *enter, hidden, again=every is not None)
             yield Region("", *leave, hidden, again=every is not None and not (last and ends))
     if blocks and sliced:
@@ -182,6 +207,17 @@ def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: i
         elif part.kind == "head":
             yield Region("", "", "all_reduce", hidden)
             yield loss_region("", plan.tp)
+
+
+def _cut_mlp(block: Part, plan: ParallelPlan) -> bool:
+    """Say whether tp cuts more of a block than attention: not where experts are whole and no other MLP is beside them.
+
+    Those beside them, which all tokens meet, have a region of their own.
+    """
+    if not (plan.dispatches and block.stacked):
+        return True
+    cut = (w.name for unit in block.units for w in unit.weights if w.cut is not None and not w.stacked)
+    return any("attn" not in name and "attention" not in name for name in cut)
 
 
 @lru_cache(maxsize=4096)

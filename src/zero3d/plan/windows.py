@@ -72,11 +72,14 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     if plan.stage == 3 and release != "every_step":
         using = late if at == 0 else roots
         ahead = turns[at : at + 1 + WINDOW]
-        gathered = sum(map(_full_bytes, (*using, *(unit for units in ahead for unit in units))))
+        shown = (*using, *(unit for units in ahead for unit in units))
+        gathered = sum(_full_bytes(unit) for unit in shown if unit.stage_of(plan) == 3)
     moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
     if (reduce == "every_micro_batch" or plan.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
-        bucket = sum(_bucket_bytes(unit, plan) for unit in (*moving, *turns[at], *filling) if unit.trainable)
+        summed = plan.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
+        filled = (*(() if summed else moving), *turns[at], *filling)
+        bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
         bucket += _arriving(moving, plan)
     return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
@@ -105,8 +108,9 @@ def _full_bytes(unit: RankUnit) -> int:
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
-    cast = plan.dp > 1 and not plan.exact
-    return unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
+    cast = unit.layout.n > 1 and not plan.exact and unit.sources < 2
+    each = unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
+    return max(1, unit.sources) * each
 
 
 def _arriving(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
@@ -116,19 +120,20 @@ def _arriving(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
-    """Return the bytes of one reduction under way."""
-    if plan.dp == 1:
-        return 0.0
-    wide = WIDTHS[plan.precision].reduced
-    if plan.exact:  # what arrives, and shards of sums in the tree
-        sums = reduce == "every_step" and plan.accumulate > 1
-        arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
-        return arrives + unit.layout.shard * wide * plan.dp.bit_length() / WINDOW
-    travels = wire_width(plan, unit.itemsize)
+    """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
+    n, wide, several = unit.layout.n, WIDTHS[plan.precision].reduced, unit.sources > 1
     every_step = reduce == "every_step"
     kept_wide = every_step and (plan.accumulate > 1 or plan.stage == 0)
-    local = wide if kept_wide else unit.itemsize if every_step else travels
+    summed = float(unit.layout.total * wide) if several and (plan.exact or not kept_wide) else 0.0
+    if n == 1:
+        return summed
+    if plan.exact:  # what arrives, and shards of sums in the tree
+        sums = several or (every_step and plan.accumulate > 1)
+        arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
+        return summed + arrives + unit.layout.shard * wide * n.bit_length() / WINDOW
+    travels = wire_width(plan, unit.itemsize, several)
+    local = wide if kept_wide or several else unit.itemsize if every_step else travels
     cast = 0 if travels == local else unit.layout.total * travels
     terms = sends_terms(plan, travels)
     lands = not terms and travels == wide and (every_step or plan.accumulate == 1)
-    return cast + (0 if lands else unit.layout.total if terms else unit.layout.shard) * travels
+    return summed + cast + (0 if lands else unit.layout.total if terms else unit.layout.shard) * travels

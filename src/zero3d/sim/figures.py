@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero3d.activations.targets import attentions_in
+from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
+from zero3d.expert_parallel.dispatch import EXACT
+from zero3d.expert_parallel.plan import find_experts, whole_over_tp
+from zero3d.expert_parallel.share import share_out
+from zero3d.memory.arena import Arena
 from zero3d.models.copies import copy_with
 from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import Placeholder, first_argument
@@ -115,13 +120,14 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
 
 def measure(
     model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, packed: bool = False,
-    images: Images | None = None,
+    images: Images | None = None, dispatched: bool = False,
 ) -> dict[Any, Figures]:  # fmt: skip
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
     tp      1, or a degree that divides the model. The model stays as it is
     packed  every sequence is of several documents, which attention keeps apart by a mask
     images  one in every sequence; the tower that reads it counts with the embedding
+    dispatched  tokens are sent to experts, as many to each as to any other
     """
     reduced = reduce_model(model, part_names)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
@@ -129,8 +135,12 @@ def measure(
         copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
         run = copy_with(reduced.module, copies).train()
         _without_loops(run)
+        layers = find_experts(run) if dispatched else []
         if tp > 1:
-            parallelize(run, SilentAxis("tp", 0, tp), Ledger(), local_logits=takes_labels(model))
+            plan, axis = whole_over_tp(layers), SilentAxis("tp", 0, tp)
+            parallelize(run, axis, Ledger(), plan, local_logits=takes_labels(model))
+        ep = Comm(SilentAxis("ep", 0, 1), Arena(torch.device("cpu")), Ledger())
+        share_out([run], layers, ep, EXACT, bool(layers))
         live = StorageTracker()
         live.leave_out(*run.parameters(), *run.buffers())
         recorder = _Recorder(live, reduced)

@@ -1,7 +1,8 @@
 """Multiplications and additions of matrix products and attention, by phase and by model chunk.
 
 torch's own formulas (torch.utils.flop_counter); it has none for attention on the CPU, which a dry run stands on,
-and which is the same product: 2 b h s t (d + e) forward, 2.5 times that backward.
+and which is the same product: 2 b h s t (d + e) forward, 2.5 times that backward; and none for rows in groups that
+each have a matrix (experts): 2 r k n for r rows in all groups together.
 """
 
 from __future__ import annotations
@@ -57,9 +58,15 @@ def _for_all_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
     return [(batch, query.shape[1], length, width) for batch, _, length, width in (t.shape for t in others)]
 
 
+def _grouped(rows: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    """Count a product of rows [r, k] with matrices [groups, k, n], or that of [n, r] and [r, k] to their gradients."""
+    return int(2 * rows.shape[-2] * rows.shape[-1] * out_val.shape[-1])
+
+
 _ATEN = torch.ops.aten
 FORMULAS: dict[Any, Formula] = {
     **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _ATEN._grouped_mm: _grouped,
 }

@@ -48,7 +48,9 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = F
     spec = _outline(model, part_names, length, name)
     packed = not sees_images(model) if packed is None else packed
     images = find_images(model, length, packed)
-    figures = _figures(model, part_names, length, spec, partial(measure, packed=packed, images=images))
+    traced = partial(measure, packed=packed, images=images)
+    figures = _figures(model, part_names, length, spec, traced)
+    apart = _figures(model, part_names, length, spec, partial(traced, dispatched=True)) if spec.stacked else None
     names: list[Any] = [EMBEDDING, *kinds_of(model, part_names), HEAD]
     parts = [
         replace(part, operations=_operations(key, figures, length)) for key, part in zip(names, spec.parts, strict=True)
@@ -58,6 +60,9 @@ def trace(model: nn.Module, length: int, name: str = "", packed: bool | None = F
         attention = [p for _, module in attentions_in(model.get_submodule(block)) for p in module.parameters()]
         again = 2.0 * sum(p.numel() for p in attention if p.dim() == 2)
         parts[i] = replace(parts[i], operations=replace(parts[i].operations, eager=eager, again=again))
+        if apart is not None and parts[i].stacked:
+            dispatched = replace(_operations(names[i], apart, length), eager=eager, again=again)
+            parts[i] = replace(parts[i], dispatched=dispatched)
     provenance = ["traced", "packed" * packed, said_of(model, images)]
     return replace(spec, parts=tuple(parts), provenance=", ".join(filter(None, provenance)))
 
@@ -86,7 +91,8 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
     return ModelSpec(
         name or type(model).__name__, parts, length, hidden, vocab, heads,
         kv_heads=_setting(config, "num_key_value_heads") or heads,
-        experts=_setting(config, "num_experts") or _setting(config, "num_local_experts"),
+        experts=max((w.shape[0] for unit in sum(units, ()) for w in unit.weights if w.stacked), default=0),
+        chosen=_setting(config, "num_experts_per_tok"),
         provenance="outline", chain=part_names.chain,
     )  # fmt: skip
 

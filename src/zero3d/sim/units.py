@@ -20,6 +20,7 @@ from torch import nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
+from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, partition
 from zero3d.models.chain import block_lists, find_chain
@@ -109,6 +110,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
 def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
     """Return the units of every part. cuts: by parameter name."""
     specs, _ = partition(model, None, RUN)
+    stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group
     parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
@@ -118,7 +120,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
             cut = cuts.get(name)
             dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
             group = int(drops and p.requires_grad and p.dim() >= 2)
-            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks)
+            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked)
             part = part_names.part_of(name)
             unit_of[p] = spec.name, part, weight
             parts[part].setdefault((spec.name, None), []).append(weight)

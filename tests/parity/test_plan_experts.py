@@ -1,0 +1,70 @@
+"""Plans with experts on an axis of their own, against the dry run of the engine: states, traffic, the peak."""
+
+from collections import Counter
+from math import ceil
+
+import pytest
+
+from zero3d.config import load, to_dict
+from zero3d.memory.offload import DEVICE, HOST
+from zero3d.plan.emit import TIERS, train_config
+from zero3d.plan.memory import categories, memory
+from zero3d.plan.spec import ParallelPlan as P
+from zero3d.plan.states import states
+from zero3d.plan.traffic import rank_traffic
+from zero3d.sim.model_spec import open_spec
+
+LENGTH = 128
+long = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return open_spec("demo-moe", LENGTH)
+
+
+def config_of(model, plan):
+    tree = train_config(model, plan, "demo-moe", "bytes")
+    tree["model"]["init"] = "random"
+    tree["data"]["packing"] = False
+    tree["offload"] = {"optimizer": plan.offload} | {key: getattr(plan, key) for key in TIERS if key != "optimizer"}
+    return to_dict(load(tree))
+
+
+def dry(tree, world):
+    from zero3d.sim.rank import dry_run
+
+    return dry_run(load(tree), 0, world, whole=True)
+
+
+@pytest.mark.parametrize("plan", [
+    P(dp=4, stage=3, ep=2, micro_batch=2),
+    P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full"),
+    *(pytest.param(plan, marks=long) for plan in (
+        P(dp=4, stage=3, ep=4),
+        P(dp=4, stage=3, exact=True),
+        P(dp=4, stage=3, ep=4, exact=True),
+        P(dp=4, stage=1, ep=2, exact=True),
+        P(dp=4, stage=1, ep=4, exact=True, accumulate=2),
+        P(dp=4, stage=0, ep=2, accumulate=2),
+        P(dp=4, stage=1, ep=2, accumulate=2),
+        P(dp=4, stage=3, ep=4, accumulate=2, activations="full", micro_batch=4),
+        P(dp=4, tp=2, stage=3, ep=2, micro_batch=4),
+        P(dp=4, stage=3, ep=2, offload="host", executor="device"),
+        P(dp=4, stage=3, ep=4, offload="host", params="host", executor="device", activations="full"),
+    )),
+])  # fmt: skip
+def test_states_traffic_and_peak_are_the_simulated_ones(alone, spec, plan):
+    rank, planned = alone(dry, config_of(spec, plan), plan.world), memory(spec, plan)
+    by_place = states(spec, plan)
+    for place, held in ((DEVICE, by_place.device), (HOST, by_place.host)):
+        found = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
+        said = {name: ceil(nbytes) for name, nbytes in categories(held).items()}
+        assert {k: v for k, v in found.items() if v} == {k: v for k, v in said.items() if v}, place
+    sent = Counter()
+    for entry in rank.traffic:
+        sent[f"{entry.op} {entry.axis}"] += entry.nbytes
+    agreed = ("exchange dp", "exchange tp")  # a few numbers, which formulas of plans leave out
+    traffic = rank_traffic(spec, plan, 0)
+    assert {k: v for k, v in sent.items() if k not in agreed} == {k: v for k, v in traffic.items() if k not in agreed}
+    assert 0.97 <= planned.allocated / rank.peak.nbytes <= 1.05
