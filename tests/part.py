@@ -32,6 +32,7 @@ SECONDS = {
     "tests/parity/test_evaluations.py": 4.0,
     "tests/parity/test_exact.py": 45.0,
     "tests/parity/test_examples.py": 46.0,
+    "tests/parity/test_expert_load.py": 5.0,
     "tests/parity/test_experts.py": 20.0,
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,

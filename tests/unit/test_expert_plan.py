@@ -6,6 +6,7 @@ from models import hf
 
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
+from zero3d.expert_parallel.traffic import Busiest
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,3 +33,10 @@ def test_a_map_that_means_nothing_is_refused(plan, says):
     with pytest.raises(ConfigError) as caught:
         find_experts(mixture(), plan)
     assert says in str(caught.value)
+
+
+def test_the_busiest_expert_is_that_of_the_least_even_layer():
+    load = {"a": [4, 4, 4, 4], "b": [1, 6, 1, 0], "c": [0, 0]}
+    found = Busiest.of(load)
+    assert (found.layer, found.tokens, found.mean, found.ratio) == ("b", 6, 2.0, 3.0)
+    assert Busiest.of({"c": [0, 0]}) is Busiest.of({}) is None

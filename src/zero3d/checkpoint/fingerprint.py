@@ -16,6 +16,7 @@ from torch import Tensor
 from zero3d.checkpoint.manifest import FROZEN
 from zero3d.checkpoint.save import optimizer_scalars
 from zero3d.checkpoint.state import EngineState, state_pieces
+from zero3d.models.experts import ROUTER_BIAS
 from zero3d.precision import joined
 from zero3d.shards.boxes import Box, Shape
 
@@ -29,7 +30,7 @@ _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(engine: EngineState) -> str:
-    """Return 16 digits of a hash of masters and optimizer states, the same at any dp, tp, pp, ep and stage.
+    """Return 16 digits of a hash of masters, optimizer states and routers' biases, at any dp, tp, pp, ep and stage.
 
     Reads this rank's part of them; 8 bytes from each rank to every other.
     """
@@ -42,6 +43,10 @@ def fingerprint(engine: EngineState) -> str:
             total += _of_box(seed, shape, box, joined(values)).cpu()
     for name, value in optimizer_scalars(engine).items() if engine.world.rank == 0 else ():
         total += _of_box(_seed(name), (1,), ((0, 1),), torch.tensor([value], dtype=torch.float64))
+    for name in engine.persistent_buffers if engine.dp.rank == engine.tp.rank == 0 else ():
+        if name.rpartition(".")[2] == ROUTER_BIAS:
+            bias = engine.buffers[name][0]
+            total += _of_box(_seed(name), tuple(bias.shape), ((0, len(bias)),), bias).cpu()
     everywhere = engine.world.exchange(total.view(1)).sum()
     return hashlib.sha256(everywhere.view(1).numpy().tobytes()).hexdigest()[:16]
 

@@ -114,6 +114,12 @@ class Train:
         above=0,
         below=1,
     )
+    expert_bias_rate: float = key(
+        0.0,
+        "by how much a step moves the bias of a mixture's routers that have one (DeepSeek-V3, GLM-4-MoE) against "
+        "experts with more tokens than the mean, such as 0.001; 0 leaves it as it was loaded",
+        least=0,
+    )
     tiled_loss: bool = key(
         False,
         "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",

@@ -41,6 +41,7 @@ from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
+from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.pipeline.runner import Pipeline
@@ -60,6 +61,7 @@ class Assembly:
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
     replay     computes a micro-batch of some steps once more; None without
+    expert_load  counts of tokens by expert
     frozen_base  the folder whose values frozen weights have; None without
     """
 
@@ -75,6 +77,7 @@ class Assembly:
     replay: Replay | None
     frozen_base: FrozenBase | None
     averages: Averages | None
+    expert_load: ExpertLoad
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -109,7 +112,11 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         runtime.units, runtime.gathers, axes.dp, runtime.model_group, partial(note_writes, base, frozen_base)
     )
     averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
-    stepper = _stepper(base, runtime, averages)
+    load = ExpertLoad(
+        base.division.chunks, base.division.expert_layers, axes.dp, base.options.optimizer.expert_bias_rate
+    )
+    runtime.optimizer.tally = load.tally if load.values else None
+    stepper = _stepper(base, runtime, averages, load)
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
@@ -130,7 +137,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base, averages,
+        _settled(base, tiers, why), replay, frozen_base, averages, load,
     )  # fmt: skip
 
 
@@ -141,11 +148,11 @@ def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Set
     return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
-def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None) -> Stepper:
+def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None, load: ExpertLoad) -> Stepper:
     return Stepper(
         base.axes.dp, base.order, runtime.accumulation, runtime.gathers, runtime.reductions, runtime.hooks,
         runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
-        runtime.loss_scale, runtime.health, base.resolved.policy.master, averages,
+        runtime.loss_scale, runtime.health, base.resolved.policy.master, load, averages,
     )  # fmt: skip
 
 

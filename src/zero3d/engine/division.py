@@ -39,6 +39,7 @@ class Division:
     cuts        how the tp and ep axes cut parameters
     partial     names of whole ones whose gradients are parts of a sum over tp
     regions     where activations pass between tp ranks
+    expert_layers  this rank's, wherever their experts are
     experts     layers of this rank whose experts are dispatched to, and the parameters of these
     """
 
@@ -50,6 +51,7 @@ class Division:
     partial: frozenset[str]
     regions: Sequence[Region]
     experts: Shared
+    expert_layers: Sequence[ExpertLayer]
 
 
 def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger) -> Division:
@@ -64,9 +66,8 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
     copies = names_of_copies(chunks)
     full_model = FullModel.of(model, copies)
     places |= {name: places[owner] for name, owner in copies.items()}
-    layers = (
-        [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)] if has_experts else []
-    )
+    found = [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)]
+    layers = found if has_experts else []
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options, layers)
     experts = share_out(chunks.values(), layers, ep, options.parallel.experts, has_experts)
     cuts = {name: cut for one in sharded for name, cut in one.cuts.items()} | dict(experts.cuts)
@@ -94,6 +95,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
         partial=partial,
         regions=regions,
         experts=experts,
+        expert_layers=found,
     )
 
 

@@ -100,6 +100,7 @@ class Engine:
                   are never there, nor in its output, in a forward with labels
     ema           decay of an exponential moving average of the masters, which `averaged()` shows: 4 bytes more per
                   trainable parameter and rank, over dp at stages 1 to 3. None: there is none
+    expert_bias_rate  by how much a step moves the bias of routers that have one (`expert_parallel.load`); 0: not at all
     weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
                   rank reads only what it holds
 
@@ -145,24 +146,24 @@ class Engine:
         tiled_loss: bool = False,
         replay: int = 0,
         ema: float | None = None,
+        expert_bias_rate: float = 0.0,
     ) -> None:
         tile = parse_budget(gather_budget)
         options = Options(
             ModelOptions(precision, weights, units),
             ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
             ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations, ep_plan, experts),
-            OptimizerOptions(optimizer, scheduler, param_groups, clip_norm, ema),
+            OptimizerOptions(optimizer, scheduler, param_groups, clip_norm, ema, expert_bias_rate),
             StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
         base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
         axes, division, resolved = base.axes, base.division, base.resolved
         self.stage, self.mesh, self.precision, self.policy = stage, resolved.mesh, resolved.precision, resolved.policy
-        self.arena, self.traffic = axes.arena, axes.ledger
-        self.tp, self.dp, self.world = axes.tp, axes.dp, axes.world
+        self.arena, self.traffic, self.tp, self.dp, self.world = axes.arena, axes.ledger, axes.tp, axes.dp, axes.world
         self.module, self.chunks, self.experts = division.module, division.chunks, division.experts
         self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
-        self.units, self.model_group = runtime.units, runtime.model_group
+        self.units, self.model_group, self.expert_load = runtime.units, runtime.model_group, assembly.expert_load
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.offload, self.offload_why = assembly.offload
         self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health

@@ -27,6 +27,7 @@ from zero3d.engine.checks import (
 )
 from zero3d.engine.losses import Loss
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
+from zero3d.expert_parallel.load import check_bias
 from zero3d.memory.offload import Offload
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
@@ -88,6 +89,7 @@ class OptimizerOptions:
     param_groups: Sequence[Mapping[str, Any]] | None
     clip_norm: float | None
     ema: float | None = None
+    expert_bias_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
     check_replay(step.replay, mesh)
+    check_bias(model, options.optimizer.expert_bias_rate, step.replay)
     check_model(model, options.model.weights)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)

@@ -19,6 +19,7 @@ from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.averages import Averages
 from zero3d.engine.summation import SumOrder
 from zero3d.errors import ConfigError
+from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.precision import LossScale
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
@@ -61,6 +62,7 @@ class Stepper:
     loss_scale: LossScale
     health: Health
     master: torch.dtype
+    expert_load: ExpertLoad
     averages: Averages | None = None
     count: int = 0
     figures: StepFigures | None = None
@@ -89,12 +91,14 @@ class Stepper:
             self.reductions.adopt(broadcast_ints(self.dp, self.reductions.observed()))
         try:
             outcome = self.optimizer.step(weight, self.loss_scale.value, besides)
+            self.expert_load.close(trained=outcome.reason == APPLIED)
         finally:
             self.reset()  # whatever is still gathered holds the weights of before
         self.health.count(outcome.reason)
         self.loss_scale.update(outcome.reason == OVERFLOW)
         if outcome.reason == APPLIED:
             self.count += 1
+            self.expert_load.level(self.optimizer.tallied)
             if self.averages is not None:
                 self.averages.update()
             if self.scheduler is not None:
@@ -114,6 +118,7 @@ class Stepper:
         """Forget a step whose forward or backward died."""
         for of_chunk in self.hooks:
             of_chunk.abandon()
+        self.expert_load.close(trained=False)
         self.order.reset()
 
     def _result(self, reason: str, norm: Tensor, lr: float) -> StepResult:

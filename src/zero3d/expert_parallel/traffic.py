@@ -5,6 +5,7 @@ How many rows there are only the router knows: `Passed` counts them, and every o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zero3d.zero.traffic import Moved
@@ -33,6 +34,24 @@ class Passed(NamedTuple):
     def times(self, count: int) -> Passed:
         """Return what so many alike ones sum up to."""
         return Passed(*(figure * count for figure in self))
+
+
+class Busiest(NamedTuple):
+    """The layer whose tokens are the least even. ratio: of its busiest expert's to the mean's."""
+
+    layer: str
+    tokens: int
+    mean: float
+
+    @property
+    def ratio(self) -> float:
+        return self.tokens / self.mean
+
+    @classmethod
+    def of(cls, load: Mapping[str, Sequence[int]]) -> Busiest | None:
+        """Find it in the tokens of each expert, by layer; None where no token went to any."""
+        layers = [cls(name, max(counts), sum(counts) / len(counts)) for name, counts in load.items() if sum(counts)]
+        return max(layers, key=lambda layer: layer.ratio, default=None)
 
 
 def even_rows(rows: int, experts: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""How transformers computes a layer's experts: one grouped product by default, which has no fp64."""
+"""What transformers' mixtures of experts have in common: a grouped product, which has no fp64, and routers' biases."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 HAVE_FP64 = ("eager", "batched_mm")
+ROUTER_BIAS = "e_score_correction_bias"  # a buffer [experts] of a router, which only chooses
 
 
 def compute_in_fp64(model: nn.Module) -> None:

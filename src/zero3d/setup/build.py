@@ -54,6 +54,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         tiled_loss=config.train.tiled_loss,
         replay=config.health.replay,
         ema=config.train.ema,
+        expert_bias_rate=config.train.expert_bias_rate,
         weights=opened.weights,
     )
 

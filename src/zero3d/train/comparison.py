@@ -6,6 +6,7 @@ traffic      bytes that one rank sends per step, by operation: the same three
 speed        sequences per rank and step, seconds per step, samples per second, beside the peaks of device and host
 loss         last loss, held-out loss, and their differences to the first run; `same_bits` is about every step,
              `moment` of reduction about why they may differ
+experts      of mixtures: tokens of the busiest expert beside the mean, in the layer where they are the least even
 exact        of runs with zero.exact: a fingerprint of masters and optimizer states beside the last loss in all digits
 recompute    of runs that differ in `activations`: activations/policy.py's arithmetic beside the measured step
 
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.expert_parallel.traffic import Busiest
 from zero3d.pipeline.schedules import pipeline_policies
 from zero3d.train.variants import Variant
 from zero3d.zero.stages import resolve_policies, stage_row
@@ -89,6 +91,7 @@ class Row:
     moment: str
     apart: bool
     fingerprint: str | None
+    busiest: Busiest | None
     recompute: Recompute | None
 
     @property
@@ -124,7 +127,7 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: b
         result["peak_host"], traffic(result),
         batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
         last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        same, reduced, apart, result.get("fingerprint"), recompute,
+        same, reduced, apart, result.get("fingerprint"), Busiest.of(result.get("expert_load", {})), recompute,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A comparison as tables for people: memory, traffic, speed and peaks, losses, recomputation. Each fits 80 columns.
+"""A comparison as tables for people: memory, traffic, speed and peaks, losses, expert load, recomputation; 80 columns.
 
 Rows are runs, labelled by their values on the axes. In the first two tables a run has two lines, measured
 and by formula; one line below says whether they agree. Runs that failed come last, with the reason below.
@@ -38,6 +38,8 @@ def show(axes: Sequence[Axis], rows: Sequence[Row], failed: Mapping[Variant, str
     if any(row.traffic for row in rows):
         tables.append(traffic_table(axes, rows))
     tables += [speed_table(axes, rows), loss_table(axes, rows)]
+    if any(row.busiest for row in rows):
+        tables.append(expert_table(axes, rows))
     if any(row.fingerprint for row in rows):
         tables.append(exact_table(axes, rows))
     if any(row.recompute for row in rows):
@@ -124,6 +126,20 @@ def loss_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
         )  # fmt: skip
     if any(row.apart for row in rows):
         table.caption = "r: gradients are reduced at other moments\nthan in the first run"
+    return table
+
+
+def expert_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
+    """Return the tokens of the busiest expert beside those of the mean, in the layer where they are the least even."""
+    table = _table(axes, "expert load", ["layer", "tokens mean", "tokens largest", "over mean"])
+    for row in rows:
+        cells = (
+            (row.busiest.layer, f"{row.busiest.mean:,.0f}", f"{row.busiest.tokens:,}", f"{row.busiest.ratio:.2f}x")
+            if row.busiest
+            else ("", "", "", "")
+        )
+        table.add_row(", ".join(row.values), *cells)
+    table.caption = "tokens per expert over all steps, in the least even layer"
     return table
 
 

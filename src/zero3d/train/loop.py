@@ -74,6 +74,8 @@ class Loop:
         self.history: list[Record] = []
         self.state = LoopState()
         self.traffic = TrainingTraffic(engine)
+        if not config.train.compile:  # a compiled block would be cut where it counts
+            engine.expert_load.watch()
         self.plan_check: PlanCheck | None = None
         self._callbacks = Callbacks(config.callbacks or (), engine)
         self.evaluations = Evaluations(config, engine, validation, stream.portions.micro_batch, self.on_device)

@@ -180,6 +180,9 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
     root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
     full = root + (2 + WINDOW) * max(sizes, default=0)
+    filled = [unit.layout.total * unit.dtype.itemsize * unit.sources for unit in engine.units if unit.name != ROOT]
+    parts = 2 if engine.experts.anywhere else 1  # a block is two units then
+    local_gradients = root + (2 * parts + WINDOW) * max(filled, default=0)
     policy = engine.policy
     moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
     scratch_of = update_scratch if policy.split_master else cast_scratch
@@ -198,7 +201,9 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
         "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": wider * full + tied + _to_host(engine) if exact or policy.reduce == "every_micro_batch" else 0,
+        "bucket": wider * local_gradients + tied + _to_host(engine)
+        if exact or policy.reduce == "every_micro_batch"
+        else 0,
         "wire": ring
         + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update, _of_averages(engine)),
     }
@@ -242,19 +247,22 @@ def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int
     all-to-all   terms in 16 bits, and exact ones: a unit received, a unit cast
     sums         all others: a unit cast; a shard received, unless it lands where it stays
 
+    Experts' gradients of several sources are summed to a unit in the reduced dtype first, exact ones in a tree.
     Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
     """
-    n, shard, master = engine.dp.size, unit.layout.shard, engine.policy.master
-    travels, exact, way = unit.gradients.travels, engine.summands is not None, engine.dp.algorithm
+    n, shard, master = unit.comm.size, unit.layout.shard, engine.policy.master
+    travels, exact, way = unit.gradients.travels, engine.summands is not None, unit.comm.algorithm
+    whole = unit.layout.total * master.itemsize if unit.sources > 1 else 0  # sources are summed before they go
+    tree = exact * whole * unit.sources.bit_length()
     if n == 1:
-        return 0, exact * shard * master.itemsize
+        return whole, exact * shard * master.itemsize + tree
     slots = n - 1 if way == PAIRWISE else n
     terms = exact or way == PAIRWISE or (way == ALL_TO_ALL and travels.itemsize < torch.float32.itemsize)
     adds = micro_batches > 1 and (way == PAIRWISE or engine.policy.reduce == "every_micro_batch")
     received = slots if terms else int(adds or travels != master)
     cast = 0 if exact or travels == unit.gradients.local else slots
     deep = n.bit_length() if exact else int(terms and adds)
-    return (received + cast) * shard * travels.itemsize, deep * shard * master.itemsize
+    return whole + (received + cast) * shard * travels.itemsize, deep * shard * master.itemsize + tree
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero3d.config import to_dict
+from zero3d.expert_parallel.traffic import Busiest
 from zero3d.memory.offload import DEVICE
 from zero3d.page.text import size
 from zero3d.train.curve import as_png, as_text, smooth
@@ -116,6 +117,8 @@ def summary(result: Result) -> Iterator[str]:
         yield f"of each source: {', '.join(f'{name} {loss:.6f}' for name, loss in result.of_sources.items())}"
     if result.values:
         yield f"evaluated: {', '.join(f'{name} {value:g}' for name, value in result.values.items())}"
+    if busiest := Busiest.of(result.expert_load):
+        yield f"expert load: the busiest of {busiest.layer}, the least even layer, has {busiest.ratio:.2f} x the mean"
     for number, folder in enumerate(result.exports):
         averaged, exported = result.config.train.ema is not None, result.exported_loss
         line = f"{folder}{' (averages of the weights, train.ema)' if averaged else ''}"
@@ -167,6 +170,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "values": {name: finite(value) for name, value in result.values.items()},
         "ended_early": result.ended_early,
         "fingerprint": result.fingerprint or None,
+        "expert_load": result.expert_load,
         "reloaded_loss": finite(result.reloaded_loss),
         "skipped": result.history[-1]["skipped"] if result.history else 0,
         "sample": result.sample,

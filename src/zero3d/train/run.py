@@ -53,6 +53,7 @@ from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
 class Result:
     """Holds what a run found out, as seen by rank 0. Bytes and traffic are those of rank 0, in this session.
 
+    expert_load    tokens of each expert in this session, by layer of rank 0's pipeline stage
     fingerprint    of exact mode: of all masters and optimizer states at the end
     peak_reserved  by the allocator of the fullest accelerator; None on the CPU
     peak_host      by the ranks of the fullest host, each at its own peak
@@ -82,6 +83,7 @@ class Result:
     exports: Sequence[Path] = ()
     reloaded_by: str = ""
     fingerprint: str = ""
+    expert_load: Mapping[str, Sequence[int]] = field(default_factory=dict)
     peak_reserved: int | None = None
     averaged_loss: float = math.nan
     values: Mapping[str, float] = field(default_factory=dict)
@@ -187,6 +189,7 @@ def _finish(
     traffic = traffic_rows(engine, loop.traffic, counts)
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
+    expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
     exports = export_places(folder.root, config.checkpoint.export, has_adapters(inputs.opened.module))
     with nullcontext() if engine.averages is None else engine.averaged():
@@ -225,6 +228,7 @@ def _finish(
         exports=[place.path for place in exports],
         checkpoint=loop.checkpoint,
         fingerprint=fingerprint,
+        expert_load=expert_load,
         values=loop.evaluations.values,
         ended_early=loop.why_over,
     )

@@ -146,8 +146,9 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
         engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
     )
     calls, values, size = step["exchange", "-"]
-    loss = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
-    step["exchange", "-"] = Moved(calls + 1, values + loss, size + 8 * loss)
+    more = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
+    more += engine.expert_load.values * (n - 1)  # of experts' tokens, with the norm
+    step["exchange", "-"] = Moved(calls + 1, values + more, size + 8 * more)
     planned = {}
     for (op, unit), moved in step.items():
         every = op != "all_gather" or policy.stage.shards_parameters or not policy.stage.shards_optimizer

@@ -96,12 +96,14 @@ class ShardedOptimizer:
     """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
 
     updates    of units whose states are in records, all trainable ones or none
+    tally      whole numbers of this rank, float64, that travel with its norm; `tallied` is all ranks' sum
     clip_norm  largest norm of a step's gradient, or None; may be set between steps
     build      groups of pieces -> torch optimizer
     groups     options per parameter group; None: the pieces are passed as a plain list
     """
 
     updates: RecordUpdates | None = None
+    tally: Callable[[], Tensor] | None = None
 
     def __init__(
         self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
@@ -110,6 +112,7 @@ class ShardedOptimizer:
         self._units = [unit for unit in units if unit.grads is not None]
         self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
         self._comm, self._arena, self.clip_norm, self._model_group = comm, arena, clip_norm, model_group
+        self.tallied = torch.zeros(0, dtype=torch.float64, device=arena.device)
         self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
         self._reduced = self._places_of_reduced()
@@ -341,7 +344,10 @@ class ShardedOptimizer:
         A rank that has no norm, since its group's are uneven, sends NO_NORM: the exchange is one number per rank.
         """
         own = norms.values if norms.uneven is None else torch.where(norms.uneven == NONE, norms.values, NO_NORM)
-        partials = self._in_order(self._comm.exchange(own.double())).to(self._wide)
+        row = own.double().view(-1)
+        rows = self._comm.exchange(row if self.tally is None else torch.cat([row, self.tally()]))
+        self.tallied = rows[:, len(row) :].sum(0)
+        partials = self._in_order(rows[:, : len(row)]).to(self._wide)
         norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
