@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import checkpoint
+import experts
 import loading
 import loop_overhead
 import mesh as mesh_benchmark
@@ -17,6 +18,8 @@ import pipeline as pipeline_benchmark
 from recorded import load
 
 MIB = 2**20
+EXPERTS = {"dp": "plain dp, stage 3", "ep-exact": "ep, sources apart", "ep-fast": "ep, one product",
+           "transformers": "transformers' ep over FSDP2", "own forward": "no ep"}  # fmt: skip
 NAMES = {"ddp": "DDP", "fsdp2-noreshard": "FSDP2, no reshard", "fsdp2-reshard": "FSDP2, reshard",
          "plain": "no communication at all"}  # fmt: skip
 
@@ -143,6 +146,33 @@ def meshes_beside_torch() -> str:
     return table(["", "step", "target", "", "collectives"], rows)
 
 
+# --- experts.py ---------------------------------------------------------------------------------
+
+
+def experts_beside() -> str:
+    """Steps of a mixture by ep, beside data parallelism and transformers' own expert parallelism."""
+    rows = []
+    for run in results("experts"):
+        middle = {name: median(times) for name, times in run["seconds"].items()}
+        for name, other, limit in experts.RATIOS:
+            ratio = middle[name] / middle[other]
+            counted = [f"{run['arguments']['ranks']}", EXPERTS[name], EXPERTS[other]]
+            rows.append([*counted, f"{ratio:.2f}x", f"{limit:.2f}x", verdict([ratio], limit)])
+    return table(["ranks", "a step of", "to one of", "", "target", ""], rows)
+
+
+def experts_layer() -> str:
+    """A layer's forward and backward of ever more experts."""
+    rows = []
+    for run in results("experts"):
+        counts = run["arguments"]["experts"]
+        for how, times in run["layers"].items():
+            grown = f"{times[-1] / times[0]:.2f}x"
+            cells = [f"{1e3 * seconds_:.1f} ms" for seconds_ in times]
+            rows.append([f"{run['arguments']['ranks']}", EXPERTS[how], *cells, grown])
+    return table(["ranks", "a layer of", *(f"{count} experts" for count in counts), "growth"], rows)
+
+
 # --- loading.py, loop_overhead.py ---------------------------------------------------------------
 
 
@@ -235,6 +265,8 @@ MEASURED: dict[str, Callable[[], str]] = {
     "deepspeed-steps": lambda: engine_steps("deepspeed"),
     "pipelines": pipelines,
     "meshes-beside-torch": meshes_beside_torch,
+    "experts": experts_beside,
+    "experts-layer": experts_layer,
     "loading": loading_speed,
     "offload-targets": offload_targets,
     "offload-steps": offload_steps,

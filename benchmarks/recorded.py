@@ -140,6 +140,7 @@ RECIPES = {
                 "python benchmarks/mesh.py --pp 1 --dp 1 --tp 2 --stages 0 --qkv fused --json OUT",
             ),
         ),
+        Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
         Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
         Recipe("checkpoint", ("python benchmarks/checkpoint.py --json OUT",)),

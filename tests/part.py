@@ -34,6 +34,8 @@ SECONDS = {
     "tests/parity/test_examples.py": 46.0,
     "tests/parity/test_expert_load.py": 5.0,
     "tests/parity/test_experts.py": 20.0,
+    "tests/parity/test_experts_native.py": 3.0,
+    "tests/parity/test_benchmark_experts.py": 30.0,
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,
     "tests/parity/test_llava_demo_run.py": 45.0,
