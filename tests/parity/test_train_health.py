@@ -256,7 +256,7 @@ def test_an_export_that_computes_no_number_is_not_the_same():
     result = SimpleNamespace(
         steps=[], history=[], seconds=1.0, peak_memory=1, peak_host=1, peak_reserved=None, held_out_loss=2.5,
         exported_loss=2.5, averaged_loss=2.25,
-        reloaded_loss=float("nan"), fingerprint="", values={"accuracy": 0.5}, of_sources={}, exports=[Path("out/hf")],
+        reloaded_loss=float("nan"), fingerprint="", expert_load={}, values={"accuracy": 0.5}, of_sources={}, exports=[Path("out/hf")],
         reloaded_by="AutoModelForCausalLM",
         config=load({"checkpoint": {"verify": True}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
     )  # fmt: skip

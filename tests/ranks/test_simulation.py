@@ -51,10 +51,10 @@ def real(tree):
     return made | {"peak": [peak.nbytes, dict(peak.categories), plain(peak.at), *events]}
 
 
-def dry(tree, rank):
+def dry(tree, rank, world=2):
     from zero3d.sim.rank import dry_run
 
-    return dry_run(load(tree), rank, 2, "gloo", whole=True)
+    return dry_run(load(tree), rank, world, "gloo", whole=True)
 
 
 def gather_copies(full, shard, group, async_op=False):
@@ -100,18 +100,23 @@ def test_a_simulated_rank_has_the_bytes_and_messages_of_a_real_one(ranks, alone,
             assert got == wanted, part
 
 
-@pytest.mark.parametrize("overrides", [["zero.stage=2"], pytest.param(["zero.exact=true"], marks=pytest.mark.long)])
+@pytest.mark.parametrize("overrides", [["zero.stage=2"], *(pytest.param(words, marks=pytest.mark.long) for words in (
+    ["zero.exact=true"], ["zero.stage=1", "mesh.pp=2", "train.accumulate=2"],
+    ["zero.stage=3", "zero.exact=true", "mesh.pp=2", "train.accumulate=2"],
+))])  # fmt: skip
 def test_one_with_shared_experts_has_the_bytes_and_messages_of_a_real_one_but_for_its_router(ranks, alone, overrides):
     words = ["model.path=demo-moe", "model.init=random", "data.tokenizer=bytes", "data.length=32", "data.packing=false"]
     words += ["train.batch=null", "train.micro_batch=2", "train.accumulate=1"]
     tree = to_dict(load(None, [*words, "mesh.ep=2", *overrides]))
-    found, simulated = ranks(2, real, tree)[0], plain(alone(dry, tree, 0))
+    pp = tree["mesh"]["pp"] or 1
+    found, simulated = ranks(2 * pp, real, tree)[0], plain(alone(dry, tree, 0, 2 * pp))
     assert simulated["states"] == found["states"]
     sent, rows = ([row for row in each if row["op"] != "pass_rows"] for each in (simulated["sent"], found["sent"]))
     assert sent == rows
-    passed = [row for row in simulated["sent"] if row["op"] == "pass_rows"]
+    passed = [row["elements"] for row in simulated["sent"] if row["op"] == "pass_rows"]
     tokens, chosen, width = tree["train"]["micro_batch"] * 32, 2, 128
-    assert [row["elements"] for row in passed] == [4 * tokens * chosen // 2 * width] * 3
+    assert set(passed) == {tree["train"]["accumulate"] * 4 * tokens * chosen // 2 * width}
+    assert len(passed) == 3 if pp == 1 else passed
 
 
 @pytest.mark.parametrize(("family", "overrides"), [

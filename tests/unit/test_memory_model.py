@@ -233,14 +233,17 @@ def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant(
     }
 
 
-@pytest.mark.parametrize(("plan", "summand"), [
-    ({"accumulate": 2}, 2), ({"accumulate": 2, "reduce": "every_step"}, 4), ({"reduce": "every_step"}, 2),
+@pytest.mark.parametrize(("plan", "summand", "moving"), [
+    ({"accumulate": 2}, 2, 2), ({"accumulate": 2, "reduce": "every_step"}, 4, 0), ({"reduce": "every_step"}, 2, 2),
 ])  # fmt: skip
-def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, summand):
-    """(dp - 1) / dp of a unit arrives as summands or, summed over micro-batches, as fp32; log2(dp) + 1 fp32 shards for two."""
+def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, summand, moving):
+    """(dp - 1) / dp of a unit arrives as summands or, summed over micro-batches, as fp32; log2(dp) + 1 fp32 shards for two.
+
+    A bucket moves, unless it has been added to the sum of micro-batches, which moves in its place.
+    """
     found = fullest("embedding", dp=4, exact=True, **plan)
     assert found["wire"] == 2 * summand * BLOCK * 3 / 4 + 3 * 4 * BLOCK / 4
-    assert found["bucket"] == 2 * (2 * BLOCK + ENDS)
+    assert found["bucket"] == 2 * (moving * BLOCK + ENDS)
 
 
 # --- around it ------------------------------------------------------------------------------------

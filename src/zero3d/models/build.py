@@ -83,15 +83,15 @@ def parameters_on_meta() -> Iterator[None]:
 class _NoFills(TorchFunctionMode):
     """Skips the initialisation of tensors without data, which would take three quarters of a build's time.
 
-    An empty tensor that is too large for a buffer becomes a parameter: a layer's experts may be more than a machine has
-    room for, so it has no data from the beginning.
+    An empty stack of matrices that is too large for a buffer becomes a parameter: a layer's experts may be more than a
+    machine has room for, so it has no data from the beginning.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and not kwargs.get("device"):
             sizes = args[0] if args and isinstance(args[0], Sequence) else args
-            if all(isinstance(size, int) for size in sizes) and prod(sizes) >= LARGE:
+            if len(sizes) > 2 and all(isinstance(size, int) for size in sizes) and prod(sizes) >= LARGE:
                 return func(*args, **{**kwargs, "device": "meta"})
         if getattr(func, "__name__", "") in FILLS:
             target = args[0] if args else kwargs.get("tensor")

@@ -83,10 +83,12 @@ class Observation:
         """Return the dp ranks that update pieces of the same units as rank `dp`: of others, shards are all padding."""
         units = [unit for unit in self.engine.units if unit.grads is not None and not unit.weights.updates_all]
 
-        def updates(rank: int) -> list[bool]:
-            return [bool(unit.layout.pieces(rank)) for unit in units]
+        ranks = self.engine.dp.size
 
-        return tuple(rank for rank in range(self.engine.dp.size) if updates(rank) == updates(dp))
+        def updates(rank: int) -> list[bool]:  # experts are cut over fewer ranks, each some neighbours on dp
+            return [bool(unit.layout.pieces(rank // (ranks // unit.comm.size))) for unit in units]
+
+        return tuple(rank for rank in range(ranks) if updates(rank) == updates(dp))
 
 
 def observe(

@@ -16,6 +16,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import outline
+from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import NONE, NormKey, Peers
 
 
@@ -56,17 +57,21 @@ def norms_of_group(config: Config, mesh: Mesh, model: nn.Module) -> list[list[in
 def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage: int) -> list[int]:
     """Return the keys of the norms of a pipeline stage's ranks, ascending, as `ModelGroup._arrange` makes them."""
     schedule = Schedule.of(config.mesh.schedule).name
-    plan = ParallelPlan(mesh.dp, mesh.tp, mesh.pp, schedule=schedule, accumulate=mesh.pp, precision=config.precision)
+    plan = ParallelPlan(
+        mesh.dp, mesh.tp, mesh.pp, schedule=schedule, accumulate=mesh.pp, precision=config.precision,
+        exact=config.zero.exact, ep=mesh.ep, experts=config.mesh.experts,
+    )  # fmt: skip
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}
     keys = []
     for units in rank_model(spec, plan, stage).units.values():
         for unit in units:
-            layout = unit.layout
-            for piece in layout.pieces(mesh.place.dp) if unit.trainable else ():
+            layout, first = unit.layout, CANONICAL // mesh.dp if unit.sources else 0  # cells of experts come later
+            rank = mesh.place.dp // mesh.ep if unit.sources else mesh.place.dp
+            for piece in layout.pieces(rank) if unit.trainable else ():
                 name = layout.slots[piece.slot].name
                 cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:
-                    cut = mesh.tp > 1 and weights[name].cut is not None
-                    keys += [NormKey(cell, places[name], cut) for cell, _, _ in cells]
+                    cut = mesh.tp > 1 and weights[name].cut is not None and not unit.sources
+                    keys += [NormKey(first * config.zero.exact + cell, places[name], cut) for cell, _, _ in cells]
     return [key.to_int() for key in sorted(keys)]

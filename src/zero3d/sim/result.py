@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from zero3d.distributed.degrees import Degrees
+
 T = TypeVar("T")
 KEYS = {"traffic": "sent", "actions": "did", "chunk": "part"}  # field -> key
 
@@ -175,6 +177,7 @@ class Simulation:
     backend: str
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -183,8 +186,8 @@ class Simulation:
 
     @property
     def mesh(self) -> str:
-        """Name the degrees: pp 2 x dp 4 x tp 8."""
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        """Name the degrees: pp 2 x dp 4 x tp 8 (ep 2 x edp 2)."""
+        return str(Degrees(self.pp, self.dp, self.tp, self.ep))
 
 
 def to_json(value: Any) -> dict[str, Any]:

@@ -46,8 +46,6 @@ def simulate(
     """
     degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp, config.mesh.ep)
     batch = resolve_batch(config.train, degrees.dp)
-    if degrees.ep > 1 and degrees.pp > 1:
-        raise ConfigError(f"mesh.ep={degrees.ep} in a pipeline: dry runs know only one of both yet; leave one out.")
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:
@@ -74,7 +72,7 @@ def simulate(
         notes.append(f"every sequence was simulated {said}.")
     return Simulation(
         config.model.path, config.zero.stage, config.precision, *degrees[:3], schedule, batch.batch, batch.micro_batch,
-        batch.accumulate, config.data.length, backend, tuple(results), tuple(notes),
+        batch.accumulate, config.data.length, backend, tuple(results), tuple(notes), degrees.ep,
     )  # fmt: skip
 
 

@@ -346,8 +346,10 @@ class ShardedOptimizer:
         own = norms.values if norms.uneven is None else torch.where(norms.uneven == NONE, norms.values, NO_NORM)
         row = own.double().view(-1)
         rows = self._comm.exchange(row if self.tally is None else torch.cat([row, self.tally()]))
-        self.tallied = rows[:, len(row) :].sum(0)
-        partials = self._in_order(rows[:, : len(row)]).to(self._wide)
+        if self.tally is not None:
+            rows, counts = rows[:, : len(row)], rows[:, len(row) :]
+            self.tallied = counts.sum(0)
+        partials = self._in_order(rows).to(self._wide)
         norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()
 
