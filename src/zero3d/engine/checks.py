@@ -88,7 +88,10 @@ def check_experts(model: nn.Module, mesh: Mesh, how: str, exact: bool, sequence:
             "(zero-bubble, zbv) is not built: pass schedule='1f1b' or 'interleaved'."
         )
     if mesh.ep > 1 and sequence:
-        raise ConfigError(f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence.")
+        raise ConfigError(
+            f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence: pass "
+            "sequence_parallel=False, or ep=1."
+        )
 
 
 def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool, sequence: bool) -> None:

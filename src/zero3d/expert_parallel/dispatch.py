@@ -29,7 +29,7 @@ from zero3d.expert_parallel.rows import Passage, pass_rows
 from zero3d.expert_parallel.traffic import Passed, even_rows
 
 EXACT, FAST = "exact", "fast"
-GROUPED = "grouped_mm"
+GROUPED, BATCHED = "grouped_mm", "batched_mm"  # transformers' names
 Take = Callable[[int, Tensor | None], None]  # is given the number of a source, and a gradient; None: there is none
 
 
@@ -101,7 +101,13 @@ class Dispatch:
     @property
     def _sorts(self) -> bool:
         """Whether the module sorts what it is given: transformers' grouped product does, not in a stable way."""
-        return getattr(getattr(self._module, "config", None), "_experts_implementation", None) == GROUPED
+        return self._implementation == GROUPED
+
+    @property
+    def _implementation(self) -> str | None:
+        """How transformers computes the experts; None of a module of one's own."""
+        how: str | None = getattr(getattr(self._module, "config", None), "_experts_implementation", None)
+        return how
 
     def _counts(self, sorted_experts: Tensor) -> list[list[int]]:
         """Return how many rows every rank has for every expert, [ep, experts]: 8 bytes for each to every rank."""
@@ -131,10 +137,16 @@ class Dispatch:
         return together
 
     def _of_source(self, source: int, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the results of one source's rows [R, H], each with one expert, whose weight is one."""
+        """Return the results of one source's rows [R, H], each with one expert, whose weight is one.
+
+        A batch of one product has other bits on CPUs than the same product in a larger one: it gets a second row.
+        """
+        alone = len(rows) == 1 and self._implementation == BATCHED
+        if alone:
+            rows, experts = rows.expand(2, -1), experts.expand(2)
         with self._leaves(source):
             result: Tensor = self._inner(rows, experts[:, None], rows.new_ones(len(rows), 1, dtype=dtype))
-        return result
+        return result[:1] if alone else result
 
     @contextmanager
     def _leaves(self, source: int) -> Iterator[None]:
