@@ -29,7 +29,16 @@ LAYERS = {
         "watchdog",
     ),
     "core": ("zero",),
-    "parallel": ("models", "activations", "data", "tensor_parallel", "expert_parallel", "pipeline", "checkpoint"),
+    "parallel": (
+        "models",
+        "activations",
+        "data",
+        "tensor_parallel",
+        "expert_parallel",
+        "pipeline",
+        "checkpoint",
+        "optim",
+    ),
     "engine": ("engine", "setup"),
     "tools": ("plan", "sim", "train", "page", "doctor", "integrations", "cli"),
 }

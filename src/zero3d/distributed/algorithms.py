@@ -67,9 +67,13 @@ class Native:
         raw = received.view(torch.uint8), full.view(torch.uint8)
         return self._start(call, partial(dist.all_to_all_single, *raw, group=call.group, async_op=True), finish)
 
-    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
+    def pass_rows(
+        self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]
+    ) -> Pending:
         """Send so many rows to every rank, and fill `out` with those that come, by rank."""
-        call.run(partial(dist.all_to_all_single, out, rows, list(receives), list(sends), group=call.group))
+        counts = list(receives), list(sends)
+        work = partial(dist.all_to_all_single, out, rows, *counts, group=call.group, async_op=True)
+        return self._start(call, work, lambda: None)
 
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements that a ring moves for it."""
@@ -182,17 +186,18 @@ class Pairwise(Native):
         """Give `take` what came from every rank, this one included; a buffer for the others'."""
         return self.reduce_scatter(call, full, full.dtype, take)
 
-    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
+    def pass_rows(
+        self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]
+    ) -> Pending:
         """Send so many rows to every rank, and fill `out` with those that come, by rank.
 
         gloo's own is the faster one for what a layer sends, and takes host memory only.
         """
         if rows.device.type == "cpu":
-            call.run(partial(dist.all_to_all_single, out, rows, list(receives), list(sends), group=call.group))
-            return
+            return super().pass_rows(call, rows, sends, out, receives)
         parts, places = list(torch.split(rows, list(sends))), list(torch.split(out, list(receives)))
         places[self._rank].copy_(parts[self._rank])
-        self._swap(call, parts, places)()
+        return Pending(self._swap(call, parts, places))
 
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements moved, padding included."""

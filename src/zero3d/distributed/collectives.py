@@ -66,8 +66,10 @@ class Algorithm(Protocol):
     def all_to_all(self, call: Call, full: Tensor, take: Take) -> Pending:
         """Give `take` the slots [n] that all ranks have for this one, in rank order; (N-1) n elements."""
 
-    def pass_rows(self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]) -> None:
-        """Send so many rows to every rank, by rank, and fill `out` with so many from each; returns when they are there.
+    def pass_rows(
+        self, call: Call, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int]
+    ) -> Pending:
+        """Send so many rows to every rank, by rank, and fill `out` with so many from each.
 
         H elements for each row that is for another rank.
         """
@@ -152,10 +154,16 @@ class Comm:
         if self.size == 1:
             return rows
         out = rows.new_empty(sum(receives), *rows.shape[1:])
+        self.start_rows(rows.contiguous(), sends, out, receives, unit).wait()
+        return out
+
+    def start_rows(
+        self, rows: Tensor, sends: Sequence[int], out: Tensor, receives: Sequence[int], unit: str
+    ) -> Pending:
+        """Start what `pass_rows` does, on more than one rank, into `out`; both must live until it is over."""
         elements = (sum(sends) - sends[self.rank]) * rows[:1].numel() if len(rows) else 0
         self._ledger.record("pass_rows", self.axis, unit, elements, rows.dtype.itemsize)
-        self._algorithm.pass_rows(self._reduction("pass_rows", unit), rows.contiguous(), sends, out, receives)
-        return out
+        return self._algorithm.pass_rows(self._reduction("pass_rows", unit), rows, sends, out, receives)
 
     def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients that are to be reduced in `wire` reach their owner (see `Algorithm`)."""

@@ -9,9 +9,11 @@ division.py          the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open
 runtime.py           units over dp, with what gathers, reduces and updates them
+muon.py              matrices of units and their owners
 summation.py         the order of sums: by ranks, or exact
 execution.py         the way through the model: direct, or through pipeline stages
 step.py              when a step is due, and what follows from it
+health.py            values that are not finite: counted, traced to the first unit
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase
 state.py             what checkpoints take

@@ -86,13 +86,16 @@ class Accounts:
     @property
     def planned(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
-        return self._bytes_of(lambda layout: layout.numel)
+        some = sum((self._optimizer.states_of_some(unit)[0] for unit in self._optimizer.units), Fraction(0))
+        whole = self._bytes_of(lambda layout: layout.numel)
+        return whole._replace(optimizer=whole.optimizer + some)
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place, planned and measured."""
         own = dict(zip(("parameters", "gradients", "optimizer"), self.planned, strict=True))
-        own["padding"] = self._bytes_of(lambda layout: layout.padding).total
+        some = sum((self._optimizer.states_of_some(unit)[1] for unit in self._optimizer.units), Fraction(0))
+        own["padding"] = self._bytes_of(lambda layout: layout.padding).total + some
         planned = {(category, self._arena.place): nbytes for category, nbytes in own.items()}
         for key, nbytes in self._records.items():
             planned[key] = planned.get(key, Fraction(0)) + nbytes

@@ -33,6 +33,7 @@ from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_rest
+from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
 from zero3d.engine.replay.replay import Replay
@@ -46,7 +47,6 @@ from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.step import Callbacks
-from zero3d.zero.health import check_weights
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 

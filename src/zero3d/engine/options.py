@@ -29,6 +29,9 @@ from zero3d.engine.losses import Loss
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.memory.offload import Offload
+from zero3d.optim.find import find_matrices, groups_of
+from zero3d.optim.matrices import Form
+from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
 from zero3d.zero.exact.summands import check_exact
@@ -118,6 +121,7 @@ class Resolved:
     """What options mean for one model on one mesh.
 
     groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
+    matrices  those whose momentum is made orthogonal (Muon), by name
     """
 
     mesh: Mesh
@@ -125,6 +129,7 @@ class Resolved:
     policy: Policy
     groups: OptimizerChoice
     schedule: Schedule
+    matrices: Mapping[str, Form]
 
 
 def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
@@ -148,9 +153,14 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     offloads, parallel = zero.offload.activations == "host", options.parallel
     check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
     check_experts(model, mesh, parallel.experts, zero.exact, parallel.sequence_parallel, schedule.splits_backward)
-    groups = choose_optimizer(model, options.optimizer.optimizer, options.optimizer.param_groups)
-    if isinstance(options.optimizer.optimizer, Optimizer):
-        check_moments(zero.offload, options.optimizer.optimizer)
+    optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
+    matrices: dict[str, Form] = {}
+    if isinstance(optimizer, MuonRule):
+        matrices = find_matrices(model, optimizer.match, optimizer.split, param_groups)
+        param_groups = groups_of(model, matrices, param_groups)
+    groups = choose_optimizer(model, optimizer, param_groups)
+    if isinstance(optimizer, Optimizer):
+        check_moments(zero.offload, optimizer)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
@@ -160,4 +170,4 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
-    return Resolved(mesh, precision, policy, groups, schedule)
+    return Resolved(mesh, precision, policy, groups, schedule, matrices)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
+from zero3d.engine.health import Health
+from zero3d.engine.muon import open_orthogonal
 from zero3d.engine.tiers import Tiers, open_tiers
 from zero3d.expert_parallel.dispatch import EXACT
 from zero3d.models.bases import sees_images
@@ -21,7 +23,6 @@ from zero3d.precision import LossScale
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
-from zero3d.zero.health import Health
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
 from zero3d.zero.layout import UnitLayout
@@ -125,6 +126,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     )  # fmt: skip
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
+    if resolved.matrices:
+        optimizer.orthogonal = open_orthogonal(base, optimizer)
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
     everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
     reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)

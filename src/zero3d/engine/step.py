@@ -17,13 +17,13 @@ from torch import Tensor
 
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.averages import Averages
+from zero3d.engine.health import Health
 from zero3d.engine.summation import SumOrder
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.precision import LossScale
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
-from zero3d.zero.health import Health
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.reductions import Reductions

@@ -24,6 +24,7 @@ from zero3d.config import Config
 from zero3d.data.batches import BatchStream
 from zero3d.data.sequences import Samples
 from zero3d.engine.engine import Engine
+from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
@@ -45,7 +46,6 @@ from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
-from zero3d.zero.health import check_weights
 from zero3d.zero.optimizer import OVERFLOW
 
 SHARED = 3  # numbers that each rank tells the others in a step

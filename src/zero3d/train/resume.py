@@ -13,6 +13,7 @@ from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.engine import Engine
+from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.setup.inputs import Inputs, steps_of_run
 from zero3d.setup.schedule import group_settings, rate, reset_settings
@@ -20,7 +21,6 @@ from zero3d.train.folder import AUTO, Folder
 from zero3d.train.loop_state import RUN, check_loop_state
 from zero3d.train.resume_hints import ANEW, ResumeHints, older_hint
 from zero3d.train.start import Start
-from zero3d.zero.health import check_weights
 
 
 def find_checkpoint(config: Config, start: Start, everyone: Comm) -> Path | None:

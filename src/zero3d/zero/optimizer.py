@@ -6,7 +6,7 @@
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
     4. one host read: norm, weight, orders, and what the caller wants to know besides: nothing else of a step waits
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
-    5. clip         gradients *= clip / (norm + 1e-6), at most 1
+    5. clip         gradients *= clip / (norm + 1e-6), at most 1; then Muon's become orthogonal momentum (optim/)
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers (updates.py)
     7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
                     6 and 7 of units whose states are in records: one by one, behind the next forward
@@ -24,7 +24,8 @@ parameter for the same reason: one flat fused update differs in its vector tails
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -43,10 +44,12 @@ from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.streams import wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
 
@@ -96,6 +99,7 @@ class ShardedOptimizer:
     """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
 
     updates    of units whose states are in records, all trainable ones or none
+    orthogonal makes of final gradients what the torch optimizer's step takes, where that is something else (optim/)
     tally      whole numbers of this rank, float64, that travel with its norm; `tallied` is all ranks' sum
     clip_norm  largest norm of a step's gradient, or None; may be set between steps
     build      groups of pieces -> torch optimizer
@@ -103,6 +107,7 @@ class ShardedOptimizer:
     """
 
     updates: RecordUpdates | None = None
+    orthogonal: Callable[[], None] | None = None
     tally: Callable[[], Tensor] | None = None
 
     def __init__(
@@ -123,6 +128,8 @@ class ShardedOptimizer:
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         if type(self.torch).__name__ in NOT_ELEMENTWISE:
             refuse_kind(self.torch)
+        self._state_names = [state_names(self.torch, group) for group in self.torch.param_groups]
+        self._known = {key for names in self._state_names for key in names or ()}
         self._store_first()
         self._prefill()
 
@@ -152,17 +159,17 @@ class ShardedOptimizer:
     # --- states ---------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Make Adam's states at the start, so that memory does not grow at the first step."""
-        kind = type(self.torch)
-        if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in self.torch.param_groups):
-            return
-        fused = {id(p): group["fused"] for group in self.torch.param_groups for p in group["params"]}
+        """Make the states that are known (`state_names`) at the start: memory does not grow at the first step."""
         wide = torch.get_default_dtype() == torch.float64
         for owned in self.pieces:
-            dtype = torch.float64 if wide and not fused[id(owned.master)] else torch.float32
-            device = owned.master.device if fused[id(owned.master)] else "cpu"
+            group, names = self.torch.param_groups[owned.group], self._state_names[owned.group]
+            if names is None:
+                continue
+            fused = group.get("fused", False)
+            dtype = torch.float64 if wide and not fused else torch.float32
+            device = owned.master.device if fused else "cpu"
             self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in names:
                 self.put_state(owned, key)
 
     def _store_first(self) -> None:
@@ -191,15 +198,26 @@ class ShardedOptimizer:
 
         A record may be written while it is open (`in_batches`), else only read.
         """
-        weights = owned.unit.weights
         if owned.records is not None:
             start = owned.piece.offset - owned.bucket.start
             return owned.records.view(owned.bucket, key)[start : start + owned.master.numel()]
+        span = self.span(owned.unit, key)
+        assert span is not None
         if (owned.unit.name, key) not in self._flat:
-            numel = weights.shard_or_full.numel()
-            self._flat[owned.unit.name, key] = self._arena.allocate("optimizer", numel, weights.used, dtype)
-        start = owned.piece.offset
+            flat = self._arena.allocate("optimizer", span.stop - span.start, span.used, dtype)
+            self._flat[owned.unit.name, key] = flat
+        start = owned.piece.offset - span.start
         return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
+
+    def span(self, unit: Unit, key: str) -> Span | None:
+        """Return where a state of a unit's elements is, of what this rank updates; None where it has none."""
+        pieces, elements = unit.weights.update_pieces(unit.comm.rank), unit.weights.shard_or_full.numel()
+
+        def has(slot: int) -> bool:
+            names = self._state_names[unit.layout.slots[slot].group]
+            return names is None or key in names or key not in self._known
+
+        return span_of(pieces, has, elements, unit.weights.used)
 
     def flat_state(self, unit: Unit, key: str) -> Tensor | None:
         """Return a unit's flat buffer of a state, or None where this rank has none of it."""
@@ -240,7 +258,23 @@ class ShardedOptimizer:
         """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
         stored = unit.weights.masters.stored  # what is in records is counted there
         beside = 0 if stored is None else stored.dtype.itemsize
-        return beside + sum(flat.dtype.itemsize for (name, _), flat in self._flat.items() if name == unit.name)
+        return beside + sum(width for span, width in self._states(unit) if span.covers(unit.weights.shard_or_full))
+
+    def states_of_some(self, unit: Unit) -> tuple[Fraction, Fraction]:
+        """Return the bytes of states that some of its parameters have alone, and those of their padding."""
+        used = padding = Fraction(0)
+        for span, width in self._states(unit):
+            if not span.covers(unit.weights.shard_or_full):
+                used += span.used * width
+                padding += (span.stop - span.start - span.used) * width
+        return used, padding
+
+    def _states(self, unit: Unit) -> Iterator[tuple[Span, int]]:
+        """Yield the span of each state of a unit, and bytes of an element."""
+        for (name, key), flat in self._flat.items():
+            span = self.span(unit, key) if name == unit.name else None
+            if span is not None:
+                yield span, flat.dtype.itemsize
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -278,6 +312,8 @@ class ShardedOptimizer:
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
             multiply(grads, clip if read["clip"] != 1.0 else 1.0)
+            if self.orthogonal is not None:
+                self.orthogonal()
             self._update()
         return Outcome(reason, norm, read["norm"], read_besides)
 
@@ -412,6 +448,14 @@ def in_turn(units: Sequence[U]) -> list[U]:
     What the root uses itself comes first: sent behind the others it would have to be waited for with them.
     """
     return sorted(units, key=lambda unit: not unit.deferred)
+
+
+def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the states as long as a piece that an optimizer has for a group; None where only its first step says."""
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return None if any(each["amsgrad"] for each in optimizer.param_groups) else MOMENTS
+    names: tuple[str, ...] | None = getattr(optimizer, "state_names", lambda group: None)(group)
+    return names
 
 
 def _is_flat(value: Any) -> bool:

@@ -70,7 +70,7 @@ def refuse_kind(optimizer: Optimizer) -> NoReturn:
     """Raise ConfigError for an optimizer that cannot update pieces of parameters."""
     raise ConfigError(
         f"{type(optimizer).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
-        "use AdamW, Adam, SGD, RMSprop or another element-wise one."
+        "use AdamW, Adam, SGD, RMSprop or another element-wise one, or zero3d.optim.muon()."
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import NonFiniteError, Zero3dError
-from zero3d.precision import NAMES, LossScale
+from zero3d.precision import NAMES, LossScale, is_finite
 from zero3d.zero.optimizer import APPLIED, OVERFLOW
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.unit import Unit
@@ -140,12 +140,6 @@ def _chunk_of(unit: Unit, chunks: Mapping[int, nn.Module]) -> int:
 
 
 # --- weights ----------------------------------------------------------------------------------------
-
-
-def is_finite(values: Tensor) -> Tensor:
-    """Tell whether all values are finite: one flag on the device, without a copy of them. Not of an empty tensor."""
-    least, most = torch.aminmax(values.detach())  # both are NaN where one value is; a norm takes twenty times as long
-    return least.isfinite() & most.isfinite()
 
 
 def check_weights(units: Iterable[Unit], everyone: Comm, error: type[Zero3dError], remedy: str) -> None:

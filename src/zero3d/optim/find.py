@@ -1,0 +1,182 @@
+"""Which parameters of a model are matrices that Muon takes, and what is fused in each.
+
+    in a block, two dimensions or more     a matrix: Linear, Conv1D, a convolution as [out, in h w], LoRA's A and B
+    experts [experts, A, B]                one for each expert; their biases [experts, A] are none
+    embeddings, heads, all outside blocks  none: AdamW's, as norms and biases are
+
+Fused matrices are made orthogonal apart, along their outputs. Which are fused the tensor-parallel plan says
+(packed_colwise), and names that Hugging Face's models have: qkv_proj, Wqkv, c_attn, query_key_value, gate_up_proj.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zero3d.errors import ConfigError
+from zero3d.expert_parallel.plan import find_experts
+from zero3d.models.blocks import find_blocks
+from zero3d.models.names import is_named, matches, own_name
+from zero3d.models.packing import inner_model
+from zero3d.optim.matrices import NONE, Form, read_split
+from zero3d.tensor_parallel.plan import Style, read_plan
+
+GATE_UP = ("gate_up_proj", "w1w3", "Wi")
+QKV = ("qkv_proj", "qkv", "Wqkv", "c_attn", "query_key_value")
+BY_HEAD = ("gpt_neox", "gpt_neox_japanese", "bloom")  # types of models whose query_key_value has head after head
+MUON, ADAMW = RULES = ("muon", "adamw")
+
+
+class Owner(NamedTuple):
+    """The module that has a parameter, and the parameter's name in it."""
+
+    name: str
+    module: nn.Module
+    local: str
+
+
+def find_matrices(
+    model: nn.Module, match: str | None, split: Mapping[str, str], groups: Sequence[Mapping[str, Any]] | None = None
+) -> dict[str, Form]:
+    """Return how the trainable parameters that Muon takes are seen, by name, in model order.
+
+    match   patterns of those that get it, None: the matrices of blocks
+    split   {pattern: style} before what the model's plan says
+    groups  `param_groups`: the first that matches may say "name": "muon" or "adamw"
+
+    Raises ConfigError where there is none, for patterns that fit nothing, and sizes that do not fit.
+    """
+    blocks = tuple(f"{name}." for name in find_blocks(model))
+    stacks = {f"{layer.name}.{key}" for layer in find_experts(model) for key in layer.parameters}
+    packed, found = _packed(model), {}
+    used: set[str] = set()
+    for owner, p in _parameters(model):
+        name = f"{owner.name}.{owner.local}".lstrip(".")
+        stacked = name in stacks or (p.dim() == 3 and not _is_convolution(owner.module))
+        own = name.startswith(blocks) and not isinstance(owner.module, nn.Embedding) if blocks else False
+        chosen = own if match is None else is_named(name, match.split("|"))
+        rule = _rule(name, groups)
+        chosen = chosen if rule is None else rule == MUON
+        if not chosen or p.dim() < (3 if stacked else 2):
+            continue
+        form = Form(stacked)
+        pattern = next((pattern for pattern in split if matches(name, pattern)), None)
+        used |= {pattern} if pattern is not None else set()
+        shape, dim = form.shape_of(tuple(p.shape)), _outputs(owner, stacked)
+        style = _fused(model, owner, stacked, shape[dim], packed) if pattern is None else split[pattern]
+        found[name] = form._replace(split=read_split(name, style, shape, dim))
+    for pattern in split:
+        if pattern not in used:
+            raise ConfigError(f"optimizer.split: {pattern!r} names no matrix of {type(model).__name__}.")
+    if not found:
+        raise ConfigError(_none(model, match))
+    return found
+
+
+def _parameters(model: nn.Module) -> list[tuple[Owner, nn.Parameter]]:
+    """Return the trainable parameters, each once."""
+    modules = dict(model.named_modules())
+    split = [(name.rpartition("."), p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(Owner(prefix, modules[prefix], local), p) for (prefix, _, local), p in split]
+
+
+def _rule(name: str, groups: Sequence[Mapping[str, Any]] | None) -> str | None:
+    """Return what the first group that matches says. Raises ConfigError for a name of another optimizer."""
+    for group in groups or ():
+        if _fits(name, group):
+            rule = group.get("name")
+            if rule is not None and rule not in RULES:
+                raise ConfigError(f"the group {group['match']!r} has the name {rule!r}: take {' or '.join(RULES)}.")
+            return rule
+    return None
+
+
+def _fits(name: str, group: Mapping[str, Any]) -> bool:
+    return any(fnmatch.fnmatchcase(name, part.strip()) for part in str(group["match"]).split("|"))
+
+
+def _none(model: nn.Module, match: str | None) -> str:
+    if match is not None:
+        return (
+            f"Muon: {match!r} names no trainable matrix of {type(model).__name__}: give other patterns, or use AdamW."
+        )
+    return (
+        f"Muon takes the matrices of blocks, and {type(model).__name__} has no trainable one in a list of two or more "
+        "modules that are alike: name some, with zero3d.optim.muon(match='*.weight') in Python, or use AdamW."
+    )
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _outputs(owner: Owner, stacked: bool) -> int:
+    """Return the dimension of a matrix's outputs."""
+    if stacked:
+        return 1 if getattr(owner.module, "is_transposed", False) else 0
+    return 1 if type(owner.module).__name__ == "Conv1D" else 0
+
+
+def _packed(model: nn.Module) -> dict[str, int]:
+    """Return how many matrices are fused along their outputs, by the name of a module or parameter."""
+    plan: dict[str, Style] = {}
+    with suppress(ConfigError):
+        plan = read_plan(model)
+    return {own_name(name): style.blocks for name, style in plan.items() if style.kind == "packed_colwise"}
+
+
+def _fused(model: nn.Module, owner: Owner, stacked: bool, length: int, packed: Mapping[str, int]) -> str:
+    """Return the style of a parameter whose matrices have so many outputs: what is fused in each."""
+    if ".lora_" in f"{owner.name}.{owner.local}":
+        return NONE
+    local = owner.local if stacked else own_name(owner.name).rpartition(".")[2]
+    if local in GATE_UP and length % 2 == 0:
+        return "in_turn:1,1" if stacked and not getattr(owner.module, "is_concatenated", True) else "equal:2"
+    if local in QKV:
+        return _query_key_value(model, length)
+    many = packed.get(own_name(owner.name)) or packed.get(own_name(f"{owner.name}.{owner.local}"))
+    return f"equal:{many}" if many and length % many == 0 else NONE
+
+
+def _query_key_value(model: nn.Module, length: int) -> str:
+    """Return the style of fused queries, keys and values, with so many outputs together."""
+    inner: Any = inner_model(model)
+    config: Any = getattr(inner, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    if not heads or not hidden:
+        return "equal:3" if length % 3 == 0 else NONE
+    size = int(getattr(config, "head_dim", None) or hidden // heads)
+    kind, groups = str(getattr(config, "model_type", "")), int(getattr(config, "num_key_value_heads", 0) or heads)
+    if kind == "falcon":
+        groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
+        if config.new_decoder_architecture or not config.multi_query:
+            return f"in_turn:{heads // groups * size},{size},{size}"
+    if kind in BY_HEAD:
+        return f"in_turn:{size},{size},{size}"
+    if (heads + 2 * groups) * size == length:
+        return f"sizes:{heads * size},{groups * size},{groups * size}"
+    return "equal:3" if length % 3 == 0 else NONE
+
+
+def groups_of(
+    model: nn.Module, matrices: Mapping[str, Form], groups: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return `param_groups` of one rule each, those of AdamW first: a unit's parameters of one rule lie together."""
+    of_group: dict[tuple[bool, int], list[str]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            place = next((n for n, group in enumerate(groups or ()) if _fits(name, group)), len(groups or ()))
+            of_group.setdefault((name in matrices, place), []).append(name)
+    options: list[Mapping[str, Any]] = [*(groups or ()), {}]
+    return [
+        {key: value for key, value in options[place].items() if key not in ("match", "name")}
+        | {"match": "|".join(map(glob.escape, names)), "matrices": is_matrix}
+        for (is_matrix, place), names in sorted(of_group.items())
+    ]
