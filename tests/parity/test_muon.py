@@ -1,8 +1,13 @@
 """Muon at any stage and dp: in exact mode the bits of torch.optim.Muon on whole matrices, in one process."""
 
+import meshes
+import mixtures
 import pytest
 import torch
+from models import LiftCasts
 from muon import STAGES, build, engine_of, states_of, train, written_out
+
+from zero3d.optim import muon
 
 STEPS = range(3)
 BLOCKS = {f"net.layers.{i}.{name}.weight": lambda p: [p] for i in (0, 1) for name in ("up", "down")}
@@ -32,3 +37,84 @@ def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, dp):
             for name, key, start, values in states:
                 assert torch.equal(values, wanted[name, key][start : start + len(values)]), (name, key)
     assert len({(str(curve), states) for of_rank in results for curve, states, *_ in of_rank}) == 1
+
+
+def offloaded(folder, cases):
+    """Of cases of options: curve, fingerprint, what is not as planned."""
+    found = []
+    for number, case in enumerate(cases):
+        case = dict(case)
+        if "disk" in case.get("offload", {}).values():
+            case["offload"] = case["offload"] | {"directory": str(folder / str(number))}
+        engine = engine_of(**({"precision": "bf16"} | case))
+        curve = train(engine, STEPS)
+        apart = [(e.category, e.place, e.planned, e.measured) for e in engine.memory
+                 if e.planned not in (None, e.measured)]  # fmt: skip
+        found.append((curve, engine.fingerprint(), apart))
+    return found
+
+
+HOST = {"optimizer": "host"}
+PLACES = [{}, {"offload": HOST}, {"master": "split"}, {"offload": HOST | {"params": "host"}, "master": "split"},
+          {"offload": {"optimizer": "disk", "params": "disk"}}, {"stage": 0, "offload": HOST}]  # fmt: skip
+
+
+def test_halves_of_masters_and_states_off_the_device_change_no_bit(ranks, tmp_path):
+    usual, *others = ranks(2, offloaded, tmp_path, PLACES)[0]
+    assert [each[:2] for each in others] == [usual[:2]] * len(others)
+    assert [each[2] for each in (usual, *others)] == [[]] * len(PLACES)
+
+
+# --- other axes -------------------------------------------------------------------------------------
+
+MESHES = [("llama", (1, 2, 1), 3), ("gpt2", (2, 2, 1), 1), ("moe", (1, 2, 2), 0), ("qwen3", (2, 1, 2), 2),
+          ("gpt2", (1, 4, 1), 3), ("llama", (2, 2, 1), 2)]  # fmt: skip
+
+
+def on_meshes(cases):
+    """Losses and norms of cases (family, shape, of which shape the list is, stage) in fp64."""
+    found = []
+    with LiftCasts():
+        for family, shape, like, stage in cases:
+            count = meshes.count_of(like)
+            engine = meshes.engine_of(
+                meshes.model_of(family, like), meshes.mesh_of(shape), stage=stage, accumulate=count // shape[0],
+                optimizer=muon(lr=0.02),
+            )  # fmt: skip
+            found.append([meshes.step(engine, number, count) for number in range(4)])
+    return found
+
+
+def check_meshes(ranks, cases):
+    for world in (2, 4):
+        own = [case for case in cases if meshes.world_of(case[1]) == world]
+        if own:
+            alone = ranks(1, on_meshes, [(family, (1, 1, 1), shape, stage) for family, shape, stage in own])[0]
+            for result in ranks(world, on_meshes, [(family, shape, shape, stage) for family, shape, stage in own]):
+                for case, wanted, steps in zip(own, alone, result, strict=True):
+                    assert steps == [pytest.approx(step, rel=1e-9) for step in wanted], case
+
+
+def test_meshes_train_like_one_process(ranks):
+    check_meshes(ranks, MESHES)
+
+
+def with_experts(family, cases, precision="bf16"):
+    """Curves of cases (ep, stage) in exact mode."""
+    found = []
+    for ep, stage in cases:
+        engine = mixtures.engine_of(
+            mixtures.mixture(family), ep=ep, stage=stage, accumulate=8 // torch.distributed.get_world_size(),
+            exact=True, precision=precision, optimizer=muon(lr=0.02), clip_norm=0.05,
+        )  # fmt: skip
+        apart = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned not in (None, e.measured)]
+        assert apart == []
+        found.append(mixtures.curve(engine, STEPS))
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_made_orthogonal_one_by_one_at_any_ep(ranks, family):
+    of_one = ranks(1, with_experts, family, [(1, 3)])[0]
+    cases = [(1, 3), (2, 1), (4, 3)]
+    assert ranks(4, with_experts, family, cases)[0] == of_one * len(cases)

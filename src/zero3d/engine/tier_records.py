@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from zero3d.memory.placement import bucket_ranges, leave_device
 from zero3d.memory.records import Record
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
-from zero3d.zero.layout import UnitLayout
+from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.state_records import MASTER, WEIGHTS
+from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.updates import frozen_options
 
 OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer states", "parameters", "frozen parameters", "gradients"
@@ -63,11 +65,13 @@ class StateKinds:
     """What an optimizer keeps for each element, found by trying it on a few.
 
     states  dtype of every state that is as long as its parameter, by name; of some groups or all
+    groups  names of those that each group has
     """
 
     kind: type[Optimizer]
     fused: bool
     states: Mapping[str, torch.dtype]
+    groups: Sequence[frozenset[str]]
 
     @classmethod
     def of(cls, base: Foundation) -> StateKinds:
@@ -80,18 +84,32 @@ class StateKinds:
         for (piece,) in pieces:
             piece.grad = torch.zeros_like(piece)
         optimizer.step()
-        states = {
-            name: value.dtype
+        of_groups = [
+            {name: v.dtype for name, v in optimizer.state[piece].items() if isinstance(v, Tensor) and v.dim() == 1}
             for (piece,) in pieces
-            for name, value in optimizer.state[piece].items()
-            if isinstance(value, Tensor) and value.dim() == 1
-        }
+        ]
+        states = {name: dtype for states in of_groups for name, dtype in states.items()}
         optimizer.state.clear()
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.clear()
             group.update(own, params=[])
         fused = all(bool(group.get("fused")) for group in optimizer.param_groups)
-        return cls(type(optimizer), fused, states)
+        return cls(type(optimizer), fused, states, list(map(frozenset, of_groups)))
+
+    def segments(self, layout: UnitLayout, pieces: Sequence[Piece], elements: int) -> list[tuple[int, int, list[str]]]:
+        """Cut what a rank updates of a unit, pieces among so many elements, where their states differ."""
+        if not pieces:  # padding has room for all of them
+            return [(0, elements, list(self.states))]
+
+        def span(name: str) -> Span | None:
+            return span_of(pieces, lambda slot: name in self.groups[layout.slots[slot].group], elements, 0)
+
+        spans = {name: span(name) for name in self.states}
+        cuts = sorted({0, elements, *(cut for span in spans.values() if span for cut in (span.start, span.stop))})
+        return [
+            (start, stop, [name for name, span in spans.items() if span and span.start <= start < span.stop])
+            for start, stop in pairwise(cuts)
+        ]
 
     @property
     def described(self) -> str:
@@ -114,17 +132,23 @@ def placed_records(
     fields = partial(_fields, base, kinds)
     device = base.axes.arena.device.type
     buckets = [
-        (spec, bucket)
+        (spec, (begin + start, begin + stop), states)
         for spec in specs
         if trains(spec)
         for layout in [layouts[spec.name]]
-        for bucket in bucket_ranges(layout.shard if sharded else layout.total, update_bucket(device))
+        for rank in [base.axes.edp.rank if spec.experts else base.axes.dp.rank]
+        for pieces in [layout.pieces(rank) if sharded else layout.whole_pieces()]
+        for begin, end, states in kinds.segments(layout, pieces, layout.shard if sharded else layout.total)
+        for start, stop in bucket_ranges(end - begin, update_bucket(device))
     ]
-    sizes = [(stop - start) * sum(d.itemsize for d in fields(spec, HOST).values()) for spec, (start, stop) in buckets]
+    sizes = [
+        (stop - start) * sum(d.itemsize for d in fields(spec, HOST, states).values())
+        for spec, (start, stop), states in buckets
+    ]
     away = offload.optimizer
     places = [DEVICE] * len(sizes) if away == "none" else leave_device(sizes, offload.fraction, away)
-    for (spec, (start, stop)), place in zip(buckets, places, strict=True):
-        names = fields(spec, place)
+    for (spec, (start, stop), states), place in zip(buckets, places, strict=True):
+        names = fields(spec, place, states)
         record = Record(f"{spec.name}[{start}:{stop}]", tuple((dtype, stop - start) for dtype in names.values()))
         place = place if names else DEVICE  # an optimizer without states, of weights that are the masters
         used = _used(layouts[spec.name])
@@ -172,7 +196,9 @@ def _used(layout: UnitLayout) -> Fraction:
     return Fraction(layout.numel, layout.total)
 
 
-def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> dict[str, torch.dtype]:
+def _fields(
+    base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str, states: Sequence[str]
+) -> dict[str, torch.dtype]:
     """Return the dtypes of a record's fields by name: 16-bit ones first, so that all are aligned."""
     policy, offload = base.resolved.policy, base.options.zero.offload
     fields: dict[str, torch.dtype] = {}
@@ -182,7 +208,9 @@ def _fields(base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str) -> 
             fields[WEIGHTS] = spec.dtype
         fields[MASTER] = REMAINDER if split else policy.master
     return fields | {
-        name: torch.bfloat16 if offload.moments == "bf16" else dtype for name, dtype in kinds.states.items()
+        name: torch.bfloat16 if offload.moments == "bf16" else dtype
+        for name, dtype in kinds.states.items()
+        if name in states
     }
 
 
