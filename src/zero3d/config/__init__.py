@@ -13,6 +13,7 @@ batch       batch = micro_batch x accumulate x dp
 adapters    what section lora cannot be
 data_rules  what the data cannot be
 evaluation  what evaluations and schedules cannot be
+optimizers  what section optimizer cannot be
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
 deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults

@@ -123,7 +123,7 @@ def takes_list(key: Key) -> bool:
 
 def takes_table(key: Key) -> bool:
     """Say whether braces in an override of it make a mapping."""
-    return Mapping[str, str] in key.types
+    return any(get_origin(kind) is Mapping for kind in key.types)
 
 
 def value_of(config: Config, name: str) -> Any:

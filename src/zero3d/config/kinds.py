@@ -128,7 +128,7 @@ def _table(value: Any) -> Mapping[str, str]:
 
 
 def _groups(value: Any) -> tuple[Mapping[str, str | float], ...]:
-    """Return parameter groups: what each matches, and one number at least that is its own."""
+    """Return parameter groups: what each matches, and one setting at least that is its own."""
     groups = [value] if isinstance(value, Mapping) else value
     if not isinstance(groups, (list, tuple)) or not groups:
         raise ValueError
@@ -136,12 +136,13 @@ def _groups(value: Any) -> tuple[Mapping[str, str | float], ...]:
 
 
 def _group(value: Any) -> Mapping[str, str | float]:
-    if not isinstance(value, Mapping) or "match" not in value or not {*value} - {"match"} <= {*GROUP_NUMBERS}:
+    own = {*value} - {"match"} if isinstance(value, Mapping) else set()
+    if not own or "match" not in value or not own <= {*GROUP_NUMBERS, "name"} or not _text(value["match"]):
         raise ValueError
     numbers = {name: _number(value[name]) for name in GROUP_NUMBERS if name in value}
-    if not numbers or any(number < 0 for number in numbers.values()) or not _text(value["match"]):
+    if any(number < 0 for number in numbers.values()) or value.get("name", GROUP_RULES[0]) not in GROUP_RULES:
         raise ValueError
-    return {"match": value["match"], **numbers}
+    return {"match": value["match"], **({"name": value["name"]} if "name" in value else {}), **numbers}
 
 
 def _options(value: Any) -> Mapping[str, float | str | bool | None]:
@@ -162,7 +163,7 @@ def _option(value: Any) -> float | str | bool | None:
 
 OPTIONS = Mapping[str, float | str | bool | None]
 GROUPS = tuple[Mapping[str, str | float], ...]
-GROUP_NUMBERS = ("lr", "weight_decay")
+GROUP_NUMBERS, GROUP_RULES = ("lr", "weight_decay"), ("adamw", "muon")
 SOURCE: Mapping[str, Any] = {
     "type": "object",
     "required": ["path"],
@@ -208,7 +209,8 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             },
         ),
         GROUPS: Kind(
-            "a list of {match: text, lr: number, weight_decay: number} with one of the numbers from 0 or both",
+            "a list of {match: text, lr: number, weight_decay: number, name: adamw or muon} with one at least, numbers "
+            "from 0",
             _groups,
             {
                 "type": "array",
@@ -220,6 +222,7 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
                     "additionalProperties": False,
                     "properties": {
                         "match": {"type": "string", "minLength": 1},
+                        "name": {"enum": [*GROUP_RULES]},
                         **{name: {"type": "number", "minimum": 0} for name in GROUP_NUMBERS},
                     },
                 },

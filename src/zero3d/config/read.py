@@ -24,8 +24,9 @@ from zero3d.config.data_rules import data_problems
 from zero3d.config.evaluation import average_problems, evaluation_problems, schedule_problems
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
-from zero3d.config.kinds import describe_value
+from zero3d.config.kinds import OPTIONS, describe_value
 from zero3d.config.offload import refusals
+from zero3d.config.optimizers import optimizer_problems
 from zero3d.config.sections import Config
 from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.yaml_file import parse_yaml, read_yaml
@@ -149,6 +150,10 @@ def _override(word: str, settings: dict[str, Setting]) -> Iterator[Problem]:
     elif name in SECTIONS:
         example = next(key for key in KEYS if key.startswith(f"{name}."))
         yield Problem(name, where, f"{name} is a section: type one of its keys, such as {example}=VALUE.")
+    elif name not in KEYS and (table := name.rpartition(".")[0]) in KEYS and OPTIONS in KEYS[table].types:
+        before = settings[table].value if table in settings else None
+        both = {**(before if isinstance(before, Mapping) else {}), name.rpartition(".")[2]: text}
+        yield from _take(table, both, where, settings, override=True)
     else:
         other = settings.get(EITHER.get(name, ""))
         if other is not None and not other.override and text.lower() not in ("", "null", "none", "~"):
@@ -213,7 +218,10 @@ def _across(config: Config) -> Iterator[Problem]:
             yield Problem("zero.gather_budget", "", str(error))
     if (why := refuse_shrinking(config)) is not None:
         yield Problem("health.min_ranks", "", why)
-    of_sections = adapter_problems, data_problems, schedule_problems, average_problems, evaluation_problems, refusals
+    of_sections = (
+        adapter_problems, data_problems, schedule_problems, average_problems, evaluation_problems, optimizer_problems,
+        refusals,
+    )  # fmt: skip
     for problems in of_sections:
         yield from (Problem(name, "", why) for name, why in problems(config))
 

@@ -23,6 +23,7 @@ from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
+RULES = ("adamw", "muon")
 EXPORTS = ("adapter", "merged", "both")
 
 
@@ -134,8 +135,9 @@ class Train:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, its groups, and clipping."""
+    """AdamW or Muon, its groups, and clipping."""
 
+    name: str = key("adamw", "muon: Muon on the matrices of blocks, AdamW on all else", choices=RULES)
     lr: float = key(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)
     eps: float = key(1e-8, "added to the root of v", above=0)
@@ -146,8 +148,18 @@ class Optimizer:
     groups: tuple[Mapping[str, str | float], ...] | None = key(
         None,
         "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: "
-        "NUMBER}; "
+        "NUMBER}, with Muon also name: adamw or muon; "
         "the first group that matches counts, and the schedule is the same for all",
+    )
+    muon: Mapping[str, float | str | bool | None] | None = key(
+        None,
+        "of Muon: momentum (0.95), nesterov (true), ns_steps (5), adjust_lr (original, or match_rms_adamw, by default, "
+        "with which AdamW's lr and weight decay carry over)",
+    )
+    split: Mapping[str, str] | None = key(
+        None,
+        "with Muon: matrices that are fused in a parameter, as {NAME: STYLE} before what the model's own plan says: "
+        "none, equal:2, sizes:4096,1024,1024 or in_turn:64,64,64 along the outputs",
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -11,22 +10,26 @@ import torch
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.errors import ConfigError
+from zero3d.optim.find import describe
 from zero3d.optim.matrices import Range, ranges
 from zero3d.optim.muon_optimizer import MATRICES, MOMENTUM, MuonRule, MuonWithAdamW
 from zero3d.optim.orthogonal import Orthogonal, Seen
-from zero3d.optim.owners import Matrix, Owners, matrices_of
+from zero3d.optim.owners import WIRE, Matrix, Owners, matrices_of
 from zero3d.zero.layout import Slot
 from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
 
-def open_orthogonal(base: Foundation, optimizer: ShardedOptimizer) -> Callable[[], None]:
+def open_orthogonal(base: Foundation, optimizer: ShardedOptimizer) -> MatrixSteps:
     """Return what makes matrices orthogonal in a step. Raises ConfigError for what is gathered in tiles."""
     rule, torch_optimizer = base.options.optimizer.optimizer, optimizer.torch
     assert isinstance(rule, MuonRule)
     assert isinstance(torch_optimizer, MuonWithAdamW)
+    full = base.division.full_model
+    torch_optimizer.table = describe(full.shapes, full.trainable, base.resolved.matrices)
     seen = Seen(base.resolved.matrices, base.division.cuts)
-    for name, tile in base.division.full_model.tiles.items():
+    for name, tile in full.tiles.items():
         if tile.owner in seen.forms:
             raise ConfigError(
                 f"zero.gather_budget has {tile.owner} in tiles ({name}), and Muon needs whole matrices: pass a larger "
@@ -49,7 +52,7 @@ def open_orthogonal(base: Foundation, optimizer: ShardedOptimizer) -> Callable[[
             slot = owned.unit.layout.slots[owned.piece.slot]
             span = owned.piece.start, owned.piece.start + owned.master.numel()
             torch_optimizer.ranges[owned.master] = list(_factors(slot, seen, rule, span))
-    return partial(_make_orthogonal, optimizer, torch_optimizer, exchanges)
+    return MatrixSteps(optimizer, torch_optimizer, exchanges)
 
 
 def _owners(units: dict[int, Unit], seen: Seen, comm: Comm, steps: int) -> Owners:
@@ -92,19 +95,39 @@ def _ranges(slot: Slot, seen: Seen) -> Sequence[Range]:
     return list(ranges(here, form.split.dim, owners.tolist(), form.split.parts((whole[0], whole[1]))))
 
 
-def _make_orthogonal(optimizer: ShardedOptimizer, muon: MuonWithAdamW, exchanges: Sequence[Orthogonal]) -> None:
-    """Take gradients into their momenta, and make them orthogonal momentum."""
-    if optimizer.updates is not None:
-        optimizer.updates.finish()
-    for batch in optimizer.in_batches():
-        for number, group in enumerate(muon.param_groups):
-            own = [owned for owned in batch if owned.group == number] if group[MATRICES] else []
-            momenta = [optimizer.state_view(owned, MOMENTUM, owned.master.dtype) for owned in own]
-            gradients = [owned.gradient for owned in own]
-            near = [grad.to(momentum.device) for grad, momentum in zip(gradients, momenta, strict=True)]
-            muon.average(group, near, momenta)
-            for grad, made in zip(gradients, near, strict=True):
-                if made is not grad:
-                    grad.copy_(made)
-    for exchange in exchanges:
-        exchange.apply()
+class MatrixSteps:
+    """Takes gradients of matrices into their momenta, and makes them orthogonal momentum."""
+
+    def __init__(self, optimizer: ShardedOptimizer, muon: MuonWithAdamW, exchanges: Sequence[Orthogonal]) -> None:
+        self._optimizer, self._muon, self._exchanges = optimizer, muon, exchanges
+
+    def __call__(self) -> None:
+        """Do so, when gradients are final."""
+        optimizer = self._optimizer
+        if optimizer.updates is not None:
+            optimizer.updates.finish()
+        for batch in optimizer.in_batches():
+            for number, group in enumerate(self._muon.param_groups):
+                own = [owned for owned in batch if owned.group == number] if group[MATRICES] else []
+                momenta = [optimizer.state_view(owned, MOMENTUM, owned.master.dtype) for owned in own]
+                gradients = [owned.gradient for owned in own]
+                near = [grad.to(momentum.device) for grad, momentum in zip(gradients, momenta, strict=True)]
+                self._muon.average(group, near, momenta)
+                for grad, made in zip(gradients, near, strict=True):
+                    if made is not grad:
+                        grad.copy_(made)
+        for exchange in self._exchanges:
+            exchange.apply()
+
+    def traffic(self) -> dict[tuple[str, str, str], Moved]:
+        """Return by (axis, operation, unit) what a step moves."""
+        total: dict[tuple[str, str, str], Moved] = {}
+        for exchange in self._exchanges:
+            for key, moved in exchange.traffic().items():
+                total[key] = Moved(*map(sum, zip(total.get(key, Moved(0, 0, 0)), moved, strict=True)))
+        return total
+
+    @property
+    def held(self) -> int:
+        """The most bytes that travel at once."""
+        return WIRE * max(exchange.owners.held(exchange.comm.rank) for exchange in self._exchanges)

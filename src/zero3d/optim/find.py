@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -180,3 +180,33 @@ def groups_of(
         | {"match": "|".join(map(glob.escape, names)), "matrices": is_matrix}
         for (is_matrix, place), names in sorted(of_group.items())
     ]
+
+
+def describe(shapes: Mapping[str, Sequence[int]], trained: Collection[str], matrices: Mapping[str, Form]) -> list[str]:
+    """Say in lines which parameters get which rule, those of all blocks that are alike in one.
+
+    shapes    of all parameters, in model order; trained: names of those that are
+    """
+    rows: dict[tuple[str, str, str], int] = {}
+    for name in shapes:
+        if name in trained:
+            form, shape = matrices.get(name), list(shapes[name])
+            pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            seen = "" if form is None else _seen(form, shapes[name])
+            row = (ADAMW if form is None else MUON, pattern, f"{shape}{seen}")
+            rows[row] = rows.get(row, 0) + 1
+    return [
+        f"{rule:<6} {pattern} {what}{f' x {count}' if count > 1 else ''}"
+        for (rule, pattern, what), count in sorted(rows.items(), key=lambda item: item[0][0] != MUON)
+    ]
+
+
+def _seen(form: Form, shape: Sequence[int]) -> str:
+    """Say how a parameter is seen, where it is not one matrix."""
+    parts, many = form.parts(shape), form.matrices(shape)
+    said = [f"{many} matrices"] if many > 1 else []
+    if form.split is not None:
+        said.append("each of " * (many > 1) + " + ".join(map(str, map(list, parts))))
+    elif len(shape) > 2 and not form.stacked:
+        said.append(f"as {list(parts[0])}")
+    return f": {', '.join(said)}" if said else ""

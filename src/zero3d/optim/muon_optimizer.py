@@ -35,6 +35,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> None:
+        self.table: list[str] = []  # which parameters get which rule
         self.ranges: dict[Tensor, list[tuple[int, int, float]]] = {}
         own = [group | {MATRICES: bool(group.get(MATRICES))} for group in groups]
         super().__init__([{**(muon if group[MATRICES] else adamw), **group} for group in own], {})

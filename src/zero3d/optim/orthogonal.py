@@ -23,11 +23,12 @@ from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.optim.matrices import Form, Split
 from zero3d.optim.muon_optimizer import MuonWithAdamW
-from zero3d.optim.owners import Owners, share_out
+from zero3d.optim.owners import WIRE, Owners
 from zero3d.shards.cuts import Cut
+from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
-NAME = "matrices"  # in the ledger
+NAME, OF_EXPERTS = "matrices", "matrices of experts"  # in the ledger
 HALF = torch.bfloat16
 
 
@@ -64,6 +65,7 @@ class Orthogonal:
     ) -> None:  # fmt: skip
         self._optimizer, self._units, self.owners, self._seen = optimizer, units, owners, seen
         self._comm, self._tp, self._arena, self._batches = comm, tp, arena, batches
+        self.name = OF_EXPERTS if any(unit.layout.of_experts for unit in units.values()) else NAME
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -79,6 +81,16 @@ class Orthogonal:
                 rounds[number - 1].end()
         if rounds:
             rounds[-1].end()
+
+    def traffic(self) -> dict[tuple[str, str, str], Moved]:
+        """Return by (axis, operation, unit) what a step moves."""
+        comm, tp = self._comm, self._tp
+        there, over_tp = self.owners.moved(comm.rank), self.owners.moved_over_tp(comm.rank, tp.rank, tp.size)
+        moved = {
+            (comm.axis, "all_gather" if self.owners.whole else "pass_rows", self.name): there,
+            (tp.axis, "pass_rows", self.name): over_tp if tp.size > 1 else (0, 0),
+        }
+        return {key: Moved(calls, elements, WIRE * elements) for key, (calls, elements) in moved.items() if calls}
 
     # --- what rounds ask -------------------------------------------------------------------------
 
@@ -116,14 +128,13 @@ class Orthogonal:
 
     def _over_tp(self, indices: Sequence[int], values: Sequence[Tensor]) -> None:
         """Join slices that tp ranks have: matrices of this owner are shared out once more, over tp."""
-        tp = self._tp
-        owners = share_out([self.owners.matrices[index].cost for index in indices], tp.size)
-        of_rank = [[n for n, owner in enumerate(owners) if owner == rank] for rank in range(tp.size)]
+        tp, turn = self._tp, [(), indices]
+        of_rank = self.owners.over_tp(turn, 1, tp.size)
         sends = [sum(values[n].numel() for n in of) for of in of_rank]
         mine = of_rank[tp.rank]
         receives = [sends[tp.rank]] * tp.size
         rows = torch.cat([values[n].reshape(-1) for of in of_rank for n in of])
-        came = tp.pass_rows(rows, sends, receives, NAME).view(tp.size, -1)
+        came = tp.pass_rows(rows, sends, receives, self.name).view(tp.size, -1)
         starts = list(accumulate((values[n].numel() for n in mine), initial=0))
         whole = []
         for n, at in zip(mine, starts, strict=False):
@@ -136,7 +147,7 @@ class Orthogonal:
             for n, matrix in zip(mine, whole, strict=True)
         ]
         rows = torch.cat(back) if back else came.new_empty(0)
-        came = tp.pass_rows(rows, receives, sends, NAME)
+        came = tp.pass_rows(rows, receives, sends, self.name)
         order = [n for of in of_rank for n in of]
         for n, part in zip(order, torch.split(came, [values[n].numel() for n in order]), strict=True):
             values[n].copy_(part.view(values[n].shape))
@@ -208,7 +219,7 @@ class Round:
         self._came = self._mine
         if self._comm.size > 1:
             self._came = of.borrow(sum(self._receives))
-            self._pending = self._comm.start_rows(self._mine, self._sends, self._came, self._receives, NAME)
+            self._pending = self._comm.start_rows(self._mine, self._sends, self._came, self._receives, of.name)
 
     def compute(self) -> None:
         """Make the matrices that came orthogonal, and send them back."""
@@ -228,9 +239,9 @@ class Round:
             of.give_back(values)
         if of.owners.whole:
             slot = self._mine.view(self._comm.size, -1)[self._comm.rank]
-            self._pending = self._comm.all_gather(self._mine, slot, NAME)
+            self._pending = self._comm.all_gather(self._mine, slot, of.name)
         elif self._comm.size > 1:
-            self._pending = self._comm.start_rows(self._came, self._receives, self._mine, self._sends, NAME)
+            self._pending = self._comm.start_rows(self._came, self._receives, self._mine, self._sends, of.name)
 
     def end(self) -> None:
         """Take what came back into the gradients' place."""

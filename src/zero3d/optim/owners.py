@@ -152,6 +152,38 @@ class Owners:
             elements += sum(sends) - sends[rank] + sum(receives) - receives[rank]  # there, and back as owner
         return 2 * len(self.rounds), elements
 
+    def over_tp(self, turn: Sequence[Sequence[int]], rank: int, tp: int) -> list[list[int]]:
+        """Return which of a rank's matrices of a round each tp rank makes orthogonal: places in `turn[rank]`.
+
+        Those that tp does not cut are everybody's own: none.
+        """
+        own = turn[rank]
+        if not own or not self.matrices[own[0]].cut:
+            return [[] for _ in range(tp)]
+        owners = share_out([self.matrices[index].cost for index in own], tp)
+        return [[place for place, owner in enumerate(owners) if owner == each] for each in range(tp)]
+
+    def moved_over_tp(self, rank: int, tp_rank: int, tp: int) -> tuple[int, int]:
+        """Return the calls of a step over tp, and the elements that a tp rank sends in them."""
+        calls = elements = 0
+        for turn in self.rounds:
+            shared = self.over_tp(turn, rank, tp)
+            sizes = [sum(self.matrices[turn[rank][place]].numel for place in places) for places in shared]
+            calls += 2 * any(sizes)
+            elements += sum(sizes) - sizes[tp_rank] + (tp - 1) * sizes[tp_rank]  # slices there, results back
+        return calls, elements
+
+    def held(self, rank: int) -> int:
+        """Return the most elements that travel or are together on a rank at once: of a round and its neighbours."""
+        buffers, values = [], []
+        for turn in self.rounds:
+            own = sum(self.matrices[index].numel for index in turn[rank])
+            alone = self.whole or self.n == 1
+            received = self.n * self.widest(turn) if self.whole else own
+            buffers.append(received if alone else received + sum(self.sends(turn, rank)))
+            values.append(0 if alone or len(turn[rank]) < 2 else own)
+        return max((sum(buffers[max(i - 1, 0) : i + 2]) + values[i] for i in range(len(buffers))), default=0)
+
     def costs(self) -> list[int]:
         """Return the operations of every rank."""
         costs = [0] * self.n

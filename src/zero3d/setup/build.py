@@ -20,7 +20,7 @@ from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
 from zero3d.setup.inputs import open_inputs, open_mesh
 from zero3d.setup.losses import next_token_loss
-from zero3d.setup.optimizer import adamw, parameter_groups
+from zero3d.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.setup.schedule import scheduler
 
 
@@ -38,7 +38,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         partition_activations=config.mesh.partition_activations,
         precision=precision_of(config),
         reduce_dtype=config.zero.reduce_dtype,
-        optimizer=adamw(config.optimizer),
+        optimizer=optimizer_of(config.optimizer),
         scheduler=scheduler(config.schedule, steps, config.optimizer.lr),
         param_groups=parameter_groups(model, config.optimizer),
         clip_norm=config.optimizer.clip_norm,

@@ -1,4 +1,4 @@
-"""AdamW and its parameter groups."""
+"""AdamW or Muon, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ import torch
 from torch import nn
 
 from zero3d.config import Optimizer
+from zero3d.config.optimizers import muon_options
 from zero3d.models.names import check_patterns, matches
+from zero3d.optim import muon
+
+
+def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the builder of the optimizer that a configuration names."""
+    if choice.name == "adamw":
+        return adamw(choice)
+    return muon(
+        choice.lr, weight_decay=choice.weight_decay, betas=choice.betas, adamw_eps=choice.eps, split=choice.split,
+        **muon_options(choice.muon),
+    )  # fmt: skip
 
 
 def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
@@ -41,7 +53,8 @@ def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]
         names.setdefault((place, _decays(name, p, choice.no_decay)), []).append(name)
     if not own:
         names.pop((0, True), None)
-    settings: list[dict[str, Any]] = [{}, *({key: value for key, value in of.items() if key != "match"} for of in own)]
+    left_out = {"match"} if choice.name == "muon" else {"match", "name"}
+    settings: list[dict[str, Any]] = [{}, *({key: of[key] for key in of if key not in left_out} for of in own)]
     return [
         {"match": "|".join(map(glob.escape, names[place, decays])), **settings[place]}
         | ({} if decays else {"weight_decay": 0.0})

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
+from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.memory.blocks import padded
@@ -205,8 +206,20 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         if exact or policy.reduce == "every_micro_batch"
         else 0,
         "wire": ring
-        + max(WINDOW * moving + adding, 4 * scratch_of(masters, engine.mesh.device.type), update, _of_averages(engine)),
+        + max(
+            WINDOW * moving + adding,
+            4 * scratch_of(masters, engine.mesh.device.type),
+            update,
+            _of_averages(engine),
+            _of_matrices(engine),
+        ),
     }
+
+
+def _of_matrices(engine: Engine) -> int:
+    """Return the bytes of pieces of matrices on their way to owners and back (Muon)."""
+    matrices = engine.optimizer.orthogonal
+    return matrices.held if isinstance(matrices, MatrixSteps) else 0
 
 
 def _of_averages(engine: Engine) -> int:

@@ -296,6 +296,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
         _vocabulary(inputs),
         *filter(None, [described(engine)]),
+        *getattr(engine.optimizer.torch, "table", ()),
     ]
 
 

@@ -6,6 +6,7 @@ all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_
 send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
 all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
+pass_rows (dp), pass_rows (tp)              of Muon's matrices to their owners and back (optim/owners.py)
 pass_rows (ep), exchange (ep)               expert_traffic of all rows that routers sent to other ranks' experts
 exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
                                             gradients, once a step
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zero3d.engine.engine import Engine
+from zero3d.engine.muon import MatrixSteps
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
 from zero3d.tensor_parallel.traffic import tensor_traffic
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
@@ -123,6 +125,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
             | planned_tensor(engine, counts)
             | planned_model_group(engine, counts.steps)
             | planned_experts(engine, traffic.passed)
+            | planned_matrices(engine, counts.applied)
         )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
@@ -188,6 +191,17 @@ def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> dict[tuple[
         planned[_on("ep", "pass_rows"), name] = moved["pass_rows"]
         before = planned.get((_on("ep", "exchange"), "-"), NOTHING)
         planned[_on("ep", "exchange"), "-"] = Moved(*map(sum, zip(before, moved["exchange"], strict=True)))
+    return planned
+
+
+def planned_matrices(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, unit): pieces of matrices to their owners and back (Muon), in applied steps."""
+    matrices = engine.optimizer.orthogonal
+    moved = matrices.traffic() if isinstance(matrices, MatrixSteps) else {}
+    planned: dict[tuple[str, str], Moved] = {}
+    for (axis, op, unit), figures in moved.items():
+        before = planned.get((_on(axis, op), unit), NOTHING)
+        planned[_on(axis, op), unit] = Moved(*(a + steps * b for a, b in zip(before, figures, strict=True)))
     return planned
 
 
