@@ -46,7 +46,7 @@ _HOME = {
     "DataError": "errors",
     "RankError": "errors",
 }
-__all__ = [*_HOME, "optim"]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -118,3 +118,27 @@ def test_experts_are_made_orthogonal_one_by_one_at_any_ep(ranks, family):
     of_one = ranks(1, with_experts, family, [(1, 3)])[0]
     cases = [(1, 3), (2, 1), (4, 3)]
     assert ranks(4, with_experts, family, cases)[0] == of_one * len(cases)
+
+
+# --- going on ---------------------------------------------------------------------------------------
+
+
+def go_on(folder, stage, reduce, precision, steps):
+    """Load if there is something, train some steps, save."""
+    engine = engine_of(stage=stage, reduce=reduce, precision=precision)
+    if steps.start:
+        engine.load(folder)
+    curve = train(engine, steps)
+    engine.save(folder)
+    return curve, engine.fingerprint(), engine.resumed
+
+
+def test_going_on_at_another_dp_is_the_uninterrupted_run(ranks, tmp_path):
+    straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", "bf16", range(6))[0]
+    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 4), (2, 2, "every_step", 4, 6)], []
+    for dp, stage, reduce, first, stop in parts:
+        outcome = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, "bf16", range(first, stop))[0]
+        curve += outcome[0]
+        assert outcome[2].startswith("bitwise") or not first
+    assert curve == straight
+    assert outcome[1] == states

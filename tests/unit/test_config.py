@@ -80,7 +80,7 @@ MISTAKES = [  # in the file, the key that is named, the hint
     ("zero_optimization: {stage: 2}", "zero_optimization", "Here it is zero."),
     ("zero: {offload_optimizer: {device: cpu}}", "zero.offload_optimizer", "Here it is offload.optimizer."),
     ("nvme_path: /local", "nvme_path", "offload.directory"),
-    ("optimizer: {type: AdamW}", "optimizer.type", "always AdamW"),
+    ("optimizer: {type: AdamW}", "optimizer.type", "optimizer.name"),
     # types
     ("zero: 3", "zero", "is a section: write keys under it, such as zero.stage"),
     ("zero: {stage: two}", "zero.stage", "a whole number from 0 to 3; found the text 'two'"),

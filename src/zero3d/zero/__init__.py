@@ -5,7 +5,8 @@ policy, weights, gradients, unit   what units share; the parameters gathered, re
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
 masters, state_spans, updates      what the optimizer updates, whole or in halves; where which states are
-accumulation, optimizer            when a step is due; the step: norm, clip, update, refresh
+accumulation, optimizer_states     when a step is due; a torch optimizer over pieces, its states in flat buffers
+optimizer                          the step: norm, clip, update, refresh
 host_update, rounding              Adam's update on the host, in chunks; its moments in bf16
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step

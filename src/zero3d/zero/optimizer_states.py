@@ -1,0 +1,207 @@
+"""A torch optimizer over this rank's pieces of masters, and its states in flat buffers or records.
+
+pieces     1-D tensors of parameters' parts, in model order; each is a key of the optimizer's `state`
+states     by name: a view of its unit's flat buffer, which lives as long as the engine, or what stands for a record
+spans      where in a unit a state is, if not all groups have it (state_spans.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero3d.distributed.collectives import same_memory
+from zero3d.memory.arena import Arena
+from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
+from zero3d.zero.record_masters import absent
+from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.state_spans import Span, span_of
+from zero3d.zero.unit import Unit
+from zero3d.zero.updates import MasterPiece
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class OptimizerStates:
+    """Owns the torch optimizer over this rank's pieces and the flat buffers of its states.
+
+    updates  of units whose states are in records, all trainable ones or none
+    build    groups of pieces -> torch optimizer
+    """
+
+    updates: RecordUpdates | None = None
+
+    def __init__(
+        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int, arena: Arena,
+    ) -> None:  # fmt: skip
+        self._units = [unit for unit in units if unit.grads is not None]
+        self._arena = arena
+        self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
+        self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
+        self._flat: dict[tuple[str, str], Tensor] = {}
+        self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
+        if type(self.torch).__name__ in NOT_ELEMENTWISE:
+            refuse_kind(self.torch)
+        self._state_names = [state_names(self.torch, group) for group in self.torch.param_groups]
+        self._known = {key for names in self._state_names for key in names or ()}
+        self._store_first()
+        self._prefill()
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The trainable ones."""
+        return self._units
+
+    def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
+        for unit in self._units:
+            for place, piece in enumerate(unit.weights.update_pieces(unit.comm.rank)):
+                slot = unit.layout.slots[piece.slot]
+                about = unit, slot.name, slot.shape, order[slot.name], slot.group
+                for part, master in unit.weights.masters.parts(piece):
+                    yield MasterPiece(*about, part, place, part.start - piece.start, master)
+
+    def _prefill(self) -> None:
+        """Make the states that are known (`state_names`) at the start: memory does not grow at the first step."""
+        wide = torch.get_default_dtype() == torch.float64
+        for owned in self.pieces:
+            group, names = self.torch.param_groups[owned.group], self._state_names[owned.group]
+            if names is None:
+                continue
+            fused = group.get("fused", False)
+            dtype = torch.float64 if wide and not fused else torch.float32
+            device = owned.master.device if fused else "cpu"
+            self.torch.state[owned.master] = {"step": torch.zeros((), dtype=dtype, device=device)}
+            for key in names:
+                self.put_state(owned, key)
+
+    def _store_first(self) -> None:
+        """Put the states that an optimizer makes when it is built into records, where their pieces are in some."""
+        of_bucket: dict[int, list[MasterPiece]] = {}
+        for owned in self.pieces:
+            if owned.records is not None and any(map(_is_flat, self.torch.state.get(owned.master, {}).values())):
+                of_bucket.setdefault(owned.bucket.record, []).append(owned)
+        for pieces in of_bucket.values():
+            assert pieces[0].records is not None
+            with pieces[0].records.opened(pieces[0].bucket) as fields:
+                for owned in pieces:
+                    states, start = self.torch.state[owned.master], owned.piece.offset - owned.bucket.start
+                    for key in [key for key, value in states.items() if _is_flat(value)]:
+                        fields[key][start : start + owned.master.numel()].copy_(states[key])
+                        states[key] = absent(states[key])
+
+    def put_state(self, owned: MasterPiece, key: str) -> None:
+        """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
+        dtype = owned.master.dtype
+        view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
+        self.torch.state[owned.master][key] = view
+
+    def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
+
+        A record may be written while it is open (`in_batches`), else only read.
+        """
+        if owned.records is not None:
+            start = owned.piece.offset - owned.bucket.start
+            return owned.records.view(owned.bucket, key)[start : start + owned.master.numel()]
+        span = self.span(owned.unit, key)
+        assert span is not None
+        if (owned.unit.name, key) not in self._flat:
+            flat = self._arena.allocate("optimizer", span.stop - span.start, span.used, dtype)
+            self._flat[owned.unit.name, key] = flat
+        start = owned.piece.offset - span.start
+        return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
+
+    def span(self, unit: Unit, key: str) -> Span | None:
+        """Return where a state of a unit's elements is, of what this rank updates; None where it has none."""
+        pieces, elements = unit.weights.update_pieces(unit.comm.rank), unit.weights.shard_or_full.numel()
+
+        def has(slot: int) -> bool:
+            names = self._state_names[unit.layout.slots[slot].group]
+            return names is None or key in names or key not in self._known
+
+        return span_of(pieces, has, elements, unit.weights.used)
+
+    def flat_state(self, unit: Unit, key: str) -> Tensor | None:
+        """Return a unit's flat buffer of a state, or None where this rank has none of it."""
+        return self._flat.get((unit.name, key))
+
+    def states_of(self, owned: MasterPiece) -> dict[str, Any]:
+        """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
+        states = dict(self.torch.state.get(owned.master, {}))
+        if owned.records is not None:
+            states |= {
+                key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
+            }
+        return states
+
+    def in_batches(self) -> Iterator[Sequence[MasterPiece]]:
+        """Yield all pieces, some at a time, whose masters and states may be written until the next are yielded."""
+        if self.updates is None:
+            yield self.pieces
+            return
+        for unit, portions in self.updates.portions.items():
+            with unit.weights.place.opened(True):
+                for portion in portions:
+                    with portion.records.opened(portion.bucket):
+                        yield portion.pieces
+
+    def adopt(self) -> None:
+        """Move states that an optimizer made at its first step into flat buffers."""
+        for owned in self.pieces:
+            state = self.torch.state[owned.master]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == owned.master.shape and value.dim() == 1:
+                    view = self.state_view(owned, key, value.dtype)
+                    if not same_memory(value, view):
+                        state[key] = view.copy_(value)
+        self._adopted = [(state, dict(state)) for state in self.torch.state.values()]
+
+    def adopt_new(self) -> None:
+        """Do so where the optimizer has made or replaced one since."""
+        if not self._adopted or any(_differs(*states) for states in self._adopted):
+            self.adopt()
+
+    def state_bytes(self, unit: Unit) -> int:
+        """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
+        stored = unit.weights.masters.stored  # what is in records is counted there
+        beside = 0 if stored is None else stored.dtype.itemsize
+        return beside + sum(width for span, width in self._states(unit) if span.covers(unit.weights.shard_or_full))
+
+    def states_of_some(self, unit: Unit) -> tuple[Fraction, Fraction]:
+        """Return the bytes of states that some of its parameters have alone, and those of their padding."""
+        used = padding = Fraction(0)
+        for span, width in self._states(unit):
+            if not span.covers(unit.weights.shard_or_full):
+                used += span.used * width
+                padding += (span.stop - span.start - span.used) * width
+        return used, padding
+
+    def _states(self, unit: Unit) -> Iterator[tuple[Span, int]]:
+        """Yield the span of each state of a unit, and bytes of an element."""
+        for (name, key), flat in self._flat.items():
+            span = self.span(unit, key) if name == unit.name else None
+            if span is not None:
+                yield span, flat.dtype.itemsize
+
+
+def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the states as long as a piece that an optimizer has for a group; None where only its first step says."""
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return None if any(each["amsgrad"] for each in optimizer.param_groups) else MOMENTS
+    names: tuple[str, ...] | None = getattr(optimizer, "state_names", lambda group: None)(group)
+    return names
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
+
+
+def _differs(state: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Say whether an optimizer has made or replaced a state since `known`."""
+    return len(state) != len(known) or any(state.get(key) is not value for key, value in known.items())
