@@ -46,7 +46,7 @@ def one_unit(numel, trainable=True):
     ("disk", (2, 4), 8, 12), ("disk", (2, 2), 8, 12), ("disk", (2, 2), 4, 8), ("disk", (4, 0), 8, 8),
 ])  # fmt: skip
 def test_bytes_of_an_element_in_records(place, widths, moments, bytes_):
-    unit = UnitStates(1000, *widths, moments)
+    unit = UnitStates(1000, *widths, [(1000, moments)])
     records = list(placed_records([unit], Offload(place), bucket=400))
     assert [(record.elements, record.nbytes) for record in records] == [
         (400, 400 * bytes_), (400, 400 * bytes_), (200, 200 * bytes_),
@@ -56,7 +56,7 @@ def test_bytes_of_an_element_in_records(place, widths, moments, bytes_):
 
 
 def test_weights_on_a_disk_are_records_of_their_own_and_frozen_ones_are_there_once():
-    units = [UnitStates(100, 2, 2, 8), UnitStates(300, 2, 2, 8, trainable=False)]
+    units = [UnitStates(100, 2, 2, [(100, 8)]), UnitStates(300, 2, 2, [(300, 8)], trainable=False)]
     found = list(placed_records(units, Offload("disk", "disk"), bucket=64))
     told = [(record.unit, record.kind, record.place, record.nbytes, record.slots) for record in found]
     assert told == [
@@ -66,15 +66,21 @@ def test_weights_on_a_disk_are_records_of_their_own_and_frozen_ones_are_there_on
 
 
 def test_states_stay_on_the_device_where_weights_alone_leave():
-    (states_, weights) = placed_records([UnitStates(100, 2, 4, 8)], Offload(params="host"), bucket=128)
+    (states_, weights) = placed_records([UnitStates(100, 2, 4, [(100, 8)])], Offload(params="host"), bucket=128)
     assert (states_.kind, states_.place, states_.held) == ("optimizer", "device", 1200)
     assert (weights.kind, weights.place, weights.held) == ("parameters", "host", 4096)
 
 
 def test_what_is_needed_last_leaves_first():
-    units = [UnitStates(100, 2, 4, 8)] * 4
+    units = [UnitStates(100, 2, 4, [(100, 8)])] * 4
     found = placed_records(units, Offload("host", fraction=0.3), bucket=100)
     assert [record.place for record in found] == ["device", "device", "host", "host"]
+
+
+def test_records_are_cut_where_states_differ():
+    (first, *rest) = placed_records([UnitStates(100, 2, 4, [(30, 8), (70, 4)])], Offload("host"), bucket=50)
+    assert (first.elements, first.nbytes) == (30, 30 * 12)
+    assert [(record.elements, record.nbytes) for record in rest] == [(50, 50 * 8), (20, 20 * 8)]
 
 
 # --- states of a rank -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from zero3d.cli import plan_explain, plan_theory
 from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
 from zero3d.cli.plan_theory import parse_params
 from zero3d.config import Config, to_dict
+from zero3d.config.sections import RULES
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload", default="auto",
         help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
     )  # fmt: skip
+    parser.add_argument("--optimizer", default="adamw", help=f"{' or '.join(RULES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
@@ -95,10 +97,14 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
     if arguments.offload not in OFFLOADS:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
+    if arguments.optimizer not in RULES:
+        raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(RULES)}.")
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    target = Target(_sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload)
+    target = Target(
+        _sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload, arguments.optimizer
+    )
     result = search(model, cluster, target, evaluate)
     if not result.rows:
         if arguments.assert_fits:
@@ -107,7 +113,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = result.rows[0]
     used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, target.sequences, target.limit, evaluate)
+    rungs = ladder(model, used, target.sequences, target.limit, evaluate, target.optimizer)
     knobs = what_if(best, model, used, evaluate)
     answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price)
     _write(arguments, answer, path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-import torch
-
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.errors import ConfigError
@@ -89,10 +87,12 @@ def _ranges(slot: Slot, seen: Seen) -> Sequence[Range]:
     whole = here if cut is None else cut.logical_shape(here)
     if form.split is None:
         return [(0, prod(here), (whole[0], whole[1]))]
-    owners = torch.tensor(form.split.owners((whole[0], whole[1])))
+    owners = form.split.owners((whole[0], whole[1]))
     if cut is not None and cut.dim == form.split.dim:
-        owners = cut._replace(dim=0).take(owners)
-    return list(ranges(here, form.split.dim, owners.tolist(), form.split.parts((whole[0], whole[1]))))
+        local = (len(owners) // cut.size,)
+        boxes = cut._replace(dim=0).boxes(((0, local[0]),), local)
+        owners = [owners[place] for ((start, stop),), _ in boxes for place in range(start, stop)]
+    return list(ranges(here, form.split.dim, owners, form.split.parts((whole[0], whole[1]))))
 
 
 class MatrixSteps:

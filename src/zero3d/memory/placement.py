@@ -75,12 +75,15 @@ def leave_device(nbytes: Sequence[int], fraction: float, place: str) -> list[str
 
 
 class UnitStates(NamedTuple):
-    """What a rank updates of a unit. elements: of its storage, padding among them; else bytes of each, as above."""
+    """What a rank updates of a unit: elements of its storage, padding among them, and bytes of each, as above.
+
+    states  (elements, bytes of all their optimizer states), cut where these differ
+    """
 
     elements: int
     weight: int
     master: int
-    states: int
+    states: Sequence[tuple[int, int]]
     gradient: int = 4
     trainable: bool = True
 
@@ -112,10 +115,15 @@ def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -
     units  in the order in which a forward needs them
     """
     trained = [number for number, unit in enumerate(units) if unit.trainable]
-    cuts = [(n, stop - start) for n in trained for start, stop in bucket_ranges(units[n].elements, bucket)]
+    cuts = [
+        (n, stop - start, states)
+        for n in trained
+        for elements, states in units[n].states
+        for start, stop in bucket_ranges(elements, bucket)
+    ]
 
-    def nbytes(number: int, elements: int, place: str) -> int:
-        widths = record_widths(*units[number][1:4], place)
+    def nbytes(number: int, elements: int, states: int, place: str) -> int:
+        widths = record_widths(units[number].weight, units[number].master, states, place)
         beside = widths.weight if offload.params != "none" else 0  # a disk has them as records of their own
         return (widths.total - beside) * elements
 

@@ -14,6 +14,7 @@ import fnmatch
 import glob
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -69,7 +70,7 @@ def find_matrices(
         used |= {pattern} if pattern is not None else set()
         shape, dim = form.shape_of(tuple(p.shape)), _outputs(owner, stacked)
         style = _fused(model, owner, stacked, shape[dim], packed) if pattern is None else split[pattern]
-        found[name] = form._replace(split=read_split(name, style, shape, dim))
+        found[name] = replace(form, split=read_split(name, style, shape, dim))
     for pattern in split:
         if pattern not in used:
             raise ConfigError(f"optimizer.split: {pattern!r} names no matrix of {type(model).__name__}.")

@@ -10,9 +10,9 @@ fused along its outputs     sizes (4, 2, 2), one behind the other    q q q q k k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from math import prod, sqrt
-from typing import NamedTuple
 
 from zero3d.errors import ConfigError
 
@@ -24,7 +24,8 @@ STEPS = 5  # of Newton-Schulz
 Range = tuple[int, int, tuple[int, int]]  # of a flat matrix: start, stop, shape of the matrix that it is part of
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """Several matrices in one: dimension `dim` is runs of these sizes, again and again.
 
     One that is whole has one size.
@@ -44,7 +45,8 @@ class Split(NamedTuple):
         return run * (shape[self.dim] // len(run))
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """How a parameter is seen.
 
     stacked  it is [experts, A, B]

@@ -13,6 +13,7 @@ activations                       activations                 - (a setting of th
 partition_activations             mesh.partition_activations  -
 offload_activations               offload.activations         -
 precision                         precision                   bf16.enabled
+optimizer                         optimizer.name              refused but AdamW
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "activations": plan.activations,
         }
         | ({"offload": away} if away else {})
+        | ({"optimizer": {"name": plan.optimizer}} if plan.optimizer != "adamw" else {})
         | saves
         | health
     )
@@ -88,7 +90,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
         partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
         asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay, ema=config.train.ema,
-        ep=degrees.ep, experts=mesh.experts,
+        ep=degrees.ep, experts=mesh.experts, optimizer=config.optimizer.name,
     )  # fmt: skip
 
 
@@ -101,6 +103,8 @@ def _tiers(config: Config) -> dict[str, Any]:
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     """Return DeepSpeed's JSON of a run without pipelines. Raises ConfigError."""
+    if plan.optimizer != "adamw":
+        raise ConfigError("--emit-deepspeed: DeepSpeed's Muon is another one: pass --optimizer adamw.")
     if plan.ep > 1:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say ep={plan.ep}: its experts are layers written for it."

@@ -37,9 +37,13 @@ class Rung(NamedTuple):
     fits: bool
 
 
-def ladder(model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate) -> list[Rung]:
+def ladder(
+    model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = "adamw"
+) -> list[Rung]:
     """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
-    plan = ParallelPlan(dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full")
+    plan = ParallelPlan(
+        dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full", optimizer=optimizer
+    )
     rungs = []
     for name, (stage, offload) in RUNGS.items():
         rung_plan = faster_reduction(model, replace(plan, stage=stage, offload=offload), cluster)

@@ -38,6 +38,7 @@ from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
+from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
@@ -149,6 +150,7 @@ class _Rank:
         self.plan, self.stage = plan, stage
         self.chunks, self.units, _, _ = rank_model(model, plan, stage)
         self.shard: States = states(model, plan, stage)
+        self._matrices = float(matrices_held(model, plan, stage))  # that travel in a step
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
         self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
@@ -277,7 +279,8 @@ class _Rank:
     def _step(self) -> Peak:
         """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
         if self.plan.tiers.states:
-            return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=self._bucket_scratch()))
+            scratch = max(self._bucket_scratch(), self._matrices)
+            return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = [unit.layout.shard if self.plan.stage > 0 else unit.layout.total for unit in units]
@@ -288,7 +291,7 @@ class _Rank:
         if self.plan.averages:
             longest = max(share, default=0)
             scratch = max(scratch, WIDTHS[self.plan.precision].reduced * update_scratch(longest, "cuda"))
-        return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
+        return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=max(scratch, self._matrices)))
 
     def _bucket_scratch(self) -> float:
         """Return the scratch in which the longest bucket is updated on the device: fp32 of what is kept in 16 bits.

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
@@ -30,6 +31,8 @@ class RankUnit(NamedTuple):
     itemsize  bytes per element
     largest   elements of its largest parameter
     sources   0, unless these are experts: ranks whose tokens give gradients that are kept apart
+    forms     numbers of slots that are matrices, and how each is seen
+    degrees   of these, over how many tp ranks each is cut
     """
 
     owner: str
@@ -38,6 +41,8 @@ class RankUnit(NamedTuple):
     itemsize: int
     largest: int
     sources: int = 0
+    forms: tuple[tuple[int, Form], ...] = ()
+    degrees: tuple[tuple[int, int], ...] = ()
 
     @property
     def used(self) -> int:
@@ -159,14 +164,26 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
     layout = UnitLayout.for_experts(local, plan.dp, plan.ep)
     sources = plan.ep if plan.experts == "exact" else 1
-    return RankUnit(owner, layout, trainable, width, max(slot.numel for slot in layout.slots), sources)
+    largest = max(slot.numel for slot in layout.slots)
+    return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
 
 
 def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
     for weight in weights:
         check_cut(weight, plan.tp)
     layout = UnitLayout([(weight.name, weight.local(plan.tp), weight.group) for weight in weights], plan.dp)
-    return RankUnit(owner, layout, trainable, width, max(slot.numel for slot in layout.slots))
+    largest = max(slot.numel for slot in layout.slots)
+    return RankUnit(owner, layout, trainable, width, largest, 0, *_matrices(layout, weights, plan.tp))
+
+
+def _matrices(
+    layout: UnitLayout, weights: Sequence[Weight], tp: int
+) -> tuple[tuple[tuple[int, Form], ...], tuple[tuple[int, int], ...]]:
+    """Return the forms of a unit's matrices by the number of the slot, and over how many tp ranks each is cut."""
+    by_name = {weight.name: weight for weight in weights}
+    slots = [(number, by_name[slot.name]) for number, slot in enumerate(layout.slots)]
+    forms = tuple((number, weight.form) for number, weight in slots if weight.form is not None)
+    return forms, tuple((number, tp) for number, weight in slots if weight.form is not None and weight.cut is not None)
 
 
 def itemsize(weight: Weight, precision: str) -> int:

@@ -83,12 +83,14 @@ class Target(NamedTuple):
     sequences  of a step over all ranks
     limit      bytes of a GPU that may be used
     offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
+    optimizer  adamw, muon
     """
 
     sequences: int
     limit: float
     goal: str = "fastest"
     offload: str = "auto"
+    optimizer: str = "adamw"
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> SearchResult:
@@ -179,7 +181,7 @@ def _groups(
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
                         dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
-                        schedule=schedule, virtual=virtual, ep=ep,
+                        schedule=schedule, virtual=virtual, ep=ep, optimizer=target.optimizer,
                     )  # fmt: skip
                     plan = replace(plan, **pipeline_moments(stage, pp), **away)
                     yield list(_micro_batches(plan, sequences, len(model.blocks), account))

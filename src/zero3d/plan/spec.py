@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 from zero3d.memory.offload import Offload
+from zero3d.optim.matrices import Form
 
 KINDS = ("embedding", "block", "head")
 
@@ -34,6 +35,7 @@ class Weight:
     blocks     equal blocks of that dimension, each of which tp divides (fused matrices)
     itemsize   bytes per element where the model keeps it in another dtype than the run's
     stacked    it is [experts, ...], which ep divides
+    form       how it is seen as matrices, where Muon would take it
     """
 
     name: str
@@ -44,6 +46,7 @@ class Weight:
     itemsize: int | None = None
     blocks: int = 1
     stacked: bool = False
+    form: Form | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -284,6 +287,7 @@ class ParallelPlan:
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     ep             ranks, neighbours on dp, that share each layer's experts out
     experts        exact, fast (one product of what all ep ranks send)
+    optimizer      adamw, muon
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -317,6 +321,7 @@ class ParallelPlan:
     ema: float | None = None
     ep: int = 1
     experts: str = "exact"
+    optimizer: str = "adamw"
 
     @property
     def averages(self) -> int:

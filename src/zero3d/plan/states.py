@@ -27,6 +27,7 @@ from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
 from zero3d.memory.placement import UnitStates, placed_records
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.plan.matrices import moments_of, segments_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.zero.layout import ROOT
@@ -128,12 +129,17 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
     units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
     device = NOTHING
-    rates: dict[tuple[bool, int, bool, int], StateBytes] = {}  # per parameter: the same for most units
+    rates: dict[tuple[bool, int, bool, int, int], StateBytes] = {}  # per parameter: the same for most units
     for unit in units:
-        key = unit.trainable, unit.itemsize, unit.owns(plan, dp_rank), unit.sources
+        moments = moments_of(unit, plan, dp_rank)
+        key = unit.trainable, unit.itemsize, unit.owns(plan, dp_rank), unit.sources, moments.whole
         rate = rates.setdefault(key, per_parameter(unit, plan, tiers, dp_rank))
         padding = device.padding + rate.total * unit.layout.padding
         device = Held(device.states + rate.times(unit.layout.numel), padding)
+        if unit.trainable and not tiers.states:
+            wide, some = WIDTHS[plan.precision].reduced, device.states.optimizer
+            own = device.states._replace(optimizer=some + wide * moments.used)
+            device = Held(own, device.padding + wide * moments.padding)
     if not tiers.states:
         return States(device)
     if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.exact):
@@ -144,14 +150,18 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
         )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
-    return _with_records(device, sorted(units, key=lambda unit: unit.owner not in late), plan, tiers, bucket)
+    late_last = sorted(units, key=lambda unit: unit.owner not in late)
+    return _with_records(device, late_last, plan, tiers, bucket, dp_rank)
 
 
-def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int) -> States:
+def _with_records(
+    device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int, dp_rank: int
+) -> States:
     """Return a rank's bytes with those of records. device: what else is there."""
     places, longest, elements = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int](), 0
     sums: dict[tuple[int, str, str], list[int]] = {}  # bytes of records, and what these take
-    for record in placed_records([unit_states(unit, plan, tiers) for unit in units], tiers, bucket):
+    states = [unit_states(unit, plan, tiers, dp_rank) for unit in units]
+    for record in placed_records(states, tiers, bucket):
         both = sums.setdefault((record.unit, record.kind, record.place), [0, 0])
         both[:] = both[0] + record.slots * record.nbytes, both[1] + record.held
         if record.place != DEVICE:
@@ -166,12 +176,13 @@ def _with_records(device: Held, units: Sequence[RankUnit], plan: ParallelPlan, t
     return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
 
 
-def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload) -> UnitStates:
+def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> UnitStates:
     """Return what a rank updates of a unit, and the widths of its records."""
     wide = WIDTHS[plan.precision].reduced
     moment = 2 if tiers.moments == "bf16" else wide
     elements = unit.layout.total if plan.stage == 0 else unit.layout.shard
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), 2 * moment, wide, unit.trainable)
+    segments = tuple((size, count * moment) for size, count in segments_of(unit, plan, dp_rank, elements))
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), segments, wide, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
@@ -233,9 +244,10 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: i
     bytes_ = frozen_bytes(stage, n, unit.itemsize, release)
     if unit.trainable:
         wide = WIDTHS[plan.precision].reduced * unit.owns(plan, dp_rank)
+        moments = moments_of(unit, plan, dp_rank).whole + plan.averages
         bytes_ = engine_bytes(
             stage, n, precision, release, reduce, summands_of_rank(plan),
-            optimizer=0 if tiers.states else master_bytes(unit, plan) + (2 + plan.averages) * wide, exact=plan.exact,
+            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments * wide, exact=plan.exact,
         )  # fmt: skip
         more = max(0, unit.sources - 1) * source_bytes(stage, precision, reduce, summands_of_rank(plan), plan.exact)
         bytes_ = bytes_._replace(gradients=bytes_.gradients + more)

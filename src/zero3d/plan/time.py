@@ -10,7 +10,7 @@ inputs       of recomputed blocks on their way to the host behind a forward, and
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
              micro-batch; what backward does not hide
-optimizer    bytes of states read and written, by the card's memory
+optimizer    bytes of states read and written, by the card's memory; Muon's products, or what it sends if that is slower
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
 replay       of one micro-batch more in every so many steps: its way through all pipeline stages alone, units gathered
@@ -31,6 +31,7 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
+from zero3d.plan.matrices import MUON, TOUCHED, operations_of, traffic as matrix_traffic
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
@@ -322,6 +323,17 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     on_device = updated * (1 - plan.fraction) if plan.executor == "host" else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
     records = plan.tiers.states or plan.master != "fp32"
-    touched = (64 if plan.master == "split" else 30) + 32 * plan.averages
+    touched = (64 if plan.master == "split" else TOUCHED if plan.optimizer == MUON else 30) + 32 * plan.averages
     buckets = on_device / update_bucket("cuda") if records else 0.0
-    return {"optimizer": touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch} | offload
+    own = touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch
+    return {"optimizer": own + _matrices(step)} | offload
+
+
+def _matrices(step: _Step) -> float:
+    """Time Muon's matrices: products of the owner that has most, and what travels meanwhile, whichever takes longer."""
+    plan, cluster = step.plan, step.cluster
+    speed = step.pace.kernels.rates_of(cluster.gpu).matrix * step.pace.speed_on(cluster.gpu.name) * cluster.gpu.flops
+    groups = {"dp": step.groups.dp, "edp": step.groups.edp, "tp": step.groups.tp}
+    sent = max((matrix_traffic(step.model, plan, stage) for stage in range(plan.pp)), key=lambda by: sum(by.values()))
+    moving = sum(exchange_seconds(size, groups[key.split()[1]], cluster) for key, size in sent.items())
+    return max(operations_of(step.model, plan) / speed, moving)

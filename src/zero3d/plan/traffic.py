@@ -5,6 +5,7 @@ dp   zero/traffic.py of the rank's units, of experts over edp, padding included;
      order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes blocks;
      that what backwards of weights leave is reduced once more, where a schedule with such reduces every micro-batch,
      is left out
+     Muon's matrices go to their owners and back, over tp, too (matrices.py)
 pp   pipeline/traffic.py: whole hidden states on every tp rank
 tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
 
@@ -35,6 +36,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
 from zero3d.plan.in_flight import actions_of_rank
 from zero3d.plan.inputs import in_parts
+from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
@@ -71,8 +73,10 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
         if partial:
             traffic["exchange tp"] = float((plan.tp - 1) * partial * WIDTHS[plan.precision].reduced)
     if plan.ep > 1:
-        for operation, volume in _expert_traffic(model, plan, stage).items():
-            traffic[f"{operation} ep"] = float(volume.bytes)
+        for operation, moved_rows in _expert_traffic(model, plan, stage).items():
+            traffic[f"{operation} ep"] = float(moved_rows.bytes)
+    for operation, nbytes in matrix_traffic(model, plan, stage).items():
+        traffic[operation] = traffic.get(operation, 0.0) + nbytes
     if plan.pp > 1:
         schedule = Schedule.of(plan.schedule)
         cuts = [[(tokens * model.hidden, width)]] * (plan.pp * schedule.chunks_per_rank - 1)

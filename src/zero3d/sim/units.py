@@ -25,6 +25,8 @@ from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, partition
 from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.packing import inner_model
+from zero3d.optim.find import find_matrices
+from zero3d.optim.matrices import Form
 from zero3d.plan.spec import Unit, Weight
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
@@ -111,6 +113,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
     """Return the units of every part. cuts: by parameter name."""
     specs, _ = partition(model, None, RUN)
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
+    matrices = _matrices(model)
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group
     parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
@@ -120,13 +123,22 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
             cut = cuts.get(name)
             dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
             group = int(drops and p.requires_grad and p.dim() >= 2)
-            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked)
+            form = matrices.get(name)
+            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked, form)
             part = part_names.part_of(name)
             unit_of[p] = spec.name, part, weight
             parts[part].setdefault((spec.name, None), []).append(weight)
     for name, weight, part, unit in _copies(model, part_names, unit_of):
         parts[part].setdefault((name, unit), []).append(weight)
     return [tuple(Unit(name, tuple(weights), copy) for (name, copy), weights in part.items()) for part in parts]
+
+
+def _matrices(model: nn.Module) -> dict[str, Form]:
+    """Return what Muon would take of a model, none where that is nothing."""
+    try:
+        return find_matrices(model, None, {})
+    except ConfigError:
+        return {}
 
 
 def _copies(model: nn.Module, part_names: PartNames, unit_of: Mapping[nn.Parameter, tuple[str, int, Weight]]) -> Any:

@@ -184,7 +184,8 @@ def _optimizer(reader: _Reader) -> None:
         return
     if str(kind).lower() not in ("adam", "adamw"):
         reader.problems.append(
-            f"optimizer.type={short(repr(kind))} is refused: runs from a file have AdamW, or Muon (optimizer.name=muon); use one of them, or "
+            f"optimizer.type={short(repr(kind))} is refused: runs from a file have AdamW, "
+            "or Muon (optimizer.name=muon); use one of them, or "
             "zero3d.Engine(optimizer=...) in a program."
         )
         return

@@ -1,0 +1,122 @@
+"""What Muon holds, sends and computes on a rank, by the rules of the engine (optim/owners.py). No torch.
+
+    states     first moments (momentum, or AdamW's) of all, second ones of what is no matrix (zero/state_spans.py)
+    sent       pieces of matrices to their owners, and back, in bf16
+    computed   Newton-Schulz of the owner that has most, as products of matrices
+
+Which parameters are matrices is what the engine takes by default: `optimizer.groups` and `optimizer.split` are unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.optim.owners import WIRE, Owners, matrices_of
+from zero3d.plan.rank_model import RankUnit, rank_model
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.zero.state_spans import span_of
+
+MUON = "muon"
+TOUCHED = 42  # bytes of memory per parameter: 16 for the momentum, 12 for what travels, 14 for the update
+
+
+class Moments(NamedTuple):
+    """How many moments all elements of a unit have, and parameters and padding that have one more."""
+
+    whole: int
+    used: Fraction
+    padding: Fraction
+
+
+def moments_of(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> Moments:
+    """Return the moments of a unit on a rank: of all elements, and of some."""
+    if plan.optimizer != MUON:
+        return Moments(2, Fraction(0), Fraction(0))
+    layout, matrices = unit.layout, dict(unit.forms)
+    at = dp_rank // plan.ep if unit.sources else dp_rank
+    pieces = layout.whole_pieces() if plan.stage == 0 else layout.pieces(at)
+    elements = layout.total if plan.stage == 0 else layout.shard
+    numel = Fraction(layout.numel) if plan.stage == 0 else layout.used_per_shard
+    rest = span_of(pieces, lambda slot: slot not in matrices, elements, numel)
+    muon = span_of(pieces, lambda slot: slot in matrices, elements, numel)
+    if rest is None or muon is None:
+        return Moments(2 * (rest is not None) + (muon is not None), Fraction(0), Fraction(0))
+    if rest.stop - rest.start == elements:
+        return Moments(3, Fraction(0), Fraction(0))
+    return Moments(1, Fraction(rest.used), rest.stop - rest.start - Fraction(rest.used))
+
+
+def segments_of(unit: RankUnit, plan: ParallelPlan, dp_rank: int, elements: int) -> tuple[tuple[int, int], ...]:
+    """Return what a rank updates of a unit as (elements, moments) of records, cut where moments differ."""
+    if plan.optimizer != MUON:
+        return ((elements, 2),)
+    moments = moments_of(unit, plan, dp_rank)
+    border = int(moments.used + moments.padding)
+    if border:
+        return (border, 2), (elements - border, 1)
+    return ((elements, moments.whole or (3 if unit.forms else 2)),)  # padding has room for all that there are
+
+
+@lru_cache(maxsize=4096)
+def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str, Owners], ...]:
+    """Return who owns the matrices of a pipeline stage's rank, by the axis that cuts their units: dp and edp.
+
+    plan   with degrees, stage and what divides the model alone: `owners_key`
+    """
+    units = [unit for units in rank_model(model, plan, stage).units.values() for unit in units if unit.trainable]
+    found = []
+    for axis, own in (("dp", _on(units, plan, False)), ("edp", _on(units, plan, True))):
+        matrices = [
+            matrix
+            for number, unit in own.items()
+            for matrix in matrices_of(number, unit.layout, dict(unit.forms), dict(unit.degrees))
+        ]
+        if matrices:
+            layouts = {number: unit.layout for number, unit in own.items()}
+            found.append((axis, Owners(matrices, layouts, next(iter(layouts.values())).n, plan.stage == 0)))
+    return tuple(found)
+
+
+def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[int, RankUnit]:
+    """Return the units with matrices that dp cuts, or edp."""
+    apart = plan.ep > 1
+    return {n: unit for n, unit in enumerate(units) if unit.forms and (apart and unit.sources > 0) == experts}
+
+
+def owners_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all whose owners are the same."""
+    return ParallelPlan(
+        plan.dp, plan.tp, plan.pp, plan.stage, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision,
+        exact=plan.exact, ep=plan.ep, experts=plan.experts, optimizer=plan.optimizer,
+    )  # fmt: skip
+
+
+def held(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
+    """Return the most bytes that are on their way to owners and back on the first dp rank."""
+    if plan.optimizer != MUON:
+        return 0
+    return max((WIRE * owners.held(0) for _, owners in owners_of(model, owners_key(plan), stage)), default=0)
+
+
+def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float]:
+    """Return the bytes that the first dp rank of a pipeline stage sends in a step, by "operation axis"."""
+    sent: dict[str, float] = {}
+    for axis, owners in owners_of(model, owners_key(plan), stage) if plan.optimizer == MUON else ():
+        operation = "all_gather" if owners.whole else "pass_rows"
+        for key, (_, elements) in {
+            f"{operation} {axis}": owners.moved(0), "pass_rows tp": owners.moved_over_tp(0, 0, plan.tp)
+        }.items():  # fmt: skip
+            if elements:
+                sent[key] = sent.get(key, 0.0) + WIRE * elements
+    return sent
+
+
+def operations_of(model: ModelSpec, plan: ParallelPlan) -> int:
+    """Return the operations of Newton-Schulz of the rank that has most: of slices that tp cuts, its share."""
+    if plan.optimizer != MUON:
+        return 0
+    of_stages = (owners_of(model, owners_key(plan), stage) for stage in range(plan.pp))
+    return max(sum(max(owners.costs()) for _, owners in of_stage) for of_stage in of_stages)
