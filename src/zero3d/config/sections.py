@@ -159,7 +159,7 @@ class Optimizer:
     split: Mapping[str, str] | None = key(
         None,
         "with Muon: matrices that are fused in a parameter, as {NAME: STYLE} before what the model's own plan says: "
-        "none, equal:2, sizes:4096,1024,1024 or in_turn:64,64,64 along the outputs",
+        "none, equal:2, sizes:256,64,64 or in_turn:64,64,64 along the outputs",
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
 

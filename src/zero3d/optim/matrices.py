@@ -17,7 +17,7 @@ from math import prod, sqrt
 from zero3d.errors import ConfigError
 
 NONE, EQUAL, SIZES, IN_TURN = "none", "equal", "sizes", "in_turn"
-STYLES = f"{NONE}, {EQUAL}:2, {SIZES}:4096,1024,1024, {IN_TURN}:64,64,64"
+STYLES = f"{NONE}, {EQUAL}:2, {SIZES}:256,64,64, {IN_TURN}:64,64,64"
 
 STEPS = 5  # of Newton-Schulz
 
@@ -100,7 +100,7 @@ def read_split(name: str, style: str, shape: tuple[int, int], dim: int) -> Split
 
     none                   one matrix
     equal:N                N of one size, one behind the other: heads, gate and up
-    sizes:4096,1024,1024   of these sizes, one behind the other: q, k and v
+    sizes:256,64,64        of these sizes, one behind the other: q, k and v
     in_turn:64,64,64       so many of each, again and again: q, k and v of every head
     """
     kind, _, numbers = str(style).partition(":")

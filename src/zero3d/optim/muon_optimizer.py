@@ -126,7 +126,7 @@ def muon(
     adjust_lr         match_rms_adamw: AdamW's learning rates carry over; original: torch's default
     betas, adamw_eps  of AdamW
     match             parameters that get Muon instead of the matrices of blocks, as name patterns: "*.weight|*.proj"
-    split             {pattern: style} of fused matrices: none, equal:2, sizes:4096,1024,1024, in_turn:64,64,64
+    split             {pattern: style} of fused matrices: none, equal:2, sizes:256,64,64, in_turn:64,64,64
 
     States take 8 bytes per parameter (fp32 master and momentum) for matrices, 12 for the rest. A step sends about 2/N
     of a reduce-scatter's elements a rank in bf16 (orthogonal.py). Raises ConfigError.
