@@ -185,7 +185,7 @@ def _optimizer(reader: _Reader) -> None:
     if str(kind).lower() not in ("adam", "adamw"):
         reader.problems.append(
             f"optimizer.type={short(repr(kind))} is refused: runs from a file have AdamW, "
-            "or Muon (optimizer.name=muon); use one of them, or "
+            "and Muon as optimizer.name=muon; use AdamW, or that, or "
             "zero3d.Engine(optimizer=...) in a program."
         )
         return
