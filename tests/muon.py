@@ -5,6 +5,7 @@ from models import Net
 
 import zero3d
 from zero3d.optim import muon
+from zero3d.precision import joined
 
 VOCAB, SUMMANDS, LR, DECAY = 61, 8, 0.02, 0.1
 BETAS = (0.9, 0.95)
@@ -73,7 +74,7 @@ def states_of(engine):
     found = []
     for owned in engine.optimizer.pieces:
         states = {k: v for k, v in engine.optimizer.states_of(owned).items() if v.dim() == 1}
-        for key, values in ({"master": owned.read()} | states).items():
+        for key, values in ({"master": joined(owned.read())} | states).items():
             found.append((owned.name, key, owned.piece.start, values.clone()))
     return found
 

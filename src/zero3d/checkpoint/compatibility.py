@@ -23,6 +23,7 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
+ALIKE = {"AdamW", "AdamW8bit"}  # the same states and options, stored otherwise
 COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
 COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -121,8 +122,8 @@ def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
 
 def _check_kind(manifest: Manifest, engine: EngineState) -> None:
     saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
-    live_class, saved_class = type(live).__name__, quote(saved.entry("class").value).strip("'")
-    if live_class != saved_class:
+    live_class, saved_class = type(live).__name__, _saved_class(manifest)
+    if live_class != saved_class and not {live_class, saved_class} <= ALIKE:
         raise CheckpointError(
             f"{manifest.folder} holds states of {saved_class}, this engine uses {live_class}: build it with "
             f"{saved_class}."
@@ -135,12 +136,16 @@ def _check_kind(manifest: Manifest, engine: EngineState) -> None:
         )
 
 
+def _saved_class(manifest: Manifest) -> str:
+    return quote(manifest.fields.entry("optimizer").entry("class").value).strip("'")
+
+
 def _check_groups(manifest: Manifest, engine: EngineState) -> None:
     """Check options of the groups: all that this torch knows, of the types that they have now."""
     live = engine.optimizer.torch
     for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=False):
         if _same_torch(manifest):
-            for name in live.defaults:
+            for name in live.defaults if type(live).__name__ == _saved_class(manifest) else ():
                 saved.entry(name)
         if "params" in saved.entries():
             saved.refuse("options without params, which are tensors")

@@ -297,7 +297,7 @@ def _restore_piece(
     for key in saved:
         view = optimizer.state_view(owned, key, owned.master.dtype)
         reader.fill(_state_piece(engine, owned, key, view))
-        optimizer.put_state(owned, key)
+        optimizer.overwrite(owned, key, view)
     for key, value in scalars.items():
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)

@@ -29,7 +29,7 @@ EMA = "ema"  # decay of averages; nothing where there are none
 ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
           "precision": "", "wire": "gradients are rounded otherwise on their way",
           "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
-          "threads": "sums are cut among them", "moments": "a moment is rounded to bf16 once, or not from here on",
+          "threads": "sums are cut among them", "moments": "moments are rounded otherwise from here on",
           "updates": "another kernel updates", "tiled_loss": "its sums are taken in another order",
           "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
 USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None, "ep": 1,

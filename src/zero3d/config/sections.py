@@ -23,7 +23,7 @@ from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
-RULES = ("adamw", "muon")
+ADAMW, MUON, EIGHT_BIT = RULES = ("adamw", "muon", "adamw8bit")
 EXPORTS = ("adapter", "merged", "both")
 
 
@@ -137,7 +137,12 @@ class Train:
 class Optimizer:
     """AdamW or Muon, its groups, and clipping."""
 
-    name: str = key("adamw", "muon: Muon on the matrices of blocks, AdamW on all else", choices=RULES)
+    name: str = key(
+        ADAMW,
+        "muon: Muon on the matrices of blocks, AdamW on all else; adamw8bit: AdamW with moments in 8 bits, 2.03 bytes "
+        "per parameter for 8",
+        choices=RULES,
+    )
     lr: float = key(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)
     eps: float = key(1e-8, "added to the root of v", above=0)

@@ -23,6 +23,7 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.precision import Halves, join_master, joined
 from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.optimizer_states import state_names
 from zero3d.zero.unit import Unit
 
 
@@ -112,9 +113,9 @@ def _check(decay: float, optimizer: ShardedOptimizer) -> None:
             "masters and moments, and an average would pass the ring in every step, too. Pass ema=None "
             "(train.ema=null), or keep states and weights on the device (offload.optimizer=none, offload.params=none)."
         )
-    kind = type(optimizer.torch)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW) or any(g["amsgrad"] for g in optimizer.torch.param_groups):
+    if any(state_names(optimizer.torch, group) is None for group in optimizer.torch.param_groups):
         raise ConfigError(
-            f"ema={decay} keeps averages among the states of Adam and AdamW without amsgrad, and the optimizer is "
-            f"{kind.__name__}, which may take them for its own: pass ema=None, or one of these."
+            f"ema={decay} keeps averages among the states of Adam and AdamW without amsgrad, Muon and AdamW8bit, and "
+            f"the optimizer is {type(optimizer.torch).__name__}, which may take them for its own: pass ema=None, or "
+            "one of these."
         )

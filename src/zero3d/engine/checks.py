@@ -23,6 +23,7 @@ from zero3d.expert_parallel.dispatch import EXACT, FAST
 from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
 from zero3d.zero.initial_weights import Source
+from zero3d.zero.layout import GROUP
 
 RECOMPUTE = "activations: full in a file, or zero3d.activations.recompute(model, 'full') before zero3d.Engine"
 
@@ -155,6 +156,19 @@ def check_moments(offload: Offload, optimizer: Optimizer) -> None:
             f"offload.moments=bf16 rounds the two moments of Adam and AdamW, and the optimizer is {asked}: use one of "
             "them without amsgrad, or type offload.moments=fp32."
         )
+
+
+def check_blocks(block: int, offload: Offload, precision: Precision) -> None:
+    """Refuse states in blocks of 8 bits off the device, and of masters that are not fp32."""
+    if block == GROUP:
+        return
+    if offload.states:
+        raise ConfigError(
+            f"adamw8bit with offload.optimizer={offload.optimizer} and offload.params={offload.params}: moments of 8 "
+            "bits are kept on the device. Pass none for both, or AdamW with offload.moments=bf16."
+        )
+    if precision.name == "fp64":
+        raise ConfigError("adamw8bit with precision fp64: it updates fp32 masters. Pass bf16, fp16 or fp32, or AdamW.")
 
 
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:

@@ -17,6 +17,7 @@ from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import (
     check_activations,
+    check_blocks,
     check_experts,
     check_model,
     check_moments,
@@ -26,6 +27,7 @@ from zero3d.engine.checks import (
     reduce_dtype_of,
 )
 from zero3d.engine.losses import Loss
+from zero3d.engine.optimizer_kinds import check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.memory.offload import Offload
@@ -158,9 +160,10 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     if isinstance(optimizer, MuonRule):
         matrices = find_matrices(model, optimizer.match, optimizer.split, param_groups)
         param_groups = groups_of(model, matrices, param_groups)
-    groups = choose_optimizer(model, optimizer, param_groups)
     if isinstance(optimizer, Optimizer):
-        check_moments(zero.offload, optimizer)
+        check_moments(zero.offload, check_kind(optimizer))
+    groups = checked(choose_optimizer(model, optimizer, param_groups))
+    check_blocks(groups.block, zero.offload, precision)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

@@ -57,9 +57,10 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     """Return the layout of a unit's parameters."""
     groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
+    block = base.resolved.groups.block
     if spec.experts:
-        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size)
-    return UnitLayout(parameters, base.axes.dp.size)
+        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size, block)
+    return UnitLayout(parameters, base.axes.dp.size, block)
 
 
 def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | None) -> tuple[list[Unit], Tiers | None]:

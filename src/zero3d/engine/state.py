@@ -13,6 +13,7 @@ from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
 from zero3d.memory.offload import HOST
+from zero3d.zero.layout import GROUP
 
 RANKS, TREE = "in rank order", "in exact mode's tree"
 
@@ -61,7 +62,8 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
-        "moments": base.options.zero.offload.moments, "updates": _updates(assembly),
+        "moments": base.options.zero.offload.moments if base.resolved.groups.block == GROUP else "int8",
+        "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss, "gather_budget": base.options.zero.gather_budget,
         **({} if assembly.averages is None else {EMA: f"{assembly.averages.decay:g}"}),
         **({} if cpu else who_adds(assembly)),

@@ -29,6 +29,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
+from zero3d.config.sections import EIGHT_BIT
 from zero3d.memory.blocks import padded
 from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import DEPTH
@@ -45,6 +46,8 @@ from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.zero.stages import WIDTHS, WINDOW
+
+IN_STEP = 13  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
@@ -288,6 +291,9 @@ class _Rank:
         rounds = self.plan.precision == "bf16"
         scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
         scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
+        if self.plan.optimizer == EIGHT_BIT:
+            decoded = IN_STEP * update_scratch(sum(share), "cuda")
+            scratch = scratch + decoded if self.plan.master == "split" else max(scratch, decoded)
         if self.plan.averages:
             longest = max(share, default=0)
             scratch = max(scratch, WIDTHS[self.plan.precision].reduced * update_scratch(longest, "cuda"))

@@ -162,7 +162,7 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
     for weight in weights:
         check_experts(weight, plan.ep)
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
-    layout = UnitLayout.for_experts(local, plan.dp, plan.ep)
+    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block)
     sources = plan.ep if plan.experts == "exact" else 1
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
@@ -171,7 +171,8 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
 def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
     for weight in weights:
         check_cut(weight, plan.tp)
-    layout = UnitLayout([(weight.name, weight.local(plan.tp), weight.group) for weight in weights], plan.dp)
+    local = [(weight.name, weight.local(plan.tp), weight.group) for weight in weights]
+    layout = UnitLayout(local, plan.dp, plan.block)
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, 0, *_matrices(layout, weights, plan.tp))
 

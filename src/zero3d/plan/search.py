@@ -83,7 +83,7 @@ class Target(NamedTuple):
     sequences  of a step over all ranks
     limit      bytes of a GPU that may be used
     offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
-    optimizer  adamw, muon
+    optimizer  adamw, muon, adamw8bit
     """
 
     sequences: int

@@ -19,8 +19,10 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from zero3d.config.sections import EIGHT_BIT
 from zero3d.memory.offload import Offload
 from zero3d.optim.matrices import Form
+from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
 
@@ -287,7 +289,7 @@ class ParallelPlan:
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     ep             ranks, neighbours on dp, that share each layer's experts out
     experts        exact, fast (one product of what all ep ranks send)
-    optimizer      adamw, muon
+    optimizer      adamw, muon, adamw8bit
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -322,6 +324,11 @@ class ParallelPlan:
     ep: int = 1
     experts: str = "exact"
     optimizer: str = "adamw"
+
+    @property
+    def block(self) -> int:
+        """Return of how many elements together no shard has a part."""
+        return ALIGN if self.optimizer == EIGHT_BIT else GROUP
 
     @property
     def averages(self) -> int:

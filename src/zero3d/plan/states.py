@@ -20,6 +20,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.config.sections import EIGHT_BIT
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
@@ -104,6 +105,11 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
             f"offload.params={tiers.params} with stage {plan.stage} and release {policies(plan)[0]}: weights leave the "
             "device at stage 3 that are released after every use. Pass zero.stage=3 and zero.release=every_use, or "
             "offload.params=none."
+        )
+    if plan.optimizer == EIGHT_BIT and tiers.states:
+        raise ConfigError(
+            f"optimizer.name=adamw8bit with offload.optimizer={tiers.optimizer} and offload.params={tiers.params}: "
+            "moments of 8 bits are kept on the device. Pass none for both, or optimizer.name=adamw."
         )
     if plan.averages and tiers.states:
         raise ConfigError(
@@ -191,6 +197,11 @@ def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     return 0 if unit.itemsize == wide else REMAINDER if splits else wide
 
 
+def moment_width(plan: ParallelPlan) -> Fraction | int:
+    """Return the bytes per parameter of a moment on the device: of 8 bits, a scale for a block besides."""
+    return 1 + Fraction(4, plan.block) if plan.optimizer == EIGHT_BIT else WIDTHS[plan.precision].reduced
+
+
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
     return resolve_policies(
@@ -243,11 +254,11 @@ def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: i
     stage, n, precision = unit.stage_of(plan), unit.layout.n, NAMES[unit.itemsize]
     bytes_ = frozen_bytes(stage, n, unit.itemsize, release)
     if unit.trainable:
-        wide = WIDTHS[plan.precision].reduced * unit.owns(plan, dp_rank)
-        moments = moments_of(unit, plan, dp_rank).whole + plan.averages
+        wide, whole = WIDTHS[plan.precision].reduced, moments_of(unit, plan, dp_rank).whole
+        moments = unit.owns(plan, dp_rank) * (whole * moment_width(plan) + plan.averages * wide)
         bytes_ = engine_bytes(
             stage, n, precision, release, reduce, summands_of_rank(plan),
-            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments * wide, exact=plan.exact,
+            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
         )  # fmt: skip
         more = max(0, unit.sources - 1) * source_bytes(stage, precision, reduce, summands_of_rank(plan), plan.exact)
         bytes_ = bytes_._replace(gradients=bytes_.gradients + more)

@@ -1,4 +1,4 @@
-"""AdamW or Muon, and its parameter groups."""
+"""The optimizer that a configuration names, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import nn
 
 from zero3d.config import Optimizer
 from zero3d.config.optimizers import muon_options
+from zero3d.config.sections import EIGHT_BIT, MUON
 from zero3d.models.names import check_patterns, matches
-from zero3d.optim import muon
+from zero3d.optim import adamw8bit, muon
 
 
 def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
     """Return the builder of the optimizer that a configuration names."""
     if choice.name == "adamw":
         return adamw(choice)
+    if choice.name == EIGHT_BIT:
+        return adamw8bit(choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay)
     return muon(
         choice.lr, weight_decay=choice.weight_decay, betas=choice.betas, adamw_eps=choice.eps, split=choice.split,
         **muon_options(choice.muon),
@@ -53,7 +56,7 @@ def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]
         names.setdefault((place, _decays(name, p, choice.no_decay)), []).append(name)
     if not own:
         names.pop((0, True), None)
-    left_out = {"match"} if choice.name == "muon" else {"match", "name"}
+    left_out = {"match"} if choice.name == MUON else {"match", "name"}
     settings: list[dict[str, Any]] = [{}, *({key: of[key] for key in of if key not in left_out} for of in own)]
     return [
         {"match": "|".join(map(glob.escape, names[place, decays])), **settings[place]}

@@ -166,8 +166,9 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
         for tensor in (unit.weights.full, unit.weights.shard, *of_masters, *grads):
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
-        for tensor in engine.optimizer.torch.state[owned.master].values():
-            memory.name(tensor, owned.unit.name)
+        for state in engine.optimizer.torch.state[owned.master].values():
+            for tensor in (state,) if isinstance(state, torch.Tensor) else (state.codes, state.scales):
+                memory.name(tensor, owned.unit.name)
 
 
 @contextmanager

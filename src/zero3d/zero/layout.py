@@ -72,7 +72,8 @@ class Piece(NamedTuple):
 class UnitLayout:
     """Slots of one unit and their cut into N equal shards.
 
-    Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % 16 == 0.
+    Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % block == 0.
+    block  elements of which no shard has a part: 16, or 256 where an optimizer has states for so many together
     tail   elements behind the last slot, which N asks for
     cells  of the grid that the unit covers
     of_experts  whether it is laid out expert by expert
@@ -80,7 +81,7 @@ class UnitLayout:
 
     of_experts = False
 
-    def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int, block: int = GROUP) -> None:
         """Pack `parameters`, (name, shape, optimizer group) in model order, for n data-parallel ranks."""
         self.n = n
         slots: list[Slot] = []
@@ -88,21 +89,23 @@ class UnitLayout:
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
             slots.append(Slot(name, shape, group, cursor, prod(shape)))
             cursor += -(-prod(shape) // ALIGN) * ALIGN
-        quantum = _quantum(n)
+        quantum = _quantum(n, block)
         self.slots = tuple(slots)
         self.cells = grid(n)
         self.total = -(-max(cursor, 1) // quantum) * quantum
         self.tail = self.total - cursor
-        self._cut()
+        self._cut(block)
 
     @classmethod
-    def for_experts(cls, parameters: Sequence[tuple[str, Shape, int]], dp: int, ep: int) -> UnitLayout:
+    def for_experts(
+        cls, parameters: Sequence[tuple[str, Shape, int]], dp: int, ep: int, block: int = GROUP
+    ) -> UnitLayout:
         """Pack this rank's [experts / ep, ...] of a layer's experts, for the dp / ep ranks that have the same ones."""
         local, slots, cursor = parameters[0][1][0], [], 0
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
             slots.append(Slot(name, shape, group, cursor, prod(shape), local))
             cursor += -(-slots[-1].run // ALIGN) * ALIGN
-        quantum = _quantum(dp)
+        quantum = _quantum(dp, block)
         quantum //= gcd(quantum, local * ep)  # of one expert, where all of them together need the other
         quantum *= ALIGN // gcd(quantum, ALIGN)
         stride = -(-max(cursor, 1) // quantum) * quantum
@@ -111,12 +114,12 @@ class UnitLayout:
         layout.n, layout.cells = dp // ep, grid(dp) // ep
         layout.slots = tuple(slot._replace(stride=stride) for slot in slots)
         layout.total, layout.tail = local * stride, local * (stride - cursor)
-        layout._cut()
+        layout._cut(block)
         return layout
 
-    def _cut(self) -> None:
+    def _cut(self, block: int) -> None:
         self.shard = self.total // self.n
-        assert self.total % (self.n * GROUP) == 0
+        assert self.total % (self.n * block) == 0
 
     @property
     def numel(self) -> int:
@@ -158,9 +161,9 @@ class UnitLayout:
             yield cell, max(cell * length - start, 0), min((cell + 1) * length - start, numel)
 
 
-def _quantum(n: int) -> int:
+def _quantum(n: int, block: int) -> int:
     """Return what the elements of a whole unit are a multiple of, on n ranks."""
-    return CANONICAL * ALIGN if CANONICAL * ALIGN % (GROUP * n) == 0 else GROUP * n
+    return CANONICAL * ALIGN if CANONICAL * ALIGN % (block * n) == 0 else block * n
 
 
 def grid(n: int) -> int:

@@ -7,17 +7,18 @@ spans      where in a unit a state is, if not all groups have it (state_spans.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero3d.distributed.collectives import same_memory
+from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.zero.param_groups import NOT_ELEMENTWISE, refuse_kind
+from zero3d.zero.layout import ALIGN as BLOCK
 from zero3d.zero.record_masters import absent
 from zero3d.zero.record_updates import RecordUpdates
 from zero3d.zero.state_spans import Span, span_of
@@ -46,10 +47,10 @@ class OptimizerStates:
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
-        if type(self.torch).__name__ in NOT_ELEMENTWISE:
-            refuse_kind(self.torch)
         self._state_names = [state_names(self.torch, group) for group in self.torch.param_groups]
         self._known = {key for names in self._state_names for key in names or ()}
+        self._coded: Collection[str] = getattr(self.torch, "coded", ())  # states that it stores in a form of its own
+        self._check_blocks()
         self._store_first()
         self._prefill()
 
@@ -65,6 +66,16 @@ class OptimizerStates:
                 about = unit, slot.name, slot.shape, order[slot.name], slot.group
                 for part, master in unit.weights.masters.parts(piece):
                     yield MasterPiece(*about, part, place, part.start - piece.start, master)
+
+    def _check_blocks(self) -> None:
+        """Refuse shards that cut the blocks of coded states, since the layout did not know of these."""
+        sizes = [unit.weights.shard_or_full.numel() for unit in self._units] if self._coded else []
+        if any(size % BLOCK for size in sizes):
+            raise ConfigError(
+                f"{type(self.torch).__name__} keeps states in blocks of {BLOCK} elements, and a shard of "
+                f"{next(size for size in sizes if size % BLOCK):,} ends inside one: pass zero3d.optim.adamw8bit(...) "
+                "itself as optimizer."
+            )
 
     def _prefill(self) -> None:
         """Make the states that are known (`state_names`) at the start: memory does not grow at the first step."""
@@ -97,25 +108,45 @@ class OptimizerStates:
 
     def put_state(self, owned: MasterPiece, key: str) -> None:
         """Give the torch optimizer the piece's view of a state, or what stands for one in a record."""
-        dtype = owned.master.dtype
-        view = self.state_view(owned, key, dtype) if owned.records is None else absent(owned.master)
-        self.torch.state[owned.master][key] = view
+        state: Any = absent(owned.master)
+        if key in self._coded:
+            codes = self._part(owned, key, torch.uint8), self._part(owned, f"{key} scales", torch.float32, BLOCK)
+            state = self.torch.stored(key, *codes, owned.master.numel())  # type: ignore[attr-defined]
+        elif owned.records is None:
+            state = self._part(owned, key, owned.master.dtype)
+        self.torch.state[owned.master][key] = state
+
+    def overwrite(self, owned: MasterPiece, key: str, values: Tensor) -> None:
+        """Have the torch optimizer go on with a state's values: `state_view`, after others wrote into it."""
+        self.put_state(owned, key)
+        if key in self._coded:
+            self.torch.state[owned.master][key].write(values)
 
     def state_view(self, owned: MasterPiece, key: str, dtype: torch.dtype) -> Tensor:
         """Return the piece's view of a state: in its unit's flat buffer, which is made on first use, or in its record.
 
-        A record may be written while it is open (`in_batches`), else only read.
+        A record may be written while it is open (`in_batches`), else only read. Of what is stored in another form it
+        is a copy: `overwrite` takes that back.
         """
+        if key in self._coded:
+            return cast(Tensor, self.torch.state[owned.master][key].read())
         if owned.records is not None:
             start = owned.piece.offset - owned.bucket.start
             return owned.records.view(owned.bucket, key)[start : start + owned.master.numel()]
+        return self._part(owned, key, dtype)
+
+    def _part(self, owned: MasterPiece, key: str, dtype: torch.dtype, block: int = 1) -> Tensor:
+        """Return the piece's part of a flat buffer, which has one value for `block` elements."""
         span = self.span(owned.unit, key)
         assert span is not None
         if (owned.unit.name, key) not in self._flat:
-            flat = self._arena.allocate("optimizer", span.stop - span.start, span.used, dtype)
-            self._flat[owned.unit.name, key] = flat
-        start = owned.piece.offset - span.start
-        return self._flat[owned.unit.name, key][start : start + owned.master.numel()]
+            elements = (span.stop - span.start) // block
+            self._flat[owned.unit.name, key] = self._arena.allocate(
+                "optimizer", elements, Fraction(span.used) / block, dtype
+            )
+        start, whole = (owned.piece.offset - span.start) // block, BLOCK if dtype == torch.uint8 else 1
+        count = -(-owned.master.numel() // (block * whole)) * whole
+        return self._flat[owned.unit.name, key][start : start + count]
 
     def span(self, unit: Unit, key: str) -> Span | None:
         """Return where a state of a unit's elements is, of what this rank updates; None where it has none."""
@@ -134,6 +165,7 @@ class OptimizerStates:
     def states_of(self, owned: MasterPiece) -> dict[str, Any]:
         """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
         states = dict(self.torch.state.get(owned.master, {}))
+        states |= {key: states[key].read().cpu() for key in states.keys() & self._coded}
         if owned.records is not None:
             states |= {
                 key: self.state_view(owned, key, value.dtype) for key, value in states.items() if _is_flat(value)
@@ -156,18 +188,27 @@ class OptimizerStates:
         for owned in self.pieces:
             state = self.torch.state[owned.master]
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == owned.master.shape and value.dim() == 1:
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    self._check_shape(owned, key, value)
                     view = self.state_view(owned, key, value.dtype)
                     if not same_memory(value, view):
                         state[key] = view.copy_(value)
         self._adopted = [(state, dict(state)) for state in self.torch.state.values()]
+
+    def _check_shape(self, owned: MasterPiece, key: str, value: Tensor) -> None:
+        if value.shape != owned.master.shape:
+            raise ConfigError(
+                f"{type(self.torch).__name__} keeps {key} {list(value.shape)} for a piece {list(owned.master.shape)} "
+                f"of {owned.name}: checkpoints would lose what is no element's own. Use AdamW, SGD or another that "
+                "treats every element by itself, or zero3d.optim.muon() or adamw8bit()."
+            )
 
     def adopt_new(self) -> None:
         """Do so where the optimizer has made or replaced one since."""
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
 
-    def state_bytes(self, unit: Unit) -> int:
+    def state_bytes(self, unit: Unit) -> Fraction | int:
         """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
         stored = unit.weights.masters.stored  # what is in records is counted there
         beside = 0 if stored is None else stored.dtype.itemsize
@@ -182,12 +223,12 @@ class OptimizerStates:
                 padding += (span.stop - span.start - span.used) * width
         return used, padding
 
-    def _states(self, unit: Unit) -> Iterator[tuple[Span, int]]:
+    def _states(self, unit: Unit) -> Iterator[tuple[Span, Fraction]]:
         """Yield the span of each state of a unit, and bytes of an element."""
         for (name, key), flat in self._flat.items():
             span = self.span(unit, key) if name == unit.name else None
             if span is not None:
-                yield span, flat.dtype.itemsize
+                yield span, Fraction(flat.numel() * flat.dtype.itemsize, span.stop - span.start)
 
 
 def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -8,25 +8,27 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero3d.errors import ConfigError
-
-# Their update mixes elements of a whole matrix (or needs closures): pieces of it would be wrong.
-NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "SparseAdam"}
+from zero3d.zero.layout import GROUP
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What the caller chose. group_of: parameter name -> group; build: pieces per group -> optimizer over them."""
+    """What the caller chose. group_of: parameter name -> group; build: pieces per group -> optimizer over them.
+
+    block  elements of which no shard may have a part
+    """
 
     group_of: dict[str, int]
     groups: int
     build: Callable[[list[list[Tensor]]], Optimizer]
+    block: int = GROUP
 
 
 def choose_optimizer(
@@ -46,8 +48,9 @@ def choose_optimizer(
             f"optimizer={optimizer!r}: pass None, a callable (parameters -> optimizer) or a torch optimizer."
         )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
+    block: int = getattr(make, "block", GROUP)
     if param_groups is None:
-        return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [torch.empty(0)]))
+        return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [torch.empty(0)]), block)
     for group in param_groups:
         if "match" not in group:
             raise ConfigError(
@@ -63,15 +66,7 @@ def choose_optimizer(
     def build(pieces: list[list[Tensor]]) -> Optimizer:
         return make([{"params": part, **extra} for part, extra in zip(pieces, options, strict=True)])
 
-    return OptimizerChoice({name: index(name) for name in names}, len(options), build)
-
-
-def refuse_kind(optimizer: Optimizer) -> NoReturn:
-    """Raise ConfigError for an optimizer that cannot update pieces of parameters."""
-    raise ConfigError(
-        f"{type(optimizer).__name__} is no element-wise optimizer, and ZeRO updates pieces of parameters: "
-        "use AdamW, Adam, SGD, RMSprop or another element-wise one, or zero3d.optim.muon()."
-    )
+    return OptimizerChoice({name: index(name) for name in names}, len(options), build, block)
 
 
 def fused_adamw(params: Any) -> Optimizer:
@@ -84,8 +79,6 @@ def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already: build the Engine before the first step.")
     group_of_param = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    if type(optimizer).__name__ in NOT_ELEMENTWISE:
-        refuse_kind(optimizer)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     foreign = set(group_of_param) - set(model.parameters())
     if foreign:
@@ -107,4 +100,4 @@ def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
         return optimizer
 
     groups = {name: group_of_param[p] for name, p in trainable.items()}
-    return OptimizerChoice(groups, len(optimizer.param_groups), build)
+    return OptimizerChoice(groups, len(optimizer.param_groups), build, getattr(optimizer, "block", GROUP))

@@ -136,7 +136,7 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 def engine_bytes(
     stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
-    optimizer: int | None = None, exact: bool = False,
+    optimizer: Fraction | int | None = None, exact: bool = False,
 ) -> StateBytes:  # fmt: skip
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
@@ -146,8 +146,8 @@ def engine_bytes(
     """
     row = stage_row(stage)
     release, reduce = resolve_policies(row, release, reduce)
-    w, _, k = WIDTHS[precision]
-    k = k if optimizer is None else optimizer
+    w, _, usual = WIDTHS[precision]
+    k = usual if optimizer is None else optimizer
     share = Fraction(1, n)
     parameters = frozen_bytes(stage, n, w, release).parameters
     whole, sharded = _gradient_bytes(stage, precision, reduce, accumulate, exact)

@@ -1,0 +1,85 @@
+"""Store optimizer states in 8 bits: blocks of 256 elements, each with the largest of them in fp32.
+
+    element   code in CODES, of value / largest of the block        1 byte
+    block     scale: the largest, in fp32                            4 bytes for 256 elements
+
+Codes are dynamic: of a sign, a decimal exponent and a linear fraction, the more of this the larger the value. Source:
+Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise quantization" (2022), section 2.
+
+Two departures make storing repeatable and steps safe. The code 1.0 has either sign, so that what was read is stored
+again with the bits that it had: checkpoints have fp32 values, and reading these back changes nothing. A second moment
+that is not 0 is never stored as 0, where Adam would divide by its epsilon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+EXPONENTS = 7  # decimal ones, from 1 down
+
+
+def magnitudes(bits: int) -> list[float]:
+    """Return positive codes, rising to 1, whose fraction has so many bits at the largest exponent."""
+    values = []
+    for exponent in range(EXPONENTS):
+        steps = 1 << max(bits - exponent, 0)
+        values += [10.0**-exponent * (0.1 + 0.9 * (step + 0.5) / steps) for step in range(steps)]
+    return [*sorted(values)[:-1], 1.0]
+
+
+@lru_cache
+def codes(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the values of all codes, rising, and the bounds between them: of a bound's value is the code below."""
+    positive = magnitudes(6 if signed else 7)
+    values = torch.tensor([*(-value for value in reversed(positive)), 0.0, *positive] if signed else [0.0, *positive])
+    bounds = (values[1:].double() + values[:-1].double()).div(2).float()
+    if not signed:
+        bounds[0] = 0.0
+    return values.to(device), bounds.to(device)
+
+
+def decode(stored: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Return blocks [K, 256] of fp32."""
+    values, _ = codes(signed, stored.device)
+    return torch.nn.functional.embedding(stored.int(), values[:, None]).squeeze(-1).mul_(scales[:, None])
+
+
+def encode(blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes [K, 256] and scales [K] of blocks of fp32, which are used up."""
+    _, bounds = codes(signed, blocks.device)
+    scales = torch.linalg.vector_norm(blocks, float("inf"), dim=1)
+    blocks.div_(torch.where(scales == 0, 1.0, scales)[:, None])
+    return torch.bucketize(blocks, bounds, out_int32=True).to(torch.uint8), scales
+
+
+@dataclass
+class Blocks:
+    """One state of one piece of a parameter, in 8 bits.
+
+    codes   [K, 256] uint8, those behind the piece's end of zeros
+    scales  [K] fp32
+    numel   elements of the piece
+    signed  whether values may be negative
+    """
+
+    codes: Tensor
+    scales: Tensor
+    numel: int
+    signed: bool
+
+    def read(self) -> Tensor:
+        """Return the values [numel], in fp32."""
+        return decode(self.codes, self.scales, self.signed).view(-1)[: self.numel]
+
+    def write(self, values: Tensor) -> None:
+        """Store values [numel]."""
+        blocks = torch.zeros(self.codes.shape, dtype=torch.float32, device=self.codes.device)
+        blocks.view(-1)[: self.numel].copy_(values)
+        stored, scales = encode(blocks, self.signed)
+        self.codes.copy_(stored)
+        self.scales.copy_(scales)
