@@ -115,7 +115,7 @@ def test_runs_that_never_apply_a_step_say_so():
 
 def test_a_model_whose_engine_failed_is_refused_and_not_silently_nan():
     model = build("net")
-    with pytest.raises(zero3d.ConfigError, match="element-wise"):
+    with pytest.raises(zero3d.ConfigError, match="every element by itself"):
         make(model, optimizer=lambda ps: torch.optim.LBFGS(ps))
     with pytest.raises(zero3d.ConfigError, match="one that failed"):
         make(model)
@@ -404,6 +404,11 @@ def test_buffers_and_mappings_as_inputs(tmp_path, wrap):
     assert torch.equal(engine.module.norm.running_mean, other.module.norm.running_mean)
 
 
+def named(kind):
+    """A builder of an optimizer whose class has a name."""
+    return type(kind, (torch.optim.SGD,), {})
+
+
 BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
@@ -413,9 +418,18 @@ BAD = {
         "compile its blocks before: zero3d.activations.compile_blocks",
     ),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
+    "looks at whole tensors": (
+        lambda: make(optimizer=named("SOAP")),
+        "SOAP looks at whole tensors, and ZeRO updates pieces of parameters: use AdamW",
+    ),
+    "LAMB": (lambda: make(optimizer=named("LAMB")), "LAMB looks at whole tensors"),
+    "schedule-free": (
+        lambda: make(optimizer=named("AdamWScheduleFree")),
+        "AdamWScheduleFree trains other weights than it evaluates",
+    ),
     "adafactor built": (
         lambda: make(m := build("net"), optimizer=torch.optim.Adafactor(m.parameters())),
-        "element-wise",
+        "treats every element by itself",
     ),
 }
 

@@ -11,6 +11,7 @@ from zero3d.config.sections import EIGHT_BIT, MUON, Config
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
 OPTIONS: Mapping[str, tuple[type[Any], Callable[[Any], bool], str]] = {
+    "lr": (float, lambda value: value > 0, "a number above 0"),
     "momentum": (float, lambda value: 0 <= value < 1, "a number from 0 and below 1"),
     "nesterov": (bool, lambda value: True, "true or false"),
     "ns_steps": (int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
@@ -22,18 +23,12 @@ def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of the optimizer that cannot be, and why."""
     choice = config.optimizer
     named = [str(group["match"]) for group in choice.groups or () if group.get("name") == MUON]
-    given: Mapping[str, Any] = {
-        "optimizer.muon": choice.muon,
-        "optimizer.split": choice.split,
-        "optimizer.groups": named,
-    }
-    for key, value in given.items() if choice.name != MUON else ():
-        if value:
-            text = f"{key} is of Muon{f' for {named[0]!r}' if key.endswith('groups') else ''}, and optimizer.name is"
-            yield key, f"{text} {choice.name}: type optimizer.name=muon, or leave it out."
+    if named and choice.name != MUON:
+        text = f"optimizer.groups asks for Muon for {named[0]!r}, and optimizer.name is {choice.name}:"
+        yield "optimizer.groups", f"{text} type optimizer.name=muon, or leave it out."
     if choice.name == EIGHT_BIT:
         yield from _of_eight_bit(config)
-    for name, value in (choice.muon or {}).items() if choice.name == MUON else ():
+    for name, value in (choice.muon or {}).items():
         if name not in OPTIONS:
             yield "optimizer.muon", f"optimizer.muon has no {name!r}: it takes {', '.join(OPTIONS)}."
             continue

@@ -158,12 +158,12 @@ class Optimizer:
     )
     muon: Mapping[str, float | str | bool | None] | None = key(
         None,
-        "of Muon: momentum (0.95), nesterov (true), ns_steps (5), adjust_lr (original, or match_rms_adamw, by default, "
-        "with which AdamW's lr and weight decay carry over)",
+        "of Muon, where that is the name: lr of matrices (optimizer.lr), momentum (0.95), nesterov (true), ns_steps "
+        "(5), adjust_lr (original, or match_rms_adamw, by default, with which AdamW's lr and weight decay carry over)",
     )
     split: Mapping[str, str] | None = key(
         None,
-        "with Muon: matrices that are fused in a parameter, as {NAME: STYLE} before what the model's own plan says: "
+        "of Muon: matrices that are fused in a parameter, as {NAME: STYLE} before what the model's own plan says: "
         "none, equal:2, sizes:256,64,64 or in_turn:64,64,64 along the outputs",
     )
     clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)

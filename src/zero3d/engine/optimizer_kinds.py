@@ -27,10 +27,7 @@ def check_kind(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer, unless it needs more than pieces of parameters. Raises ConfigError."""
     name = type(optimizer).__name__
     if name in WHOLE:
-        raise ConfigError(
-            f"{name} is no element-wise optimizer: it looks at whole tensors, and ZeRO updates pieces of parameters: "
-            f"{WORK}."
-        )
+        raise ConfigError(f"{name} looks at whole tensors, and ZeRO updates pieces of parameters: {WORK}.")
     if name in SCHEDULE_FREE:
         raise ConfigError(
             f"{name} trains other weights than it evaluates, and its train() and eval() would change those of which "

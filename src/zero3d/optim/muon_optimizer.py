@@ -114,7 +114,7 @@ class MuonRule:
 def muon(
     lr: float = 1e-3, *, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
     ns_steps: int = STEPS, ns_coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = EPS,
-    adjust_lr: str = "match_rms_adamw",
+    adjust_lr: str = "match_rms_adamw", adamw_lr: float | None = None,
     betas: tuple[float, float] = (0.9, 0.95), adamw_eps: float = 1e-8, match: str | None = None,
     split: Mapping[str, str] | None = None,
 ) -> MuonRule:  # fmt: skip
@@ -124,6 +124,7 @@ def muon(
                       "adamw"}
     momentum, nesterov, ns_steps, ns_coefficients, eps   as of torch.optim.Muon
     adjust_lr         match_rms_adamw: AdamW's learning rates carry over; original: torch's default
+    adamw_lr          AdamW's learning rate, where it is another
     betas, adamw_eps  of AdamW
     match             parameters that get Muon instead of the matrices of blocks, as name patterns: "*.weight|*.proj"
     split             {pattern: style} of fused matrices: none, equal:2, sizes:256,64,64, in_turn:64,64,64
@@ -133,7 +134,8 @@ def muon(
     """
     if adjust_lr not in ADJUSTMENTS:
         raise ConfigError(f"muon: adjust_lr={adjust_lr!r} is none of {', '.join(ADJUSTMENTS)}.")
-    if not (lr >= 0 and weight_decay >= 0 and 0 <= momentum <= 1 and 1 <= ns_steps < 100):
+    rate = lr if adamw_lr is None else adamw_lr
+    if not (lr >= 0 and rate >= 0 and weight_decay >= 0 and 0 <= momentum <= 1 and 1 <= ns_steps < 100):
         raise ConfigError(
             f"muon: lr={lr}, weight_decay={weight_decay}, momentum={momentum}, ns_steps={ns_steps}: pass a learning "
             "rate and a weight decay from 0, a momentum from 0 to 1, and 1 to 99 steps."
@@ -142,5 +144,5 @@ def muon(
         "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
         "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps, "adjust_lr": adjust_lr,
     }  # fmt: skip
-    adamw = {"lr": lr, "weight_decay": weight_decay, "betas": tuple(betas), "eps": adamw_eps}
+    adamw = {"lr": rate, "weight_decay": weight_decay, "betas": tuple(betas), "eps": adamw_eps}
     return MuonRule(own, adamw, match, dict(split or {}))

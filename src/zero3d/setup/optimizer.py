@@ -23,9 +23,10 @@ def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
         return adamw(choice)
     if choice.name == EIGHT_BIT:
         return adamw8bit(choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay)
+    options = {"lr": choice.lr} | muon_options(choice.muon)
     return muon(
-        choice.lr, weight_decay=choice.weight_decay, betas=choice.betas, adamw_eps=choice.eps, split=choice.split,
-        **muon_options(choice.muon),
+        adamw_lr=choice.lr, weight_decay=choice.weight_decay, betas=choice.betas, adamw_eps=choice.eps,
+        split=choice.split, **options,
     )  # fmt: skip
 
 

@@ -167,8 +167,10 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for state in engine.optimizer.torch.state[owned.master].values():
-            for tensor in (state,) if isinstance(state, torch.Tensor) else (state.codes, state.scales):
-                memory.name(tensor, owned.unit.name)
+            if isinstance(state, torch.Tensor):
+                memory.name(state, owned.unit.name)
+    for owner, _, flat in engine.optimizer.flat_states():
+        memory.name(flat, owner)
 
 
 @contextmanager

@@ -71,6 +71,8 @@ def _of_units(engine: Engine) -> Iterator[tuple[int, str]]:
         for name, tensor in state.items():
             if isinstance(tensor, Tensor):
                 yield tensor.untyped_storage()._cdata, f"optimizer states {name}"
+    for _, name, flat in engine.optimizer.flat_states():
+        yield flat.untyped_storage()._cdata, f"optimizer states {name}"
 
 
 def _variables(frames: Sequence[FrameType]) -> Iterator[tuple[int, str]]:

@@ -145,7 +145,7 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     grads = [unit.grads for unit in engine.units if unit.grads is not None]
     buffers = [buffer for grad in grads for buffer in grad.buffers]
     masters = [w.masters.stored.dtype for w in weights if w.masters.stored is not None]
-    states = {s.dtype for state in engine.optimizer.torch.state.values() for s in state.values() if s.dim() == 1}
+    states = {flat.dtype for _, _, flat in engine.optimizer.flat_states()}
     in_records = set(_in_records(engine))
     states = in_records or states
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}

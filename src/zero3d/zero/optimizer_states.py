@@ -162,6 +162,11 @@ class OptimizerStates:
         """Return a unit's flat buffer of a state, or None where this rank has none of it."""
         return self._flat.get((unit.name, key))
 
+    def flat_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield all flat buffers, each behind the names of its unit and of what it has."""
+        for (unit, key), flat in self._flat.items():
+            yield unit, key, flat
+
     def states_of(self, owned: MasterPiece) -> dict[str, Any]:
         """Return a piece's optimizer states by name, tensors of its elements as they are stored, to be read."""
         states = dict(self.torch.state.get(owned.master, {}))
