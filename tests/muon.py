@@ -93,7 +93,7 @@ def written_out(model, matrices, norms, clip=0.5, steps=3, **options):
     matrices  name -> views of the parameter that are 2-D matrices, of a tensor of its shape
     norms     of every step's gradients, as the engine had them
     """
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     split = {
         name: [torch.nn.Parameter(view.clone()) for view in of(named[name].detach())] for name, of in matrices.items()
     }
