@@ -13,7 +13,7 @@ keep in fp32. Tied parameters belong to the first unit that names them. A tile (
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,10 +172,39 @@ def partition(
             for user in [owners.get(owner, module)] + ([model] if spec.name == ROOT else []):
                 if spec not in uses.setdefault(user, []):
                     uses[user].append(spec)
+    for user, p in _used_elsewhere(model, owners):
+        spec_of[p].deferred = True
+        if spec_of[p] not in uses.setdefault(user, []):
+            uses[user].append(spec_of[p])
     _rename(specs)
     entered = _input_embeddings(model)
     order = sorted(specs.values(), key=lambda spec: entered.isdisjoint(spec.params.values()))
     return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+
+
+def _used_elsewhere(model: nn.Module, owners: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield parameters of modules that have several names, each with the module that uses them under another one.
+
+    That is the owner whose forward runs there, such as a second block with the same layer, or the module itself.
+    """
+    first, whole = {module: name for name, module in model.named_modules()}, set(owners.values())
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name == first[module]:
+            continue
+        usual, here = _nearest(model, first[module], whole), _nearest(model, name, whole)
+        if usual is not here:
+            for p in module.parameters(recurse=False):
+                yield here or module, p
+
+
+def _nearest(model: nn.Module, name: str, owners: Collection[nn.Module]) -> nn.Module | None:
+    """Return the outermost owner on the way to a module, or None."""
+    module = model
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        if module in owners:
+            return module
+    return None
 
 
 def _input_embeddings(model: nn.Module) -> set[nn.Parameter]:
