@@ -1,4 +1,4 @@
-"""Plans with experts on an axis of their own, and with Muon, against the dry run: states, traffic, the peak."""
+"""Plans with experts on an axis of their own, and with other optimizers, against the dry run: states, traffic, the peak."""
 
 from collections import Counter
 from math import ceil
@@ -41,9 +41,12 @@ def dry(tree, world):
     P(dp=4, stage=3, ep=2, micro_batch=2),
     P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full"),
     P(dp=4, stage=3, ep=2, optimizer="muon"),
+    P(dp=4, stage=1, ep=2, optimizer="adamw8bit"),
     *(pytest.param(plan, marks=long) for plan in (
         P(dp=4, stage=3, ep=4),
         P(dp=4, stage=0, accumulate=2, optimizer="muon"),
+        P(dp=3, stage=3, optimizer="adamw8bit", master="split"),
+        P(dp=4, tp=2, stage=0, ep=2, optimizer="adamw8bit", accumulate=2),
         P(dp=4, tp=2, stage=1, ep=2, micro_batch=4, optimizer="muon"),
         P(dp=4, stage=3, ep=4, micro_batch=4, offload="host", executor="device", optimizer="muon"),
         P(dp=4, stage=3, exact=True),

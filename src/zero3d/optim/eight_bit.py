@@ -86,35 +86,38 @@ class AdamW8bit(Optimizer):
 
     def _update(self, runs: Sequence[Run], group: dict[str, Any]) -> None:
         """Update some blocks of pieces."""
-        stored = {key: [self.state[run.piece][key] for run in runs] for key in SIGNED}
-        values = {
-            key: decode(
-                torch.cat([each.codes[run.first : run.last] for each, run in zip(of_key, runs, strict=True)]),
-                torch.cat([each.scales[run.first : run.last] for each, run in zip(of_key, runs, strict=True)]),
-                SIGNED[key],
-            )
-            for key, of_key in stored.items()
-        }
+        values = {key: self._read(runs, key) for key in SIGNED}
         sizes = [run.last - run.first for run in runs]
-        lengths = [run.elements.stop - run.elements.start for run in runs]
         moments = {
-            key: [part.view(-1)[:length] for part, length in zip(torch.split(blocks, sizes), lengths, strict=True)]
+            key: [
+                part.view(-1)[: run.elements.stop - run.elements.start]
+                for part, run in zip(torch.split(blocks, sizes), runs, strict=True)
+            ]
             for key, blocks in values.items()
         }
         gradients = [run.piece.grad[run.elements] for run in runs if run.piece.grad is not None]
         counts = torch._foreach_add([self.state[run.piece]["step"] for run in runs], 0)
         adamw(
-            [run.piece[run.elements] for run in runs], gradients,
-            moments["exp_avg"], moments["exp_avg_sq"], [], list(counts), fused=True, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=False,
+            [run.piece[run.elements] for run in runs], gradients, moments["exp_avg"], moments["exp_avg_sq"], [],
+            list(counts), fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
-        for key, blocks in values.items():
-            codes, scales = encode(blocks, SIGNED[key])
-            targets = [each.codes[run.first : run.last] for each, run in zip(stored[key], runs, strict=True)]
-            torch._foreach_copy_(targets, list(torch.split(codes, sizes)))
-            targets = [each.scales[run.first : run.last] for each, run in zip(stored[key], runs, strict=True)]
-            torch._foreach_copy_(targets, list(torch.split(scales, sizes)))
+        del moments  # what is written is given back before the next is
+        for key in SIGNED:
+            self._write(runs, key, values.pop(key))
+
+    def _read(self, runs: Sequence[Run], key: str) -> Tensor:
+        """Return a moment of all blocks of runs, in fp32."""
+        codes = [self.state[run.piece][key].codes[run.first : run.last] for run in runs]
+        scales = [self.state[run.piece][key].scales[run.first : run.last] for run in runs]
+        return decode(torch.cat(codes), torch.cat(scales), SIGNED[key])
+
+    def _write(self, runs: Sequence[Run], key: str, blocks: Tensor) -> None:
+        """Store a moment of all blocks of runs."""
+        sizes = [run.last - run.first for run in runs]
+        for name, made in zip(("codes", "scales"), encode(blocks, SIGNED[key]), strict=True):
+            targets = [getattr(self.state[run.piece][key], name)[run.first : run.last] for run in runs]
+            torch._foreach_copy_(targets, list(torch.split(made, sizes)))
 
 
 def _runs(pieces: Sequence[Tensor], blocks: int) -> Iterator[list[Run]]:

@@ -120,7 +120,7 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     alike = ParallelPlan(
         plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision,
-        exact=plan.exact, ep=plan.ep, experts=plan.experts,
+        exact=plan.exact, ep=plan.ep, experts=plan.experts, optimizer=plan.optimizer,
     )  # fmt: skip
     return _rank_model(model, alike, pp_stage)
 
