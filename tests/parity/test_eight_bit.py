@@ -34,7 +34,7 @@ def outcome(cases):
 def rounded(values, signed):
     """Values as 8 bits have them, code by code."""
     blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    scales, known = blocks.abs().amax(1, keepdim=True), codes(signed, CPU)[0]
+    scales, known = blocks.abs().amax(1, keepdim=True), codes(signed, CPU).values
     away = (blocks / torch.where(scales == 0, 1, scales)).double()[..., None] - known.double()
     nearest = away.abs().argmin(-1)
     if not signed:

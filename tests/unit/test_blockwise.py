@@ -20,9 +20,10 @@ def random(signed, scale=1.0, blocks=64):
 
 @KINDS
 def test_codes_rise_and_end_at_one(signed):
-    values, bounds = codes(signed, CPU)
-    assert len(values) == 255 == len(bounds) + 1
+    values, bounds, first = codes(signed, CPU)
+    assert len(values) == 255 == len(bounds)
     assert bool((values.diff() > 0).all())
+    assert len(first) == 1 << 16
     assert values[-1] == 1.0
     assert values[0] == (-1.0 if signed else 0.0)
     assert torch.equal(values, -values.flip(0)) == signed
@@ -33,13 +34,29 @@ def test_codes_rise_and_end_at_one(signed):
 def test_every_value_becomes_the_nearest_code(signed):
     blocks = random(signed)
     stored, scales = encode(blocks.clone(), signed)
-    values, _ = codes(signed, CPU)
+    values = codes(signed, CPU).values
     away = (blocks / scales[:, None]).double()[..., None] - values.double()
     nearest = away.abs().argmin(-1)
     if not signed:
         nearest[(nearest == 0) & (blocks > 0)] = 1  # what is not 0 stays so
     assert torch.equal(stored.long(), nearest)
     assert torch.equal(scales, blocks.abs().amax(1))
+
+
+@KINDS
+def test_the_table_finds_what_a_search_does(signed):
+    """Around every bound, around every power of two, and everywhere between."""
+    bounds = codes(signed, CPU).bounds[:-1]
+    powers = torch.tensor([2.0**-n for n in range(1, 40)])
+    near = torch.cat([bounds, powers, -powers if signed else powers, torch.linspace(-1 if signed else 0, 1, 5001)])
+    near = torch.cat([near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))])
+    near = near[(near >= (-1 if signed else 0)) & (near <= 1)]
+    blocks = torch.ones(-(-len(near) // (BLOCK - 1)), BLOCK)
+    padded = torch.nn.functional.pad(near, (0, len(blocks) * (BLOCK - 1) - len(near)))
+    blocks[:, 1:] = padded.view(len(blocks), -1)
+    stored, scales = encode(blocks.clone(), signed)
+    assert torch.equal(scales, torch.ones(len(blocks)))
+    assert torch.equal(stored.long(), torch.bucketize(blocks, bounds))
 
 
 @KINDS
