@@ -10,10 +10,12 @@ from statistics import median
 from typing import Any
 
 import checkpoint
+import demo_curves
 import experts
 import loading
 import loop_overhead
 import mesh as mesh_benchmark
+import optimizers
 import pipeline as pipeline_benchmark
 from recorded import load
 
@@ -173,6 +175,40 @@ def experts_layer() -> str:
     return table(["ranks", "a layer of", *(f"{count} experts" for count in counts), "growth"], rows)
 
 
+# --- optimizers.py, the demo with each -----------------------------------------------------------
+
+
+def optimizers_beside() -> str:
+    """Steps of Muon and of AdamW with moments in 8 bits, beside AdamW and torch's Muon over FSDP2."""
+    rows = []
+    [run] = results("optimizers")
+    middle = {name: median(times) for name, times in run["seconds"].items()}
+    ranks = run["arguments"]["ranks"]
+    for stage in optimizers.STAGES:
+        own, limit = middle[f"muon-{stage}"], optimizers.bound(middle, stage, ranks)
+        arithmetic = f"{optimizers.TARGET:.2f}x of AdamW's step and 1/{ranks} of Newton-Schulz alone"
+        rows.append([f"{stage}", "Muon", arithmetic, f"{own / limit:.2f}x", "1.00x", verdict([own / limit], 1.0)])
+        beside = own / middle[optimizers.PEER]
+        rows.append([f"{stage}", "Muon", "torch's Muon over FSDP2", f"{beside:.2f}x", "1.00x", verdict([beside], 1.0)])
+        eight = middle[f"adamw8bit-{stage}"] / middle[f"adamw-{stage}"]
+        rows.append([f"{stage}", "AdamW, 8 bits", "AdamW", f"{eight:.2f}x", "", ""])
+    return table(["stage", "a step of", "to", "", "target", ""], rows)
+
+
+def demo_curves_by_step() -> str:
+    """Held-out losses of the demo by steps, with each optimizer, when AdamW's last was reached, and bytes of states."""
+    [run] = results("demo-curves")
+    steps, last = [step for step in run["adamw"]["steps"] if step % 100 == 0], run["adamw"]["losses"][-1]
+    rows = []
+    for name, found in run.items():
+        by_step, first = dict(zip(found["steps"], found["losses"], strict=True)), demo_curves.reached(found, last)
+        losses = [f"{by_step[step]:.3f}" for step in steps]
+        reached = "never" if first is None else f"{first}"
+        rows.append([demo_curves.NAMES[name], *losses, reached, f"{found['bytes_per_parameter']:.2f} B"])
+    head = ["", *(f"step {step}" for step in steps), "AdamW's last loss at step", "states per parameter"]
+    return table(head, rows)
+
+
 # --- loading.py, loop_overhead.py ---------------------------------------------------------------
 
 
@@ -267,6 +303,8 @@ MEASURED: dict[str, Callable[[], str]] = {
     "meshes-beside-torch": meshes_beside_torch,
     "experts": experts_beside,
     "experts-layer": experts_layer,
+    "optimizers": optimizers_beside,
+    "demo-curves": demo_curves_by_step,
     "loading": loading_speed,
     "offload-targets": offload_targets,
     "offload-steps": offload_steps,

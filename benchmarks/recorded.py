@@ -141,6 +141,8 @@ RECIPES = {
             ),
         ),
         Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
+        Recipe("optimizers", ("python benchmarks/optimizers.py --ranks 2 --rounds 9 --json OUT",)),
+        Recipe("demo-curves", ("python benchmarks/demo_curves.py --json OUT",), timed=False),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
         Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
         Recipe("checkpoint", ("python benchmarks/checkpoint.py --json OUT",)),

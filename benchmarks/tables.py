@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from demo_curves import draw
 from figures_exact import EXACT
 from figures_faults import FAULTS
 from figures_measured import MEASURED, stamp
@@ -34,6 +35,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
+CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
 TABLES = EXACT | MEASURED | FAULTS | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
@@ -75,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in DOCUMENTS:
             path.write_text(written(path.read_text()))
         ACCURACY.write_text(accuracy_text())
+        draw(CURVES, PICTURE)
     return bool(failed)
 
 

@@ -47,7 +47,7 @@ from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.zero.stages import WIDTHS, WINDOW
 
-IN_STEP = 17  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
+IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
 RESERVED = constant("zero3d", "reserved")
 NORM = constant("zero3d", "norm")
