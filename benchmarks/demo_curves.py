@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     found = {name: trained(name, arguments.ranks, arguments.steps) for name in NAMES}
     for name, run in found.items():
-        print(f"{name:<10}{run['losses'][-1]:>10.6f} after {run['steps'][-1]} steps; AdamW's last after "
-              f"{reached(run, found['adamw']['losses'][-1])}; {run['bytes_per_parameter']:.2f} B of states")  # fmt: skip
+        first = reached(run, found["adamw"]["losses"][-1])
+        print(f"{name:<10}{run['losses'][-1]:>10.6f}; AdamW's last loss at step {first}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -203,7 +203,7 @@ def demo_curves_by_step() -> str:
     for name, found in run.items():
         by_step, first = dict(zip(found["steps"], found["losses"], strict=True)), demo_curves.reached(found, last)
         losses = [f"{by_step[step]:.3f}" for step in steps]
-        reached = "never" if first is None else f"{first}"
+        reached = "not yet" if first is None else f"{first}"
         rows.append([demo_curves.NAMES[name], *losses, reached, f"{found['bytes_per_parameter']:.2f} B"])
     head = ["", *(f"step {step}" for step in steps), "AdamW's last loss at step", "states per parameter"]
     return table(head, rows)

@@ -36,6 +36,7 @@ SECONDS = {
     "tests/parity/test_experts.py": 20.0,
     "tests/parity/test_experts_native.py": 3.0,
     "tests/parity/test_benchmark_experts.py": 30.0,
+    "tests/parity/test_benchmark_optimizers.py": 100.0,
     "tests/parity/test_figures_again.py": 45.0,
     "tests/parity/test_kept_inputs.py": 10.0,
     "tests/parity/test_llava_demo_run.py": 45.0,

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import tables  # noqa: E402
+from demo_curves import digest  # noqa: E402
 from recorded import RECIPES, RESULTS  # noqa: E402
 
 CHECKED_ELSEWHERE = ("zero-and-3d.md", "zero-and-3d.zh.md", "config.md")  # their own tests write or check them
@@ -30,6 +31,11 @@ def test_what_stands_between_marks_is_what_the_script_writes(path):
     text = path.read_text()
     assert tables.written(text) == text, "type: python benchmarks/tables.py --write"
     assert text.count("<!-- table ") == len(tables.MARKED.findall(text)) == text.count("<!-- end -->")
+
+
+def test_the_picture_of_the_demos_losses_is_drawn_of_its_results():
+    said = digest(tables.CURVES.read_bytes()).encode()
+    assert said in tables.PICTURE.read_bytes(), "type: python benchmarks/tables.py --write"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -252,13 +252,17 @@ def planned_and_held(stage, options):
     model = hf("qwen3", inner=192)
     spec = trace(model, 8, "a tiny one")
     groups = [{"match": "*norm*|*.bias", "weight_decay": 0.0}]  # as in a run
-    engine = Engine(model, stage=stage, optimizer=adamw, precision="bf16", master=plan.master, param_groups=groups)
+    rule = {"adamw": adamw, "muon": zero3d.optim.muon(), "adamw8bit": zero3d.optim.adamw8bit()}[plan.optimizer]
+    engine = Engine(model, stage=stage, optimizer=rule, precision="bf16", master=plan.master, param_groups=groups)
     engine.reserve_saves()
     (copy,) = [entry for entry in engine.memory if entry.category == "checkpoint"]
     return copy.measured, copy_bytes(spec, plan, dp_rank=engine.dp.rank), memory(spec, plan).on_host["saves"]
 
 
-@pytest.mark.parametrize(("stage", "options"), [pytest.param(0, {}, marks=pytest.mark.long), (3, {"master": "split"})])
+@pytest.mark.parametrize(("stage", "options"), [
+    pytest.param(0, {}, marks=pytest.mark.long), (3, {"master": "split"}), (1, {"optimizer": "muon"}),
+    (3, {"optimizer": "adamw8bit"}),
+])  # fmt: skip
 def test_the_plan_has_the_bytes_of_the_copy(ranks, stage, options):
     rows = ranks(2, planned_and_held, stage, options)
     assert all(held == planned for held, planned, _ in rows)

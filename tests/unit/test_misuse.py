@@ -121,6 +121,22 @@ def test_a_model_whose_engine_failed_is_refused_and_not_silently_nan():
         make(model)
 
 
+class Factored(torch.optim.SGD):
+    """An optimizer with a state that is no element's own."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["row"] = torch.zeros(3)
+
+
+def test_states_of_another_shape_are_refused_at_the_first_step():
+    engine = make(optimizer=Factored)
+    with pytest.raises(zero3d.ConfigError, match=r"Factored keeps row \[3\] for a piece \[.*checkpoints would lose"):
+        train(engine, 1)
+
+
 def test_a_parameter_of_another_engine_is_refused():
     first, second = build("net"), build("net")
     second.head = first.head

@@ -23,6 +23,8 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
+OURS = {"MuonWithAdamW": "optimizer.name=muon (zero3d.optim.muon)",
+        "AdamW8bit": "optimizer.name=adamw8bit (zero3d.optim.adamw8bit)"}  # fmt: skip
 ALIKE = {"AdamW", "AdamW8bit"}  # the same states and options, stored otherwise
 COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
 COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
@@ -126,7 +128,7 @@ def _check_kind(manifest: Manifest, engine: EngineState) -> None:
     if live_class != saved_class and not {live_class, saved_class} <= ALIKE:
         raise CheckpointError(
             f"{manifest.folder} holds states of {saved_class}, this engine uses {live_class}: build it with "
-            f"{saved_class}."
+            f"{OURS.get(saved_class, saved_class)}."
         )
     groups, saved_groups = len(live.param_groups), len(saved.entry("groups").value)
     if groups != saved_groups and saved_groups:  # one that was imported says nothing of groups

@@ -85,15 +85,16 @@ def copy_bytes(engine: EngineState) -> int:
 
 def _of_units(engine: EngineState) -> Iterator[int]:
     """Yield the bytes of each unit: of its elements that this rank saves."""
-    states = {owned.unit.name: engine.optimizer.torch.state.get(owned.master, {}) for owned in engine.optimizer.pieces}
+    widths: dict[str, int] = {}
+    for owned in engine.optimizer.pieces:
+        states = engine.optimizer.torch.state.get(owned.master, {}).values()
+        kept = [value.dtype for value in states if not isinstance(value, Tensor) or value.dim()]
+        widths[owned.name] = owned.unit.weights.masters.dtype.itemsize + sum(dtype.itemsize for dtype in kept)
     for unit in engine.units:
-        layout = unit.layout
-        saved = [piece for piece in layout.pieces(unit.comm.rank) if engine.saves(layout.slots[piece.slot].name)]
-        width = unit.dtype.itemsize
-        if unit.grads is not None:
-            flat = [value for value in states.get(unit.name, {}).values() if isinstance(value, Tensor) and value.dim()]
-            width = unit.weights.masters.dtype.itemsize + sum(value.dtype.itemsize for value in flat)
-        yield width * sum(piece.stop - piece.start for piece in saved)
+        for piece in unit.layout.pieces(unit.comm.rank):
+            name = unit.layout.slots[piece.slot].name
+            if engine.saves(name):
+                yield (unit.dtype.itemsize if unit.grads is None else widths[name]) * (piece.stop - piece.start)
 
 
 def _nbytes(values: Tensor | Halves) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,10 @@ class Blocks:
     scales  [K] fp32
     numel   elements of the piece
     signed  whether values may be negative
+    dtype   of the values
     """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
 
     codes: Tensor
     scales: Tensor

@@ -1,6 +1,6 @@
 """Bytes of the host's memory that a rank takes to save behind training: a copy of all that it saves. No torch.
 
-trainable   fp32 master and both moments of an element, however the engine stores the master, and its average (ema)
+trainable   fp32 master and moments of an element, however the engine stores them, and its average (ema)
 frozen      the weight
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero3d.config.sections import MUON
 from zero3d.memory.blocks import padded
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
@@ -23,15 +24,16 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
         return 0
     chunks = chunks_of_rank(model, plan, pp_stage)
     wide = WIDTHS[plan.precision].reduced
-    trained = (1 + plan.averages) * wide + 2 * (2 if plan.tiers.moments == "bf16" else wide)
+    moment = 2 if plan.tiers.moments == "bf16" else wide
     total = 0
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])
         for unit in units:
-            slots = unit.layout.slots
+            slots, matrices = unit.layout.slots, dict(unit.forms) if plan.optimizer == MUON else {}
             own = [piece for piece in unit.layout.pieces(dp_rank) if slots[piece.slot].name not in copies]
-            elements = sum(piece.stop - piece.start for piece in own)
-            total += elements * (trained if unit.trainable else unit.itemsize)
+            for piece in own:
+                trained = (1 + plan.averages) * wide + moment * (1 if piece.slot in matrices else 2)
+                total += (piece.stop - piece.start) * (trained if unit.trainable else unit.itemsize)
     return padded(total)
 
 
