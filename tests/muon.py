@@ -45,26 +45,26 @@ def loss(output, batch):
     return total, (labels != -100).sum()
 
 
-def engine_of(model=None, *, stage=3, reduce="auto", exact=True, rule=None, **options):
-    accumulate = SUMMANDS // torch.distributed.get_world_size()
+def engine_of(model=None, *, stage=3, reduce="auto", exact=True, rule=None, summands=SUMMANDS, **options):
+    accumulate = summands // torch.distributed.get_world_size()
     made = {"precision": "fp32", "clip_norm": 0.5, "loss": loss} | options
     rule = muon(lr=LR, weight_decay=DECAY, betas=BETAS) if rule is None else rule
     model = build() if model is None else model
     return zero3d.Engine(model, stage=stage, reduce=reduce, accumulate=accumulate, exact=exact, optimizer=rule, **made)
 
 
-def micro_batches_of(engine, step):
-    """This rank's micro-batches of the global list of eight."""
+def micro_batches_of(engine, step, summands=SUMMANDS):
+    """This rank's micro-batches of the global list."""
     n, rank = engine.dp.size, engine.dp.rank
     every = engine.policy.reduce == "every_micro_batch"
-    return [summand(step, k * n + rank if every else rank * SUMMANDS // n + k) for k in range(SUMMANDS // n)]
+    return [summand(step, k * n + rank if every else rank * summands // n + k) for k in range(summands // n)]
 
 
-def train(engine, steps):
+def train(engine, steps, summands=SUMMANDS):
     """Losses and norms, all digits."""
     curve = []
     for step in steps:
-        value = engine.train_batch(micro_batches_of(engine, step))
+        value = engine.train_batch(micro_batches_of(engine, step, summands))
         curve.append((float(value).hex(), float(engine.last_step.grad_norm).hex()))
     return curve
 
@@ -87,11 +87,12 @@ def halves(values):
     return values[0] if len(values) == 1 else halves(values[: len(values) // 2]) + halves(values[len(values) // 2 :])
 
 
-def written_out(model, matrices, norms, clip=0.5, steps=3, **options):
+def written_out(model, matrices, norms, clip=0.5, steps=3, count=SUMMANDS, **options):
     """The loop with torch.optim.Muon and AdamW. Returns masters and states by (name, state), flat.
 
     matrices  name -> views of the parameter that are 2-D matrices, of a tensor of its shape
     norms     of every step's gradients, as the engine had them
+    count     of micro-batches
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     split = {
@@ -104,7 +105,7 @@ def written_out(model, matrices, norms, clip=0.5, steps=3, **options):
     second = torch.optim.AdamW(others, betas=BETAS, fused=True, **decayed)
     for step, norm in zip(range(steps), norms, strict=True):
         summands, weight = [], 0
-        for number in range(SUMMANDS):
+        for number in range(count):
             batch = summand(step, number)
             total, targets = loss(model(*batch), batch)
             total.backward()

@@ -14,23 +14,33 @@ STEPS = range(3)
 BLOCKS = {f"net.layers.{i}.{name}.weight": lambda p: [p] for i in (0, 1) for name in ("up", "down")}
 
 
-def outcome(cases, **options):
+def outcome(cases, summands=8, **options):
     """Of cases (stage, moment of reduction): the curve, the fingerprint, this rank's states, what is not as planned."""
     found = []
     for stage, reduce in cases:
-        engine = engine_of(stage=stage, reduce=reduce, **options)
-        curve = train(engine, STEPS)
+        engine = engine_of(stage=stage, reduce=reduce, summands=summands, **options)
+        curve = train(engine, STEPS, summands)
         apart = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned not in (None, e.measured)]
         found.append((curve, engine.fingerprint(), states_of(engine), apart))
     return found
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, dp):
-    cases = STAGES if dp == 2 else STAGES[::3]
-    results = ranks(dp, outcome, cases)
+EVERY = [
+    (stage, reduce)
+    for stage in range(4)
+    for reduce in ("every_step", "every_micro_batch")
+    if stage > 1 or reduce == "every_step"
+]
+
+
+@pytest.mark.parametrize(("dp", "accumulate", "cases"), [
+    (1, 8, STAGES[::3]), (2, 4, STAGES), (4, 2, STAGES[::3]),
+    *(pytest.param(dp, accumulate, EVERY, marks=pytest.mark.long) for dp in (1, 2, 4) for accumulate in (1, 4)),
+])  # fmt: skip
+def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, dp, accumulate, cases):
+    results = ranks(dp, outcome, cases, dp * accumulate)
     norms = [float.fromhex(norm) for _, norm in results[0][0][0]]
-    wanted = written_out(build(), BLOCKS, norms)
+    wanted = written_out(build(), BLOCKS, norms, count=dp * accumulate)
     for of_rank in results:
         for _, _, states, apart in of_rank:
             assert apart == []
