@@ -53,4 +53,6 @@ def test_keys_events_and_schedules_of_the_page_are_those_that_there_are(tmp_path
     assert {"evaluate.function", "evaluate.patience", "train.ema"} <= named
     table = dict(re.findall(r"^\| `(on_\w+)\(([^)]*)\)`", PAGE, re.M))
     assert table == {event: ", ".join(arguments) for event, arguments in EVENTS.items()}
-    assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == KEYS["schedule.name"].choices
+    assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == (
+        *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices
+    )  # fmt: skip

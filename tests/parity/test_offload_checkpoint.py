@@ -158,7 +158,7 @@ def check_narrow(folder):
             assert torch.equal(loaded[key], values.to(wanted)), key  # torch rounds to nearest
         assert same == (saved == live)
         assert told.startswith(
-            "bitwise" if saved == live else f"not bitwise: moments {saved} -> {live} (a moment is rou"
+            "bitwise" if saved == live else f"not bitwise: moments {saved} -> {live} (moments are rounded"
         )
 
 
