@@ -73,9 +73,12 @@ def find_matrices(
         found[name] = replace(form, split=read_split(name, style, shape, dim))
     for pattern in split:
         if pattern not in used:
-            raise ConfigError(f"optimizer.split: {pattern!r} names no matrix of {type(model).__name__}.")
+            raise ConfigError(
+                f"optimizer.split: {pattern!r} names no matrix of {type(model).__name__}, which has such as "
+                f"{next(iter(found), 'none')!r}: give names of parameters, or patterns of these."
+            )
     if not found:
-        raise ConfigError(_none(model, match))
+        raise ConfigError(_none(model, match, groups))
     return found
 
 
@@ -101,10 +104,15 @@ def _fits(name: str, group: Mapping[str, Any]) -> bool:
     return any(fnmatch.fnmatchcase(name, part.strip()) for part in str(group["match"]).split("|"))
 
 
-def _none(model: nn.Module, match: str | None) -> str:
+def _none(model: nn.Module, match: str | None, groups: Sequence[Mapping[str, Any]] | None) -> str:
     if match is not None:
         return (
             f"Muon: {match!r} names no trainable matrix of {type(model).__name__}: give other patterns, or use AdamW."
+        )
+    if any(group.get("name") == ADAMW for group in groups or ()):
+        return (
+            f"Muon: groups (optimizer.groups) give AdamW to every matrix of blocks of {type(model).__name__}: give it "
+            "to fewer, or use AdamW (optimizer.name=adamw)."
         )
     return (
         f"Muon takes the matrices of blocks, and {type(model).__name__} has no trainable one in a list of two or more "
