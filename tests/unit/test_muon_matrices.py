@@ -147,6 +147,11 @@ def test_numbers_that_cannot_be_are_one_line(wrong):
         muon(**wrong)
 
 
+def test_groups_that_leave_no_matrix_are_named():
+    with pytest.raises(ConfigError, match=r"groups \(optimizer.groups\) give AdamW to every matrix"):
+        find_matrices(tiny("llama"), None, {}, [{"match": "*", "name": "adamw"}])
+
+
 def test_the_table_of_rules_has_a_line_for_what_is_alike():
     model = mixtures.mixture("qwen3_moe")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
