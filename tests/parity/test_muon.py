@@ -295,3 +295,17 @@ def test_averages_of_weights_change_no_bit_of_training(ranks):
     assert curve == usual
     assert apart == []
     assert states != without
+
+
+def without_matrices_here():
+    """A pipeline whose last stage has none."""
+    rule = muon(lr=0.02, match="model.layers.0.*")
+    engine = meshes.engine_of(meshes.model_of("llama", (1, 1, 2)), meshes.mesh_of((1, 1, 2)), optimizer=rule, stage=1)
+    meshes.step(engine, 0, 2)
+    return engine.optimizer.orthogonal.held, engine.optimizer.orthogonal.traffic()
+
+
+def test_a_stage_without_matrices_holds_nothing_for_them(ranks):
+    (first, _), (last, sent) = ranks(2, without_matrices_here)
+    assert first > 0
+    assert (last, sent) == (0, {})

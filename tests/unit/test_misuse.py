@@ -1,6 +1,7 @@
 """What users do that nobody planned: the right result or an error by name, in one process at stage 3."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -437,6 +438,15 @@ BAD = {
     "looks at whole tensors": (
         lambda: make(optimizer=named("SOAP")),
         "SOAP looks at whole tensors, and ZeRO updates pieces of parameters: use AdamW",
+    ),
+    "torch's Muon by class": (lambda: make(optimizer=torch.optim.Muon), "Muon looks at whole tensors"),
+    "torch's Muon with arguments": (
+        lambda: make(optimizer=partial(torch.optim.Muon, lr=0.1)),
+        "zero3d.optim.muon(...)",
+    ),
+    "a kind of Shampoo": (
+        lambda: make(optimizer=type("Mine", (named("Shampoo"),), {})),
+        "Shampoo looks at whole tensors",
     ),
     "LAMB": (lambda: make(optimizer=named("LAMB")), "LAMB looks at whole tensors"),
     "schedule-free": (

@@ -201,3 +201,10 @@ def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
         assert row["plan"]["dp"] * row["plan"]["tp"] * row["plan"]["pp"] == gpus
         assert 14.1e9 / gpus < row["memory"]["device"] < 0.95 * 48 * 2**30
         assert row["memory"]["host"] > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw8bit"])
+def test_every_optimizer_has_plans(plan, optimizer):
+    code, out, _ = plan(*DEMO, "--optimizer", optimizer, "--json")
+    assert code == 0
+    assert {row["plan"]["optimizer"] for row in json.loads(out)["plans"]} == {optimizer}

@@ -130,4 +130,4 @@ class MatrixSteps:
     @property
     def held(self) -> int:
         """The most bytes that travel at once."""
-        return WIRE * max(exchange.owners.held(exchange.comm.rank) for exchange in self._exchanges)
+        return WIRE * max((exchange.owners.held(exchange.comm.rank) for exchange in self._exchanges), default=0)

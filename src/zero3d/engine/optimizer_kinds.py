@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,17 +16,30 @@ WORK = (
     "by itself, or zero3d.optim.muon(...) or zero3d.optim.adamw8bit(...)"
 )
 WHOLE = {
-    "Adafactor", "AdaLomo", "AdamMini", "Adam_mini", "APOLLO", "APOLLOAdamW", "CAME", "Dion", "DistributedMuon",
-    "DistributedShampoo", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "Kron", "LAMB", "Lamb", "LARS", "LBFGS",
-    "Lomo", "Muon", "MuonWithAuxAdam", "NorMuon", "Scion", "Shampoo", "SingleDeviceMuon", "SM3", "SOAP",
-    "SingleDeviceMuonWithAuxAdam", "SparseAdam", "StableAdamW",
+    "Adafactor", "AdaLomo", "AdamMini", "Adam_mini", "APOLLO", "APOLLOAdamW", "CAME", "DAdaptAdam", "DAdaptSGD", "Dion",
+    "DistributedMuon", "DistributedShampoo", "Fromage", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "Kron",
+    "LAMB", "Lamb", "LARS", "LBFGS", "Lomo", "Muon", "MuonWithAuxAdam", "NorMuon", "NovoGrad", "Prodigy", "PSGD",
+    "Scion", "Shampoo", "SingleDeviceMuon", "SM3", "SOAP", "SingleDeviceMuonWithAuxAdam", "SparseAdam", "StableAdamW",
 }  # fmt: skip
 SCHEDULE_FREE = {"AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree", "ScheduleFreeWrapper"}
 
 
 def check_kind(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer, unless it needs more than pieces of parameters. Raises ConfigError."""
-    name = type(optimizer).__name__
+    _check_name(type(optimizer))
+    return optimizer
+
+
+def check_builder(optimizer: Any) -> None:
+    """Refuse a class that cannot be, before it is called, also where arguments were bound to it. Raises ConfigError."""
+    kind = getattr(optimizer, "func", optimizer)
+    if isinstance(kind, type) and issubclass(kind, Optimizer):
+        _check_name(kind)
+
+
+def _check_name(kind: type[Optimizer]) -> None:
+    names = [each.__name__ for each in kind.__mro__]
+    name = next((name for name in names if name in WHOLE or name in SCHEDULE_FREE), "")
     if name in WHOLE:
         raise ConfigError(f"{name} looks at whole tensors, and ZeRO updates pieces of parameters: {WORK}.")
     if name in SCHEDULE_FREE:
@@ -33,7 +47,6 @@ def check_kind(optimizer: Optimizer) -> Optimizer:
             f"{name} trains other weights than it evaluates, and its train() and eval() would change those of which "
             f"ranks have pieces: {WORK}, and train.ema (ema=) for averages of weights."
         )
-    return optimizer
 
 
 def checked(choice: OptimizerChoice) -> OptimizerChoice:

@@ -27,7 +27,7 @@ from zero3d.engine.checks import (
     reduce_dtype_of,
 )
 from zero3d.engine.losses import Loss
-from zero3d.engine.optimizer_kinds import check_kind, checked
+from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.memory.offload import Offload
@@ -162,6 +162,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         param_groups = groups_of(model, matrices, param_groups)
     if isinstance(optimizer, Optimizer):
         check_moments(zero.offload, check_kind(optimizer))
+    check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
     check_blocks(groups.block, zero.offload, precision)
     wide = torch.float64 if precision.name == "fp64" else torch.float32

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from zero3d.config.sections import EIGHT_BIT
 from zero3d.plan.search import Evaluate
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
@@ -40,12 +41,17 @@ class Rung(NamedTuple):
 def ladder(
     model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = "adamw"
 ) -> list[Rung]:
-    """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest."""
+    """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
+
+    Moments of 8 bits stay on the device: they have no rung off it.
+    """
     plan = ParallelPlan(
         dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full", optimizer=optimizer
     )
     rungs = []
     for name, (stage, offload) in RUNGS.items():
+        if offload != "none" and optimizer == EIGHT_BIT:
+            continue
         rung_plan = faster_reduction(model, replace(plan, stage=stage, offload=offload), cluster)
         estimate = evaluate(model, cluster, rung_plan)
         fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
@@ -56,6 +62,7 @@ def ladder(
 def differs(rungs: Sequence[Rung]) -> str | None:
     """Say where the computed order is not the rule's, None where it is."""
     order = [rung.name for rung in rungs]
-    if order == list(RULE):
+    rule = [name for name in RULE if name in order]
+    if order == rule:
         return None
-    return f"the rule of thumb says {', '.join(RULE)}; by bytes it is {', '.join(order)} here"
+    return f"the rule of thumb says {', '.join(rule)}; by bytes it is {', '.join(order)} here"
