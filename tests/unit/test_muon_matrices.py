@@ -40,6 +40,11 @@ FUSED = {
     "gpt_neox": (lambda: model_of("gpt_neox"), {"query_key_value.weight": Split(0, (8, 8, 8)), "dense.weight": None}),
     "bloom": (lambda: model_of("bloom", n_head=4, n_layer=2), {"query_key_value.weight": Split(0, (8, 8, 8))}),
     "gpt2": (lambda: tiny("gpt2"), {"c_attn.weight": Split(1, (32, 32, 32)), "c_proj.weight": None}),
+    "persimmon": (lambda: model_of("persimmon"), {"query_key_value.weight": Split(0, (8, 8, 8))}),
+    "gpt_bigcode": (lambda: model_of("gpt_bigcode", multi_query=False), {"c_attn.weight": Split(0, (8, 8, 8))}),
+    "gpt_bigcode, one head": (lambda: model_of("gpt_bigcode"), {"c_attn.weight": Split(0, (32, 8, 8))}),
+    "codegen": (lambda: model_of("codegen", rotary_dim=4), {"qkv_proj.weight": None}),
+    "llama4": (lambda: tiny("llama4"), {"experts.gate_up_proj": Split(1, (48, 48)), "experts.down_proj": None}),
     "falcon, grouped": (
         lambda: model_of("falcon", new_decoder_architecture=True, num_kv_heads=2),
         {"query_key_value.weight": Split(0, (16, 8, 8))},

@@ -29,7 +29,9 @@ from zero3d.tensor_parallel.plan import Style, read_plan
 
 GATE_UP = ("gate_up_proj", "w1w3", "Wi")
 QKV = ("qkv_proj", "qkv", "Wqkv", "c_attn", "query_key_value")
-BY_HEAD = ("gpt_neox", "gpt_neox_japanese", "bloom")  # types of models whose query_key_value has head after head
+# Types of models whose fused q, k and v are head after head, where every head has its own; and in another order still.
+BY_HEAD = ("gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "gpt_bigcode", "minimax")
+MIXED = ("codegen",)
 MUON, ADAMW = RULES = ("muon", "adamw")
 
 
@@ -69,7 +71,7 @@ def find_matrices(
         pattern = next((pattern for pattern in split if matches(name, pattern)), None)
         used |= {pattern} if pattern is not None else set()
         shape, dim = form.shape_of(tuple(p.shape)), _outputs(owner, stacked)
-        style = _fused(model, owner, stacked, shape[dim], packed) if pattern is None else split[pattern]
+        style = _fused(model, owner, stacked, shape, dim, packed) if pattern is None else split[pattern]
         found[name] = replace(form, split=read_split(name, style, shape, dim))
     for pattern in split:
         if pattern not in used:
@@ -127,8 +129,17 @@ def _is_convolution(module: nn.Module) -> bool:
 def _outputs(owner: Owner, stacked: bool) -> int:
     """Return the dimension of a matrix's outputs."""
     if stacked:
-        return 1 if getattr(owner.module, "is_transposed", False) else 0
+        return int(_is_transposed(owner.module))
     return 1 if type(owner.module).__name__ == "Conv1D" else 0
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Return whether experts are [inputs, outputs]: as they say, or by the width in which gates, ups and downs meet."""
+    said = getattr(experts, "is_transposed", None)
+    gates, downs = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
+    if said is not None or not isinstance(gates, nn.Parameter) or not isinstance(downs, nn.Parameter):
+        return bool(said)
+    return gates.dim() == downs.dim() == 3 and gates.shape[2] == 2 * downs.shape[1] and gates.shape[1] == downs.shape[2]
 
 
 def _packed(model: nn.Module) -> dict[str, int]:
@@ -139,39 +150,46 @@ def _packed(model: nn.Module) -> dict[str, int]:
     return {own_name(name): style.blocks for name, style in plan.items() if style.kind == "packed_colwise"}
 
 
-def _fused(model: nn.Module, owner: Owner, stacked: bool, length: int, packed: Mapping[str, int]) -> str:
-    """Return the style of a parameter whose matrices have so many outputs: what is fused in each."""
+def _fused(
+    model: nn.Module, owner: Owner, stacked: bool, shape: tuple[int, int], dim: int, packed: Mapping[str, int]
+) -> str:
+    """Return the style of a parameter whose matrices are [A, B], with outputs along `dim`: what is fused in each."""
+    length = shape[dim]
     if ".lora_" in f"{owner.name}.{owner.local}":
         return NONE
     local = owner.local if stacked else own_name(owner.name).rpartition(".")[2]
     if local in GATE_UP and length % 2 == 0:
         return "in_turn:1,1" if stacked and not getattr(owner.module, "is_concatenated", True) else "equal:2"
     if local in QKV:
-        return _query_key_value(model, length)
+        return _query_key_value(model, length, shape[1 - dim])
     many = packed.get(own_name(owner.name)) or packed.get(own_name(f"{owner.name}.{owner.local}"))
     return f"equal:{many}" if many and length % many == 0 else NONE
 
 
-def _query_key_value(model: nn.Module, length: int) -> str:
-    """Return the style of fused queries, keys and values, with so many outputs together."""
+def _query_key_value(model: nn.Module, length: int, inputs: int) -> str:
+    """Return the style of fused queries, keys and values, with so many outputs together, of so many inputs."""
     inner: Any = inner_model(model)
     config: Any = getattr(inner, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     hidden = int(getattr(config, "hidden_size", 0) or 0)
     if not heads or not hidden:
-        return "equal:3" if length % 3 == 0 else NONE
+        return "equal:3" if length == 3 * inputs else NONE
     size = int(getattr(config, "head_dim", None) or hidden // heads)
     kind, groups = str(getattr(config, "model_type", "")), int(getattr(config, "num_key_value_heads", 0) or heads)
     if kind == "falcon":
         groups = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
         if config.new_decoder_architecture or not config.multi_query:
             return f"in_turn:{heads // groups * size},{size},{size}"
-    if kind in BY_HEAD:
+    if kind in BY_HEAD and length == 3 * heads * size:
         return f"in_turn:{size},{size},{size}"
+    if kind in MIXED:
+        return NONE
+    if kind == "gpt_bigcode":  # one head of keys and values for all
+        groups = 1
     if (heads + 2 * groups) * size == length:
         return f"sizes:{heads * size},{groups * size},{groups * size}"
-    return "equal:3" if length % 3 == 0 else NONE
+    return "equal:3" if length == 3 * inputs else NONE
 
 
 def groups_of(
