@@ -2,12 +2,13 @@
 
 import torch
 from models import Net
+from summands import SUMMANDS, Given, loss, summand
 
 import zero3d
 from zero3d.optim import muon
 from zero3d.precision import joined
 
-VOCAB, SUMMANDS, LR, DECAY = 61, 8, 0.02, 0.1
+LR, DECAY = 0.02, 0.1
 BETAS = (0.9, 0.95)
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (3, "every_step"))
 
@@ -15,34 +16,6 @@ STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "e
 def build(width=96, layers=2):
     torch.manual_seed(7)
     return Given(Net(width=width, layers=layers))
-
-
-class Given(torch.nn.Module):
-    """A model that is called with (ids, labels)."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, ids, labels=None):
-        return self.net(ids)
-
-
-def summand(step, number):
-    """Micro-batch `number` of a step: other numbers of targets in each."""
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
-    labels = ids.clone()
-    labels[0, : 2 + number % 5] = -100
-    return ids, labels
-
-
-def loss(output, batch):
-    labels = batch[1][:, 1:]
-    total = torch.nn.functional.cross_entropy(
-        output[:, :-1].flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
-    return total, (labels != -100).sum()
 
 
 def engine_of(model=None, *, stage=3, reduce="auto", exact=True, rule=None, summands=SUMMANDS, **options):
@@ -69,6 +42,28 @@ def train(engine, steps, summands=SUMMANDS):
     return curve
 
 
+def go_on(folder, stage, reduce, steps, rule=None):
+    """Load if there is something, train some steps, save."""
+    engine = engine_of(stage=stage, reduce=reduce, precision="bf16", rule=rule)
+    if steps.start:
+        engine.load(folder)
+    curve = train(engine, steps)
+    engine.save(folder)
+    return curve, engine.fingerprint(), engine.resumed
+
+
+def check_going_on(ranks, folder, rule=None):
+    """Runs that go on at other dp and stages have the curve and the states of the uninterrupted one."""
+    straight, states, _ = ranks(2, go_on, str(folder / "straight"), 3, "auto", range(6), rule)[0]
+    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 4), (2, 2, "every_step", 4, 6)], []
+    for dp, stage, reduce, first, stop in parts:
+        outcome = ranks(dp, go_on, str(folder / "cut"), stage, reduce, range(first, stop), rule)[0]
+        curve += outcome[0]
+        assert outcome[2].startswith("bitwise") or not first
+    assert curve == straight
+    assert outcome[1] == states
+
+
 def states_of(engine):
     """This rank's pieces: (name, state, start, values)."""
     found = []
@@ -85,6 +80,21 @@ def states_of(engine):
 def halves(values):
     """(v0 + v1) + (v2 + v3), written down."""
     return values[0] if len(values) == 1 else halves(values[: len(values) // 2]) + halves(values[len(values) // 2 :])
+
+
+def gradients_of(model, named, step, norm, clip, count=SUMMANDS):
+    """The clipped gradients of a step, by name: of so many micro-batches, summed in halves."""
+    summands, weight = [], 0
+    for number in range(count):
+        batch = summand(step, number)
+        total, targets = loss(model(*batch), batch)
+        total.backward()
+        weight += int(targets)
+        summands.append({name: p.grad.clone() for name, p in named.items()})
+        model.zero_grad()
+    factor = torch.clamp(torch.tensor(clip) / (torch.tensor(norm) + 1e-6), max=1.0)
+    means = {name: halves([one[name] for one in summands]) * (1.0 / weight) for name in named}
+    return {name: grad * factor if factor != 1.0 else grad for name, grad in means.items()}
 
 
 def written_out(model, matrices, norms, clip=0.5, steps=3, count=SUMMANDS, **options):
@@ -104,23 +114,13 @@ def written_out(model, matrices, norms, clip=0.5, steps=3, count=SUMMANDS, **opt
     first = torch.optim.Muon([p for ps in split.values() for p in ps], **muon_options)
     second = torch.optim.AdamW(others, betas=BETAS, fused=True, **decayed)
     for step, norm in zip(range(steps), norms, strict=True):
-        summands, weight = [], 0
-        for number in range(count):
-            batch = summand(step, number)
-            total, targets = loss(model(*batch), batch)
-            total.backward()
-            weight += int(targets)
-            summands.append({name: p.grad.clone() for name, p in named.items()})
-            model.zero_grad()
-        factor = torch.clamp(torch.tensor(clip) / (torch.tensor(norm) + 1e-6), max=1.0)
+        grads = gradients_of(model, named, step, norm, clip, count)
         for name, p in named.items():
-            grad = halves([one[name] for one in summands]) * (1.0 / weight)
-            grad = grad * factor if factor != 1.0 else grad
             if name in matrices:
-                for part, view in zip(split[name], matrices[name](grad), strict=True):
+                for part, view in zip(split[name], matrices[name](grads[name]), strict=True):
                     part.grad = view.clone()
             else:
-                p.grad = grad
+                p.grad = grads[name]
         first.step()
         second.step()
         with torch.no_grad():

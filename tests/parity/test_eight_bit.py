@@ -4,7 +4,8 @@ import meshes
 import mixtures
 import pytest
 import torch
-from muon import DECAY, LR, STAGES, SUMMANDS, build, engine_of, halves, loss, states_of, summand, train
+from muon import DECAY, LR, STAGES, build, check_going_on, engine_of, go_on, gradients_of, states_of, train
+from summands import SUMMANDS, summand
 
 import zero3d
 from zero3d.errors import ConfigError
@@ -47,18 +48,8 @@ def written_out(model, norms):
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(named.values(), fused=True, **RULE)
     for step, norm in zip(STEPS, norms, strict=True):
-        summands, weight = [], 0
-        for number in range(SUMMANDS):
-            batch = summand(step, number)
-            total, targets = loss(model(*batch), batch)
-            total.backward()
-            weight += int(targets)
-            summands.append({name: p.grad.clone() for name, p in named.items()})
-            model.zero_grad()
-        factor = torch.clamp(torch.tensor(0.5) / (torch.tensor(norm) + 1e-6), max=1.0)
-        for name, p in named.items():
-            grad = halves([one[name] for one in summands]) * (1.0 / weight)
-            p.grad = grad * factor if factor != 1.0 else grad
+        for name, grad in gradients_of(model, named, step, norm, 0.5).items():
+            named[name].grad = grad
         optimizer.step()
         for p in named.values():
             for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
@@ -158,25 +149,8 @@ def test_experts_have_their_own_blocks_at_any_ep(ranks):
 # --- going on ---------------------------------------------------------------------------------------
 
 
-def go_on(folder, stage, reduce, steps, rule=None):
-    """Load if there is something, train some steps, save."""
-    engine = engine_of(stage=stage, reduce=reduce, precision="bf16", rule=rule or adamw8bit(**RULE))
-    if steps.start:
-        engine.load(folder)
-    curve = train(engine, steps)
-    engine.save(folder)
-    return curve, engine.fingerprint(), engine.resumed
-
-
 def test_going_on_at_another_dp_is_the_uninterrupted_run(ranks, tmp_path):
-    straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", range(6))[0]
-    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 4), (2, 2, "every_step", 4, 6)], []
-    for dp, stage, reduce, first, stop in parts:
-        outcome = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, range(first, stop))[0]
-        curve += outcome[0]
-        assert outcome[2].startswith("bitwise") or not first
-    assert curve == straight
-    assert outcome[1] == states
+    check_going_on(ranks, tmp_path, adamw8bit(**RULE))
 
 
 def adamw(groups):
@@ -186,11 +160,11 @@ def adamw(groups):
 @pytest.mark.parametrize("rules", [(adamw, None), (None, adamw)], ids=["into 8 bits", "out of 8 bits"])
 def test_a_run_goes_on_with_moments_of_another_width(ranks, tmp_path, rules):
     first, second = rules
-    ranks(2, go_on, str(tmp_path), 3, "auto", range(3), first)
-    curve, _, resumed = ranks(2, go_on, str(tmp_path), 3, "auto", range(3, 5), second)[0]
+    ranks(2, go_on, str(tmp_path), 3, "auto", range(3), first or adamw8bit(**RULE))
+    curve, _, resumed = ranks(2, go_on, str(tmp_path), 3, "auto", range(3, 5), second or adamw8bit(**RULE))[0]
     assert resumed.startswith("not bitwise")
     assert "moments" in resumed
-    straight = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", range(5), first)[0][0][3:]
+    straight = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", range(5), first or adamw8bit(**RULE))[0][0][3:]
     near = [pytest.approx(float.fromhex(loss), rel=2e-3) for loss, _ in straight]
     assert [float.fromhex(loss) for loss, _ in curve] == near
 

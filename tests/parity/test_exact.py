@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import Net, adamw, hf
 from pipelines import covering
+from summands import SUMMANDS, Given, loss, summand
 
 import zero3d
 from zero3d.activations.recomputation import recompute
@@ -14,7 +15,7 @@ from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
-STEPS, SUMMANDS, VOCAB = 12, 8, 61
+STEPS = 12
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
           (3, "every_step"))  # fmt: skip
 SETTINGS = (STAGES, ("fp32", "bf16"), (0.05, None), ("none", "full"), (0.0, 0.2))  # clip, recomputation, dropout
@@ -24,34 +25,6 @@ FIRST = (STAGES[0], "fp32", 0.05, "none", 0.0)
 def build(dropout=0.0, tied=False):
     torch.manual_seed(7)
     return Net(width=96, layers=2, dropout=dropout, tied=tied)  # units that four ranks share
-
-
-def summand(step, number):
-    """Micro-batch `number` of a step: other numbers of targets in each."""
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
-    labels = ids.clone()
-    labels[0, : 2 + number % 5] = -100
-    return ids, labels
-
-
-def loss(output, batch):
-    labels = batch[1][:, 1:]
-    total = torch.nn.functional.cross_entropy(
-        output[:, :-1].flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
-    return total, (labels != -100).sum()
-
-
-class Given(torch.nn.Module):
-    """A model that is called with (ids, labels)."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, ids, labels=None):
-        return self.net(ids)
 
 
 def engine_of(model=None, *, stage=3, reduce="auto", summands=SUMMANDS, exact=True, **options):

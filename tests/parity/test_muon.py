@@ -5,7 +5,8 @@ import mixtures
 import pytest
 import torch
 from models import LiftCasts
-from muon import STAGES, VOCAB, build, engine_of, states_of, train, written_out
+from muon import STAGES, build, check_going_on, engine_of, states_of, train, written_out
+from summands import VOCAB
 
 from zero3d.errors import ConfigError
 from zero3d.optim import muon, owners
@@ -134,25 +135,8 @@ def test_experts_are_made_orthogonal_one_by_one_at_any_ep(ranks, family):
 # --- going on ---------------------------------------------------------------------------------------
 
 
-def go_on(folder, stage, reduce, precision, steps):
-    """Load if there is something, train some steps, save."""
-    engine = engine_of(stage=stage, reduce=reduce, precision=precision)
-    if steps.start:
-        engine.load(folder)
-    curve = train(engine, steps)
-    engine.save(folder)
-    return curve, engine.fingerprint(), engine.resumed
-
-
 def test_going_on_at_another_dp_is_the_uninterrupted_run(ranks, tmp_path):
-    straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", "bf16", range(6))[0]
-    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 4), (2, 2, "every_step", 4, 6)], []
-    for dp, stage, reduce, first, stop in parts:
-        outcome = ranks(dp, go_on, str(tmp_path / "cut"), stage, reduce, "bf16", range(first, stop))[0]
-        curve += outcome[0]
-        assert outcome[2].startswith("bitwise") or not first
-    assert curve == straight
-    assert outcome[1] == states
+    check_going_on(ranks, tmp_path)
 
 
 # --- other parameters -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise quan
 
 Two departures make storing repeatable and steps safe. The code 1.0 has either sign, so that what was read is stored
 again with the bits that it had: checkpoints have fp32 values, and reading these back changes nothing. A second moment
-that is not 0 is never stored as 0, where Adam would divide by its epsilon.
+that is not 0 is never stored as 0, where Adam would divide by its epsilon, unless its share of the largest is below the
+least fp32 number.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ build.py         the engine of a configuration; `zero3d.from_config`
 inputs.py        mesh, model without weights, data and batches, checked on all ranks before anything large is allocated
 checks.py        what a run refuses then that would fail after hours
 losses.py        the loss of models that return logits
-optimizer.py     AdamW or Muon, and its parameter groups
+optimizer.py     the optimizer that is named, and its parameter groups
 schedule.py      the learning rate over a run, also over one that goes on
 model_config.py  numbers of a Hugging Face model's configuration
 """

@@ -12,14 +12,14 @@ from torch import nn
 
 from zero3d.config import Optimizer
 from zero3d.config.optimizers import muon_options
-from zero3d.config.sections import EIGHT_BIT, MUON
+from zero3d.config.sections import ADAMW, EIGHT_BIT, MUON
 from zero3d.models.names import check_patterns, matches
 from zero3d.optim import adamw8bit, muon
 
 
 def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
     """Return the builder of the optimizer that a configuration names."""
-    if choice.name == "adamw":
+    if choice.name == ADAMW:
         return adamw(choice)
     if choice.name == EIGHT_BIT:
         return adamw8bit(choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay)
