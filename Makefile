@@ -1,14 +1,18 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
-# make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
-# make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (3 minutes)
-# make test-all  all tests, the longer ones too, beside TRL, Lightning, DeepSpeed, Axolotl   (2 hours)
+# make test      what CI runs: lint, types, tests                  (5 minutes on 2 quiet cores)
+# make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
+# make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
+# make test-all  all tests, the longer ones too, beside TRL, Lightning, DeepSpeed, Axolotl   (40 minutes)
+# make costs     what each test file takes, into tests/seconds.json and CONTRIBUTING.md; costs-all: the longer ones, too
+# make mutants   planted faults: which tests see them, into tests/mutants   (an hour)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
 # make docs      the site of README and docs, in .build/docs
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
+# JOBS=4 runs that many test files at the same time; without it as many as there are cores.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own; make test runs the campaign on it, too.
 PYTHON ?= python3
 PIP_OPTIONS ?=
@@ -17,21 +21,14 @@ PART ?= $(shell git rev-parse HEAD)
 VENV := .venv$(TORCH:%=-torch-%)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+JOBS ?= logical
+ROOM ?=
+# Files are compiled once for all processes, whatever the caller's environment says.
+PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
+PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-# Ranks wait for one another: two halves of equal length fill what that leaves of two cores; the second is told last.
-PARITY := $(wildcard tests/parity/test_[a-r]*.py tests/parity/test_sa*.py)
-BESIDE := tests/map tests/unit tests/ranks $(wildcard tests/parity/test_s[b-z]*.py tests/parity/test_[t-z]*.py)
-LONG_BESIDE := $(wildcard tests/parity/test_pipeline_*.py tests/parity/test_plan*.py tests/parity/test_re*.py)
-define both
-@{ $(BIN)/mypy && $(PYTEST) $(1) $(3); } > $(VENV)/beside.log 2>&1 & beside=$$!; \
-  trap "kill $$beside; exit 130" INT TERM; \
-  $(PYTEST) $(1) $(2); parity=$$?; \
-  wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((parity | beside))
-endef
-
-.PHONY: demo demo-llava test test-part test-all campaign style lint bench tables docs clean
+.PHONY: demo demo-llava test test-part test-all costs costs-all mutants campaign lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
@@ -39,25 +36,31 @@ demo: $(VENV)/.installed
 demo-llava: $(VENV)/.installed
 	$(BIN)/python examples/llava_demo/demo.py
 
-test: style
-	$(call both,,$(PARITY),$(BESIDE))
+test: $(VENV)/.installed-dev
+	$(PYTEST) --room=$(ROOM)
 	$(if $(TORCH),$(CAMPAIGN))
 
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
 
-test-all: style $(VENV)/.installed-peers
-	$(call both,-m "long or not long",$(filter-out $(LONG_BESIDE),$(PARITY)),$(BESIDE) $(LONG_BESIDE))
+test-all: $(VENV)/.installed-peers
+	$(PYTEST) -m "long or not long"
 
-style: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+costs: $(VENV)/.installed-dev
+	$(PYTHON_TESTS) tests/costs.py "not long"
+
+costs-all: $(VENV)/.installed-peers
+	$(PYTHON_TESTS) tests/costs.py "long or not long"
+
+mutants: $(VENV)/.installed-dev
+	$(PYTHON_TESTS) tests/mutants/run.py
 
 campaign: $(VENV)/.installed
 	$(CAMPAIGN)
 
-lint: style
-	$(BIN)/mypy
+lint: $(VENV)/.installed-dev
+	$(PYTEST) tests/map/test_lint.py
+	$(BIN)/python tests/map/test_structure.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py

@@ -1,9 +1,16 @@
-"""Shared fixtures: one pool of ranks for the whole session, single-threaded kernels."""
+"""One queue of files for all workers, two fork servers for all of them, single-threaded kernels.
 
+Files are handed out whole, the longest first (`recorded.py`), so that workers end together; pytest-xdist does that.
+"""
+
+import gc
 import os
 import signal
 import sys
+import tempfile
+from collections import defaultdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,11 +23,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup make test &` 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)  # summation order depends on the thread count
 
+FOLDER = pytest.StashKey[str]()  # of the fork servers' sockets
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--part", metavar="COMMIT", help="the part of the long tests that this hash chooses (tests/part.py)"
     )
+    parser.addoption("--room", metavar="PACKAGE", help="the tests of a package of zero3d (tests/room.py)")
+    parser.addoption("--costs", metavar="FILE", help="write what each test took (tests/costs.py)")
 
 
 def pytest_configure(config):
@@ -28,23 +39,60 @@ def pytest_configure(config):
         if not commit:
             raise pytest.UsageError("--part= names no commit: outside of git pass one, make test-part PART=NAME")
         config.option.markexpr = "long"
+    if (path := config.getoption("costs")) is not None:
+        from costs import Recorder
+
+        config.pluginmanager.register(Recorder(path))
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist are given the folder by the process that has them
+        from pool import ForkServers
+
+        folder = tempfile.TemporaryDirectory()
+        servers = ForkServers(folder.name)
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(servers.close)
+        config.stash[FOLDER] = folder.name
+    else:
+        config.stash[FOLDER] = config.workerinput["fork_servers"]
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node):
+    node.workerinput["fork_servers"] = node.config.stash[FOLDER]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     from part import part_of
+    from recorded import seconds_of
+    from rooms import of_room
 
+    chosen = {item.nodeid for item in items}
     if (commit := config.getoption("part")) is not None:
-        chosen = part_of([item.nodeid for item in items], commit)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-        items[:] = [item for item in items if item.nodeid in chosen]
+        chosen = part_of(chosen, commit)
+    if package := config.getoption("room"):
+        chosen = of_room(items, package)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    files = defaultdict(list)
+    for item in items:
+        if item.nodeid in chosen:
+            files[item.path].append(item)
+
+    def seconds(cases):
+        return sum(seconds_of(case.nodeid, "long" in case.keywords) for case in cases)
+
+    items[:] = chain.from_iterable(sorted(files.values(), key=seconds, reverse=True))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what is imported by now would be looked through at every collection
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(pytestconfig):
     from pool import RankPool
 
-    with RankPool() as pool:
+    with RankPool(pytestconfig.stash[FOLDER]) as pool:
         yield pool
 
 

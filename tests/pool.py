@@ -1,37 +1,27 @@
-"""A session-wide pool of ranks: forked when first asked for and kept, one fresh gloo group per case.
+"""Ranks of a test session: forked when first asked for and kept, one fresh gloo group per case.
 
 `run(world, case, *args)` calls a module-level function on ranks 0 .. world-1 and returns their
 results. The first failure in time is raised with its traceback; on a timeout all ranks are
 killed and the next case starts new ones. `alone(case, *args)` calls it in a new process without a
 group, which ends then.
 
-fork server a process that has imported what ranks need and does nothing but fork them; imports
-            are most of a rank's start, and a killed rank's successor pays none
-two of them because ranks of one would share the seeds of hashes and of numpy: a loop over a set,
-            or a draw that nobody seeded, would be the same on all ranks by chance
+All workers of a session fork from the same two servers (`fork_server.py`). Two, because ranks of one would share the
+seeds of hashes and of numpy: a loop over a set, or a draw that nobody seeded, would be the same on all ranks by chance.
 """
 
-import gc
-import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from collections import Counter
 from contextlib import suppress
-from datetime import timedelta
-from importlib import import_module
+from multiprocessing.connection import Client
 from pathlib import Path
 
 FORK_SERVERS = 2
-IMPORTS = (
-    "pytest",
-    "zero3d.engine.engine",
-    "zero3d.train.run",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")),
-)
 
 
 class RankFailure(AssertionError):
@@ -42,11 +32,74 @@ class RankFailure(AssertionError):
         self.types = list(types)
 
 
+class ForkServers:
+    """Starts the servers in a folder, in which their sockets are; they end with this process, or by `close`."""
+
+    def __init__(self, folder):
+        self.processes = []
+        for address in sockets(folder):
+            command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), address]
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+
+    def close(self):
+        for process in self.processes:
+            process.stdin.close()
+            process.wait()
+
+
+def sockets(folder):
+    return [str(Path(folder) / f"fork-server-{number}") for number in range(FORK_SERVERS)]
+
+
+class Forked:
+    """A new process of a fork server: the connection to it, and its process ID once it is there."""
+
+    def __init__(self, address):
+        end = time.monotonic() + 60
+        while True:  # the server may not listen yet
+            try:
+                self.connection = Client(address)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+        self.pid = None
+
+    def send(self, *job):
+        if self.pid is None:
+            self.pid = self.connection.recv()
+        self.connection.send((sys.path, pickle.dumps(job)))
+
+    def answer(self, deadline):
+        """What came of the job. Raises EOFError where the process died or takes too long."""
+        wait = deadline - time.monotonic()
+        if not self.connection.poll(max(0.0, wait)):
+            raise EOFError(f"it took more than {wait:.0f} s")
+        return pickle.loads(self.connection.recv_bytes())
+
+    def kill(self):
+        """End it and all that it has started, and see it ended."""
+        with suppress(EOFError, ConnectionError):
+            if self.pid is None:
+                self.pid = self.connection.recv()
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            while True:
+                self.connection.recv_bytes()
+        self.connection.close()
+
+
 class RankPool:
-    def __init__(self):
-        self.fork_servers = []
-        self.workers = []
+    """Ranks of the fork servers in `folder`; without one, of its own."""
+
+    cpu = Counter()  # seconds of all ranks of this process: to meet before cases, and in them
+
+    def __init__(self, folder=None):
         self.folder = tempfile.TemporaryDirectory()
+        self.servers = ForkServers(self.folder.name) if folder is None else None
+        self.sockets = sockets(folder or self.folder.name)
+        self.workers = []
         self.cases = 0
 
     def __enter__(self):
@@ -54,46 +107,38 @@ class RankPool:
 
     def __exit__(self, *_):
         self.kill()
-        for server in self.fork_servers:
-            server.close()
+        if self.servers is not None:
+            self.servers.close()
         self.folder.cleanup()
 
     def kill(self):
-        for connection in self.workers:
-            connection.close()
-        for server in self.fork_servers:
-            server.kill()
+        for worker in self.workers:
+            worker.kill()
         self.workers = []
-
-    def fork_server(self, rank):
-        """The one that ranks of this parity come from."""
-        self.fork_servers += [ForkServer() for _ in range(len(self.fork_servers), min(rank + 1, FORK_SERVERS))]
-        return self.fork_servers[rank % FORK_SERVERS]
 
     def start(self, world):
         """The ranks below `world` that do not run yet."""
-        for rank in range(min(world, FORK_SERVERS)):
-            self.fork_server(rank)  # they import at the same time
         for rank in range(len(self.workers), world):
-            self.workers.append(self.fork_server(rank).fork(rank))
+            self.workers.append(Forked(self.sockets[rank % FORK_SERVERS]))
 
     def run(self, world, case, *args, timeout=600.0, group_timeout=120.0, check=True):
         """Results in rank order; with check=False pairs (result, exception text or None)."""
         self.start(world)
         self.cases += 1
         store = str(Path(self.folder.name) / f"store-{self.cases}")
-        job = pickle.dumps((world, case, args, store, group_timeout))
-        for connection in self.workers[:world]:
-            connection.send_bytes(job)
         deadline = time.monotonic() + timeout
         answers = []
-        for rank, connection in enumerate(self.workers[:world]):
-            try:
-                answers.append(answer_of(connection, deadline))
-            except (EOFError, ConnectionError) as error:
-                self.kill()
-                told = [a["traceback"] for a in answers if a["error"]]
-                raise RankFailure(f"rank {rank} of {world} gave no answer ({error})\n" + "\n".join(told)) from error
+        try:
+            for rank, worker in enumerate(self.workers[:world]):
+                worker.send(rank, world, case, args, store, group_timeout)
+            for rank, worker in enumerate(self.workers[:world]):
+                answers.append(worker.answer(deadline))
+        except (EOFError, ConnectionError) as error:
+            self.kill()
+            told = [a["traceback"] for a in answers if a["error"]]
+            raise RankFailure(f"rank {rank} of {world} gave no answer ({error})\n" + "\n".join(told)) from error
+        for each in answers:
+            self.cpu.update(each["cpu"])
         if not all(a["started"] for a in answers):  # torch counts group names: these workers' counts may differ now
             self.kill()
         if not check:
@@ -102,23 +147,16 @@ class RankPool:
 
     def alone(self, case, *args, timeout=600.0):
         """The result of case(*args) in a process that does nothing else."""
-        connection = self.fork_server(0).fork(0)
+        process = Forked(self.sockets[0])
         try:
-            connection.send_bytes(pickle.dumps((0, case, args, None, None)))
-            return results_of([answer_of(connection, time.monotonic() + timeout)])[0]
+            process.send(0, 0, case, args, None, None)
+            answer = process.answer(time.monotonic() + timeout)
         except (EOFError, ConnectionError) as error:
-            self.kill()
             raise RankFailure(f"the process gave no answer ({error})") from error
         finally:
-            connection.close()
-
-
-def answer_of(connection, deadline):
-    """What a rank sends. Raises EOFError where it died or takes too long."""
-    wait = deadline - time.monotonic()
-    if not connection.poll(max(0.0, wait)):
-        raise EOFError(f"it took more than {wait:.0f} s")
-    return pickle.loads(connection.recv_bytes())
+            process.kill()
+        self.cpu.update(answer["cpu"])
+        return results_of([answer])[0]
 
 
 def results_of(answers):
@@ -126,104 +164,3 @@ def results_of(answers):
     if failed:
         raise RankFailure(failed[0]["traceback"], [a["error"] for a in answers])
     return [a["result"] for a in answers]
-
-
-class ForkServer:
-    """A process of ours that has imported IMPORTS and forks ranks."""
-
-    def __init__(self):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve_forks, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def fork(self, rank):
-        """The connection to a new rank."""
-        ours, theirs = multiprocessing.Pipe()
-        self.connection.send((rank, theirs))
-        theirs.close()
-        return ours
-
-    def kill(self):
-        """End all of its ranks, and see them ended."""
-        self.connection.send(None)
-        self.connection.recv()
-
-    def close(self):
-        self.connection.close()
-        self.process.join()
-
-
-def serve_forks(connection):
-    """A fork server's loop. It has one thread, as a process that forks must."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for name in IMPORTS:
-        import_module(name)
-    gc.freeze()  # ranks would look through all that was imported again and again, and copy its pages
-    pids = []
-    with suppress(EOFError):
-        while True:
-            if asked := connection.recv():
-                pids.append(fork(*asked))
-            else:
-                end(pids)
-                connection.send(None)
-    end(pids)
-
-
-def fork(rank, connection):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            serve(rank, connection)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)  # whatever happens, it does not go on as a fork server
-    connection.close()
-    return pid
-
-
-def end(pids):
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    pids.clear()
-
-
-def serve(rank, connection):
-    """A rank's loop."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            world, case, args, store, group_timeout = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        answer = {"result": None, "error": None, "started": False}
-        try:
-            if world:
-                join(rank, world, store, group_timeout)
-            answer["started"] = True
-            answer["result"] = case(*args)
-        except BaseException as error:
-            answer.update(error=f"{type(error).__name__}: {error}", traceback=f"rank {rank}: {traceback.format_exc()}")
-        answer["time"] = time.monotonic()
-        connection.send_bytes(pickle.dumps(answer))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def join(rank, world, store, timeout):
-    """A new gloo group of the first `world` ranks. However long they take to meet: `timeout` is for what follows."""
-    import torch.distributed as dist
-
-    store = dist.FileStore(store, world)
-    store.set(f"here {rank}", "")
-    store.wait([f"here {each}" for each in range(world)], timedelta(minutes=5))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    dist.barrier()  # gloo connects rank by rank: one that leaves at once fails those still connecting

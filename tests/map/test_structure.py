@@ -221,11 +221,9 @@ def core():
     return found
 
 
-def test_the_core_can_be_read_in_one_sitting():
+def test_the_core_needs_the_ground_alone():
     """zero/ with exact/, and what it needs from the ground."""
-    needed = core()
-    assert {package_of(name) for name in needed} <= {"zero", *LAYERS["ground"]} - {"config"}
-    assert sum(code_lines(path) for name, path in modules() if name in needed) <= 4400
+    assert {package_of(name) for name in core()} <= {"zero", *LAYERS["ground"]} - {"config"}
 
 
 def functions():
@@ -238,9 +236,7 @@ def functions():
 OF_MANY_OPTIONS = {("engine.engine", "__init__"), ("optim.muon_optimizer", "muon")}  # by name, each with a default
 
 
-def test_files_and_functions_stay_short_and_take_few_parameters():
-    assert [name for name, path in modules() if code_lines(path) > 300] == []
-    assert [(name, node.name) for name, node in functions() if node.end_lineno - node.lineno >= 60] == []
+def test_functions_take_few_parameters():
     for name, node in functions():
         taken = [
             a.arg
@@ -254,11 +250,6 @@ def test_no_two_test_files_have_the_same_name():
     """Two of one name cannot be collected in one run: pytest imports them as modules of that name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
-def test_there_are_nearly_as_many_lines_of_tests_as_of_code():
-    tests = sum(code_lines(path) for path in (ROOT / "tests").rglob("*.py"))
-    assert tests >= 0.8 * sum(code_lines(path) for _, path in modules())
 
 
 def test_there_is_one_reduce_scatter_call_site():
@@ -332,3 +323,9 @@ def test_every_where_is_row_resolves():
 def assigned(node):
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [t.id for t in targets if isinstance(t, ast.Name)]
+
+
+if __name__ == "__main__":
+    for name, files in {"src": [path for _, path in modules()], "core": [path for name, path in modules() if name in core()],
+                        "tests": list((ROOT / "tests").rglob("*.py"))}.items():  # fmt: skip
+        print(f"{name}: {sum(map(code_lines, files)):,} lines of code in {len(files)} files")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -45,10 +46,12 @@ from zero3d.errors import ConfigError
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
-from zero3d.pipeline.runner import Pipeline
 from zero3d.pipeline.step import Callbacks
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from zero3d.pipeline.runner import Pipeline
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,8 @@ def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Ac
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
     """Return this rank's end of the pipeline; the axis keeps what failed before, which raises Zero3dError."""
+    from zero3d.pipeline.runner import Pipeline  # with torch's pipelining, DTensor and sympy: a second
+
     callbacks = Callbacks(
         accumulation=runtime.accumulation,
         sweep=runtime.reductions.sweep,

@@ -5,12 +5,12 @@ Everything here raises ConfigError and changes nothing.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero3d.activations.kept_inputs import checkpointed, recorders_of
@@ -36,6 +36,12 @@ def check_step(accumulate: int, clip_norm: float | None) -> None:
         raise ConfigError(f"clip_norm={clip_norm!r}: pass a positive norm, or None for no clipping.")
 
 
+def is_dtensor(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is a DTensor. Only who has imported DTensor has one; the import takes 0.7 s."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
 def check_model(model: nn.Module, weights: Source | None) -> None:
     """Refuse a model that cannot be trained."""
     if "_orig_mod" in dict(model.named_children()):
@@ -44,7 +50,7 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
             "its blocks before: zero3d.activations.compile_blocks(model), or train.compile: true in a file."
         )
     parameters = dict(model.named_parameters())
-    if is_guarded(model) or any(isinstance(p, DTensor) for p in parameters.values()):
+    if is_guarded(model) or any(map(is_dtensor, parameters.values())):
         raise ConfigError(
             f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
             "DTensor): build a plain model and pass it to one Engine."

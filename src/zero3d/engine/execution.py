@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
@@ -14,11 +14,13 @@ from zero3d.engine.replay.passages import Again
 from zero3d.engine.replay.replay import Replay
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
-from zero3d.pipeline.runner import Pipeline
 from zero3d.precision import LossScale, at_least_fp32
 from zero3d.zero.accumulation import Accumulation, Contribution
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.hooks import Hooks
+
+if TYPE_CHECKING:
+    from zero3d.pipeline.runner import Pipeline
 
 
 class Execution(Protocol):

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
 
-F = TypeVar("F", bound=Callable[..., Any])
 RANKS = 1 << 16  # more than there are; a rank's own seed is a common one times this, plus the rank
 SEQUENCE = -2  # dim of [batch, length, hidden]
 COLLECTIVES = {
@@ -43,11 +42,6 @@ COLLECTIVES = {
     "scatter_to": ("slice", "all_gather"),
     "gather_from": ("all_gather", "slice"),
 }
-
-
-def eager(function: F) -> F:
-    """Keep a function out of torch.compile's graphs (Note 2)."""
-    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Conversion(NamedTuple):
@@ -118,7 +112,7 @@ class Regions:
         """Whether activations outside cut modules are slices of the sequence now."""
         return self._sequence and torch.is_grad_enabled()
 
-    @eager
+    @_disable_dynamo
     def copy_to(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
         """Return a common tensor, or (unless it is `whole`) the one of which `t` is a slice, for cut modules.
 
@@ -133,14 +127,14 @@ class Regions:
         self._copies[id(t)] = Copied(weakref.ref(t), version, torch.is_grad_enabled(), result)
         return result
 
-    @eager
+    @_disable_dynamo
     def reduce_from(self, t: Tensor, name: str, whole: bool = False) -> Tensor:
         """Return the sum of the ranks' partial ones, or (unless it is to be `whole`) this rank's slice of the sum."""
         self.forget()
         kind = "reduce_scatter_to_slices" if self.by_sequence and not whole else "reduce_from"
         return convert(t, Conversion(kind, SEQUENCE, name, self.channel))
 
-    @eager
+    @_disable_dynamo
     def scatter_to(self, t: Tensor, name: str) -> Tensor:
         """Return this rank's slice: [batch, length, hidden] -> [batch, length / N, hidden].
 
@@ -154,12 +148,12 @@ class Regions:
             )
         return convert(t, Conversion("scatter_to", SEQUENCE, name, self.channel))
 
-    @eager
+    @_disable_dynamo
     def gather_from(self, t: Tensor, name: str, dim: int = SEQUENCE) -> Tensor:
         """Join the ranks' slices along `dim`; all ranks use the result alike, so its gradient is only sliced."""
         return convert(t, Conversion("gather_from", dim, name, self.channel))
 
-    @eager
+    @_disable_dynamo
     def forget(self) -> None:
         """Drop the remembered copies, and the graphs that hang on them."""
         self._copies.clear()
@@ -178,7 +172,7 @@ class RankRandom:
         self._before: tuple[torch.Generator, Tensor] | None = None
         self._paused: tuple[torch.Generator, Tensor] | None = None
 
-    @eager
+    @_disable_dynamo
     def begin(self, device: torch.device, on: bool = True) -> None:
         """If `on`, advance the common generator by one number and continue with this rank's own."""
         self._before = None
@@ -189,14 +183,14 @@ class RankRandom:
         self._before = generator, generator.get_state()
         generator.manual_seed(zlib.crc32(generator.get_state().numpy().tobytes()) * RANKS + self._rank)
 
-    @eager
+    @_disable_dynamo
     def end(self) -> None:
         """Go on with the common numbers, if `begin` was called."""
         before, self._before = self._before, None
         if before is not None:
             before[0].set_state(before[1])
 
-    @eager
+    @_disable_dynamo
     def pause(self, device: torch.device, name: str) -> None:
         """Draw numbers that are alike on all ranks, of `name`'s own, amid a rank's own, until `resume`.
 
@@ -206,7 +200,7 @@ class RankRandom:
         self._paused = generator, generator.get_state()
         generator.manual_seed(zlib.crc32(name.encode(), generator.initial_seed() // RANKS))
 
-    @eager
+    @_disable_dynamo
     def resume(self) -> None:
         """Go on with the rank's own numbers, if `pause` was called."""
         paused, self._paused = self._paused, None
