@@ -4,7 +4,7 @@
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
 # make test-all  all tests, the longer ones too, beside TRL, Lightning, DeepSpeed, Axolotl   (40 minutes)
-# make costs     what each test file takes, into tests/seconds.json and CONTRIBUTING.md; costs-all: the longer ones, too
+# make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make mutants   planted faults: which tests see them, into tests/mutants   (an hour)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks

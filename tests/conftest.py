@@ -1,6 +1,6 @@
 """One queue of files for all workers, two fork servers for all of them, single-threaded kernels.
 
-Files are handed out whole, the longest first (`recorded.py`), so that workers end together; pytest-xdist does that.
+Files are handed out whole, the longest first (`durations.py`), so that workers end together; pytest-xdist does that.
 """
 
 import gc
@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -62,25 +61,24 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    """Leave the cases of the part or room that is asked for; put the files that take longest first."""
+    from durations import seconds_of
     from part import part_of
-    from recorded import seconds_of
-    from rooms import of_room
+    from rooms import files_of
 
-    chosen = {item.nodeid for item in items}
+    everything = list(items)
     if (commit := config.getoption("part")) is not None:
-        chosen = part_of(chosen, commit)
-    if package := config.getoption("room"):
-        chosen = of_room(items, package)
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    files = defaultdict(list)
+        chosen = part_of([item.nodeid for item in items], commit)
+        items[:] = [item for item in items if item.nodeid in chosen]
+    seconds = defaultdict(float)
     for item in items:
-        if item.nodeid in chosen:
-            files[item.path].append(item)
-
-    def seconds(cases):
-        return sum(seconds_of(case.nodeid, "long" in case.keywords) for case in cases)
-
-    items[:] = chain.from_iterable(sorted(files.values(), key=seconds, reverse=True))
+        seconds[item.path] += seconds_of(item.nodeid, "long" in item.keywords)
+    if package := config.getoption("room"):
+        seconds = {path: seconds[path] for path in files_of(seconds, package)}
+        items[:] = [item for item in items if item.path in seconds]
+    items.sort(key=lambda item: (-seconds[item.path], item.path))  # cases of a file stay in their order
+    kept = set(items)
+    config.hook.pytest_deselected(items=[item for item in everything if item not in kept])
 
 
 def pytest_collection_finish():
@@ -106,6 +104,20 @@ def ranks(pool):
 def alone(pool):
     """`alone(case, *args)` runs case(*args) in a new process and returns its result; a crash fails the test."""
     return pool.alone
+
+
+@pytest.fixture
+def zero3d_in_fork(pool, tmp_path_factory):
+    """`zero3d_in_fork(folder, *words, **environment)` runs `zero3d WORDS` there, without its start (commands.py)."""
+    from commands import Done, run_in_fork
+
+    def run(folder, *words, **environment):
+        output = tmp_path_factory.mktemp("command")
+        variables = {**os.environ, **environment}
+        code = pool.alone(run_in_fork, [str(word) for word in words], folder, variables, output)
+        return Done(code, *((output / name).read_text(errors="replace") for name in ("stdout", "stderr")))
+
+    return run
 
 
 @pytest.fixture

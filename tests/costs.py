@@ -1,6 +1,6 @@
 """What tests take, by file and by reason: `make costs` runs those of `make test`, `make costs-all` the long ones, too.
 
-It writes what each file took into tests/seconds.json (`recorded.py`) and the table of CONTRIBUTING.md. The machine must
+It writes what each file took into tests/durations.json (`durations.py`) and the table of CONTRIBUTING.md. The machine must
 be quiet. CPU seconds, of all processes:
 
 start     Python, imports and collection: what no test accounts for
@@ -22,7 +22,7 @@ from statistics import mean
 
 import pytest
 from pool import RankPool
-from recorded import SECONDS, recorded
+from durations import SECONDS, recorded
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"

@@ -20,6 +20,7 @@ from collections import Counter
 from contextlib import suppress
 from multiprocessing.connection import Client
 from pathlib import Path
+from typing import ClassVar
 
 FORK_SERVERS = 2
 
@@ -93,7 +94,7 @@ class Forked:
 class RankPool:
     """Ranks of the fork servers in `folder`; without one, of its own."""
 
-    cpu = Counter()  # seconds of all ranks of this process: to meet before cases, and in them
+    cpu: ClassVar = Counter()  # seconds of all ranks of this process: to meet before cases, and in them
 
     def __init__(self, folder=None):
         self.folder = tempfile.TemporaryDirectory()
@@ -131,12 +132,12 @@ class RankPool:
         try:
             for rank, worker in enumerate(self.workers[:world]):
                 worker.send(rank, world, case, args, store, group_timeout)
-            for rank, worker in enumerate(self.workers[:world]):
+            for worker in self.workers[:world]:
                 answers.append(worker.answer(deadline))
         except (EOFError, ConnectionError) as error:
             self.kill()
             told = [a["traceback"] for a in answers if a["error"]]
-            raise RankFailure(f"rank {rank} of {world} gave no answer ({error})\n" + "\n".join(told)) from error
+            raise RankFailure(f"rank {len(answers)} of {world} gave no answer ({error})\n" + "\n".join(told)) from error
         for each in answers:
             self.cpu.update(each["cpu"])
         if not all(a["started"] for a in answers):  # torch counts group names: these workers' counts may differ now

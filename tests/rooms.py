@@ -1,7 +1,8 @@
 """The tests of a package of zero3d: `make test ROOM=plan`, for work on one package.
 
-A test file belongs to the packages that it imports from, by itself or by name in a string. Where their cases would
-take longer than BUDGET, those files come first that have the largest part of their imports in the package.
+A test file belongs to the packages whose planted faults it sees (tests/mutants), and to those that it imports from, by
+itself or by name in a string. Where their cases would take longer than BUDGET, the former come first, then those files
+that have the largest part of their imports in the package.
 """
 
 import ast
@@ -9,7 +10,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from recorded import seconds_of
+import yaml
 
 import zero3d
 
@@ -17,20 +18,23 @@ ROOT = Path(__file__).parents[1]
 BUDGET = 240.0  # seconds of all workers: two of them are done in two minutes
 
 
-def of_room(items, package):
-    """Return the names of the cases to run. `items` are pytest's, without those that are too long for `make test`."""
-    if not (Path(zero3d.__file__).parent / package).is_dir():
+def files_of(files, package):
+    """Return those of `files`, a table of seconds by path, that are the package's room. Raises LookupError."""
+    if package not in packages():
         raise LookupError(f"zero3d has no package {package!r}: {', '.join(packages())}")
-    files = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item.nodeid)
-    chosen, left = set(), BUDGET
-    for path in sorted(files, key=lambda path: (-share(path, package), path)):
-        cost = sum(map(seconds_of, files[path]))
-        if share(path, package) and cost <= left:
-            left -= cost
-            chosen.update(files[path])
+    sees = files_of_faults(package)
+    chosen, left = [], BUDGET
+    for path in sorted(files, key=lambda path: (path not in sees, -share(path, package), path)):
+        if (path in sees or share(path, package)) and files[path] <= left:
+            left -= files[path]
+            chosen.append(path)
     return chosen
+
+
+def files_of_faults(package):
+    """The files that the ledger of a package's faults names."""
+    faults = yaml.safe_load((ROOT / "tests" / "mutants" / f"{package}.yaml").read_text())
+    return {ROOT / test.partition("::")[0] for fault in faults for test in fault["tests"]}
 
 
 def packages():

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -89,10 +90,8 @@ def tried(fault, folder, context):
         process.start()
         process.join(TIMEOUT)
         hangs = process.exitcode is None
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.join()
     finally:
         path.write_text(whole)

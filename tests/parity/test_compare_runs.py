@@ -1,15 +1,10 @@
 """`zero3d compare` as a user runs it: two stages of a tiny Llama, one table."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from training import run_in
-
-from zero3d.cli.compare_runs import ComparisonPlan
-from zero3d.cli.main import main
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -33,29 +28,17 @@ def make():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} quick brown foxes\n" for i in range(200)))
     (tmp_path / "tiny.yaml").write_text(RUN)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(ranks, folder, monkeypatch, capfd):
-    """Stage 0 runs as a command of its own; what stage 3 would print is found on the shared ranks."""
-    of_variant = ComparisonPlan.command
-
-    def command(plan, variant):
-        words = of_variant(plan, variant)
-        if variant.label == "zero.stage=0":
-            return words
-        actual = ranks(2, run_in, folder, [word for word in words[words.index("train") + 1 :] if word[:2] != "--"])[0]
-        (folder / "found.json").write_text(json.dumps(actual))
-        return ["cat", "found.json"]
-
-    monkeypatch.setattr(ComparisonPlan, "command", command)
-    assert main(["compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3"]) == 0
-    check_stages(folder, capfd.readouterr().out)
+def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(zero3d_in_fork, folder):
+    done = zero3d_in_fork(folder, "compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3")
+    assert done.returncode == 0, done.stderr
+    check_stages(folder, done.stdout)
 
 
 def check_stages(folder, message):
@@ -71,21 +54,19 @@ def check_stages(folder, message):
     assert not (out / "zero.stage=0" / "hf").exists()
 
 
-def compare(folder, *words):
-    command = [sys.executable, "-m", "zero3d.cli.main", "compare", "tiny.yaml", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.long
 def test_two_stages_do_so_as_commands(folder):
-    check_stages(folder, compare(folder, "--ranks=2", "zero.stage=0,3"))
+    command = [sys.executable, "-m", "zero3d.cli.main", "compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    check_stages(folder, done.stdout)
 
 
 @pytest.mark.long
-def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(folder):
-    message = compare(folder, "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
+def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(zero3d_in_fork, folder):
+    done = zero3d_in_fork(folder, "compare", "tiny.yaml", "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
+    assert done.returncode == 0, done.stderr
+    message = done.stdout
     assert "measured = formula, to the byte, in every run" in message
     assert "losses: the same bits at every step of every run" in message
     assert "exact: one curve, and one hash of all states" in message

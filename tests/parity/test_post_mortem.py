@@ -92,19 +92,18 @@ def model():
 """
 
 
-def run_faulty(folder, fault, *around):
-    """`zero3d train` on two ranks, of which the second has a fault in its third step."""
+def save_faulty(folder, fault):
+    """A run of two ranks, of which the second has a fault in its third step."""
     (folder / "faulty.py").write_text(FAULTY.replace("FAULT", fault))
     made = tree(folder, model={"path": "faulty:model"}, checkpoint={"every": 1, "export": False})
     (folder / "run.yaml").write_text(yaml.safe_dump(made))
-    command = [*around, sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
-    return done, folder / "out"
+    return folder / "out"
 
 
 @pytest.mark.long
-def test_of_two_ranks_the_one_at_fault_says_it_once(folder):
-    done, out = run_faulty(folder, f"raise torch.OutOfMemoryError({SAID!r})")
+def test_of_two_ranks_the_one_at_fault_says_it_once(zero3d_in_fork, folder):
+    out = save_faulty(folder, f"raise torch.OutOfMemoryError({SAID!r})")
+    done = zero3d_in_fork(folder, "train", "run.yaml", "--ranks=2")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("MemoryExhaustedError: rank 1 of 2 (host ") == 1
     assert "cheapest settings to change" in done.stderr
@@ -136,7 +135,9 @@ def limited():
 @pytest.mark.long
 def test_a_rank_that_fills_the_host_says_so_before_the_kernel_kills_it(folder, limited):
     fault = "import time; [(type(self).kept.append(torch.ones(4_000_000)), time.sleep(0.05)) for _ in range(1000)]"
-    done, out = run_faulty(folder, fault, *limited)
+    out = save_faulty(folder, fault)
+    command = [*limited, sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert signal.SIGKILL.name not in done.stderr
     assert done.stderr.count("MemoryExhaustedError: rank 1 of 2 (host ") == 1

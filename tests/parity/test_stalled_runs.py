@@ -1,10 +1,7 @@
 """Whole runs of `zero3d train` with a rank that stands still: who is named, and how a restart goes on."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,7 +11,6 @@ import yaml
 from training import field, metrics, save_rows, train, tree
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SRC = Path(__file__).parents[2] / "src"
 FAULTY = """
 import os, signal, time
 from pathlib import Path
@@ -52,16 +48,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, fault, *words, **sections):
+@pytest.fixture
+def run(zero3d_in_fork, folder):
     """Run until it ends. fault: its kind, in which rank, in which layer and the how-manieth forward of that."""
-    made = tree(folder, model={"path": "faulty:build"}, **sections)
-    (folder / "run.yaml").write_text(yaml.safe_dump(made))
-    done = subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", *words], cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), str(folder)]), "FAULT": fault},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    return made, done
+
+    def run(fault, *words, **sections):
+        made = tree(folder, model={"path": "faulty:build"}, **sections)
+        (folder / "run.yaml").write_text(yaml.safe_dump(made))
+        return made, zero3d_in_fork(folder, "train", "run.yaml", *words, FAULT=fault)
+
+    return run
 
 
 def block_of(made):
@@ -70,10 +66,10 @@ def block_of(made):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["stop", "loop"])
-def test_after_a_stall_all_ranks_start_again_from_the_newest_checkpoint_with_the_same_bits(ranks, folder, fault):
+def test_after_a_stall_all_ranks_start_again_from_the_newest_checkpoint_with_the_same_bits(ranks, folder, run, fault):
     whole = ranks(2, train, tree(folder, "whole"), timeout=300.0)[0]
     made, done = run(
-        folder, f"{fault} 1 1 7", "--max-restarts", "1", health={"timeout": 6.0},
+        f"{fault} 1 1 7", "--max-restarts", "1", health={"timeout": 6.0},
         checkpoint={"every": 1, "export": False},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,11 +106,11 @@ PIPELINES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", PIPELINES)
-def test_in_pipelines_and_over_tensor_ranks_every_rank_says_for_which_rank_and_message_it_waits(folder, case):
+def test_in_pipelines_and_over_tensor_ranks_every_rank_says_for_which_rank_and_message_it_waits(run, case):
     fault, mesh, waits = PIPELINES[case]
     kind, rank = fault.split()[0], int(fault.split()[1])
     steps = STEPS | ({"accumulate": 2} if "dp" in mesh else {})
-    made, done = run(folder, fault, health={"timeout": 6.0}, mesh=mesh, train=steps, zero={"stage": 2})
+    made, done = run(fault, health={"timeout": 6.0}, mesh=mesh, train=steps, zero={"stage": 2})
     assert done.returncode == 1, done.stdout + done.stderr
     block = block_of(made)
     said = f"rank {rank} is " + ("stopped (SIGSTOP" if kind == "stop" else "stuck or slow in the forward of unit ")

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch.distributed as dist
 from pool import RankFailure
@@ -27,6 +28,7 @@ def killed_at(made, moments=None):
 
     Calls count from the first step's beginning. Returns how many there were until the third one's: two steps and saves.
     """
+    numpy.random.seed(dist.get_rank())  # whose state is saved, too, and which nobody else seeds
     original, calls, begun = zero3d.Engine.train_batch, 0, []
     moment = None if moments is None else moments[dist.get_rank()]
 

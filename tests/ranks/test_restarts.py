@@ -121,19 +121,20 @@ def build():
 
 
 # A fall: the rank that is killed, in which of its attempt's micro-batches, and the slots that are lost from then on.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("exact", "batch", "falls", "restarts"),
     [
         (True, 8, [(1, 7, "0"), (0, 6, "")], [("2 ranks, dp 2", 3), ("4 ranks, dp 4", 4)]),
-        (
+        pytest.param(
             False, 12, [(3, 4, "3"), (2, 5, "3 2"), (1, 7, "")],
-            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)],
+            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)], marks=pytest.mark.long,
         ),
     ],
     ids=["exact", "plain"],
 )  # fmt: skip
-def test_killed_ranks_start_again_on_the_slots_that_are_there(ranks, tmp_path, exact, batch, falls, restarts):
+def test_killed_ranks_start_again_on_the_slots_that_are_there(
+    ranks, zero3d_in_fork, tmp_path, exact, batch, falls, restarts
+):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     (tmp_path / "falling.py").write_text(FALLING)
@@ -143,11 +144,7 @@ def test_killed_ranks_start_again_on_the_slots_that_are_there(ranks, tmp_path, e
     sections |= {"model": {"path": "falling:build"}, "checkpoint": {"every": 1, "export": False}}
     made = tree(tmp_path, **sections, mesh={"dp": 4}, health={"min_ranks": 2})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(tmp_path)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--max-restarts", "3"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = zero3d_in_fork(tmp_path, "train", "run.yaml", "--max-restarts", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     for number, (what, step) in enumerate(restarts, start=1):
         assert f"restart {number} of 3: {what}, from {made['output']}/checkpoints/step-{step}\n" in done.stderr

@@ -4,13 +4,14 @@ import argparse
 import json
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
 from lock_holder import locked_by_another
 from rich.console import Console
 
-from zero3d.cli import compare as verb, compare_runs
+from zero3d.cli import compare as verb, workers
 from zero3d.cli.main import main
 from zero3d.errors import ConfigError
 from zero3d.train.comparison import as_json, rows, square_root
@@ -84,7 +85,7 @@ def test_every_run_has_a_folder_of_its_own_below_the_output():
 )  # fmt: skip
 def test_what_cannot_be_is_one_line_before_the_first_run(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare_runs.subprocess, "Popen", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(workers, "start_process", lambda *_, **__: pytest.fail("a run was started"))
     assert main(["compare", *words]) == 2
     report = capsys.readouterr().err
     assert report.startswith("ConfigError: ")
@@ -135,9 +136,9 @@ def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(t
     plan = verb.read(
         argparse.Namespace(words=["zero.stage=0,1", "output=out", "checkpoint.export=true"], ranks=2), FolderLock()
     )
-    words = plan.command(plan.variants[1])
-    assert words[4:7] == ["train", "--json", "--ranks=2"]
-    assert words[7:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
+    words = plan.arguments(plan.variants[1])
+    assert words[:3] == ["train", "--json", "--ranks=2"]
+    assert words[3:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
                          "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
 
 
@@ -416,9 +417,14 @@ def test_figures_are_plain_json_and_the_picture_is_a_png(tmp_path):
 
 def scripted(monkeypatch, script):
     """Every run is this Python script; sys.argv[1] is its overrides."""
-    monkeypatch.setattr(
-        compare_runs.ComparisonPlan, "command", lambda plan, variant: [sys.executable, "-c", script, variant.label]
-    )
+
+    def start(words, stdout, stderr):
+        label = words[-2]  # the variant's only override, before its output
+        return subprocess.Popen(
+            [sys.executable, "-c", script, label], stdout=stdout, stderr=stderr, start_new_session=True
+        )
+
+    monkeypatch.setattr(workers, "start_process", start)
 
 
 FAILING = f"""

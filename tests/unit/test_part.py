@@ -1,15 +1,19 @@
-"""The part of the long tests that CI adds: the same for the same commit, never too much, and in time all of them."""
+"""Parts of the long tests and rooms of packages: the same for the same input, never too much, and in time all cases."""
 
 from pathlib import Path
 
-from part import BUDGET, SECONDS, UNMEASURED, part_of
+import pytest
+from durations import UNMEASURED, recorded, seconds_of
+from part import AT_MOST, BUDGET, part_of
+from rooms import BUDGET as OF_ROOM, files_of, files_of_faults, packages
 
 ROOT = Path(__file__).parents[2]
-CASES = [f"{file}::test_something[{number}]" for file in SECONDS for number in range(12)]
+LONG = [file for file, found in recorded().items() if "long" in found]
+CASES = [f"{file}::test_something[{number}]" for file in LONG for number in range(12)]
 
 
-def seconds_of(chosen):
-    return sum(SECONDS.get(name.partition("::")[0], UNMEASURED) for name in chosen)
+def seconds(chosen):
+    return sum(min(seconds_of(name, long=True), AT_MOST) for name in chosen)
 
 
 def test_a_commit_chooses_the_same_part_again_whatever_the_order():
@@ -18,7 +22,7 @@ def test_a_commit_chooses_the_same_part_again_whatever_the_order():
 
 def test_a_part_is_full_and_not_more():
     for commit in map(str, range(50)):
-        left = BUDGET - seconds_of(part_of(CASES, commit))
+        left = BUDGET - seconds(part_of(CASES, commit))
         assert -1e-9 < left < 1
 
 
@@ -28,9 +32,29 @@ def test_in_time_every_case_has_its_turn():
 
 def test_cases_that_nobody_measured_count_as_dear():
     chosen = part_of([f"tests/unit/test_new.py::test_x[{number}]" for number in range(99)], "a1b2")
-    assert len(chosen) == BUDGET // UNMEASURED
+    assert len(chosen) == BUDGET // UNMEASURED["long"]
 
 
-def test_every_file_with_long_tests_is_measured_and_no_other():
-    marked = {file for file in (ROOT / "tests").rglob("test_*.py") if "mark.long" in file.read_text()}
-    assert {str(file.relative_to(ROOT)) for file in marked} == set(SECONDS) | {"tests/unit/test_part.py"}
+def test_every_file_is_measured():
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert there - recorded().keys() == set(), "make costs-all measures them"
+
+
+@pytest.mark.parametrize("package", packages())
+def test_every_package_has_a_room_that_fits(package):
+    files = {path: 10.0 for path in (ROOT / "tests").rglob("test_*.py")}
+    chosen = files_of(files, package)
+    assert chosen
+    assert 10.0 * len(chosen) <= OF_ROOM
+
+
+def test_a_room_begins_with_the_files_that_see_its_faults_and_import_most_from_it():
+    files = {path: OF_ROOM / 5 for path in (ROOT / "tests").rglob("test_*.py")}
+    faults = files_of_faults("shards")
+    assert set(files_of(files, "shards")[: len(faults)]) == faults
+    assert files_of(files, "shards")[0].name == "test_cuts.py"
+
+
+def test_a_room_of_no_package_is_refused():
+    with pytest.raises(LookupError, match="zero3d has no package 'plans': activations, checkpoint, cli, "):
+        files_of({}, "plans")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from zero3d.cli.workers import BLAMED, DIED
+from zero3d.cli import workers
 from zero3d.errors import Zero3dError
 from zero3d.train.comparison import as_json, rows
 from zero3d.train.comparison_plot import draw
@@ -48,12 +47,11 @@ class ComparisonPlan:
     ranks: int | None
     output: Path
 
-    def command(self, variant: Variant) -> list[str]:
-        """Return the command that runs a variant."""
+    def arguments(self, variant: Variant) -> list[str]:
+        """Return the arguments of `zero3d` that run a variant."""
         options = ["--json"] if self.ranks is None else ["--json", f"--ranks={self.ranks}"]
         file = [] if self.file is None else [self.file]
-        words = [*file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
-        return [sys.executable, "-P", "-m", "zero3d.cli.main", "train", *options, *words]
+        return ["train", *options, *file, *self.common, *variant.words, f"output={self.output / variant.folder}"]
 
 
 @dataclass
@@ -100,7 +98,7 @@ def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, co
     label = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
     stopping = False
     with TemporaryFile("w+") as stdout, log.open("wb") as stderr, console.status(label) as status:
-        process = subprocess.Popen(plan.command(variant), stdout=stdout, stderr=stderr, start_new_session=True)
+        process = workers.start_process(plan.arguments(variant), stdout=stdout, stderr=stderr)
         while True:
             try:
                 if process.poll() is not None:
@@ -133,7 +131,7 @@ def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
-    died = [line for line in lines if DIED in line or line.startswith(BLAMED)]
+    died = [line for line in lines if workers.DIED in line or line.startswith(workers.BLAMED)]
     return (died or lines or [f"exit code {code}"])[-1]
 
 

@@ -21,12 +21,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
@@ -115,11 +115,11 @@ def run_workers(
 ) -> tuple[list[Worker], list[Worker]]:
     """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
     store = loopback_store()
-    command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
     watched = open_folder(os.getpid(), [folder.name]) or folder / WATCHED
     watched.mkdir(exist_ok=True)
     try:
-        with running_workers(command, environment(len(slots), store.port, watched), folder, slots) as workers:
+        shared = environment(len(slots), store.port, watched)
+        with running_workers(words, module, shared, folder, slots) as workers:
             return workers, supervise(workers, request, Monitor(watched))
     finally:
         shutil.rmtree(watched, ignore_errors=True)
@@ -166,13 +166,13 @@ def environment(ranks: int, port: int, watched: Path) -> dict[str, str]:
 
 @contextmanager
 def running_workers(
-    command: Sequence[str], shared: dict[str, str], folder: Path, slots: Sequence[int]
+    words: Sequence[str], module: str, shared: dict[str, str], folder: Path, slots: Sequence[int]
 ) -> Iterator[list[Worker]]:
     """Start the workers; whatever happens, none of them is left running."""
     workers: list[Worker] = []
     try:
         for rank, slot in enumerate(slots):
-            workers.append(start_worker(rank, command, shared | {SLOT: str(slot)}, folder / str(rank)))
+            workers.append(start_worker(rank, words, module, shared | {SLOT: str(slot)}, folder / str(rank)))
         yield workers
     finally:
         for worker in workers:
@@ -182,18 +182,27 @@ def running_workers(
             worker.process.wait()
 
 
-def start_worker(rank: int, command: Sequence[str], shared: dict[str, str], folder: Path) -> Worker:
-    """Start one worker in a session of its own: what the terminal sends is for the launcher alone."""
+def start_worker(rank: int, words: Sequence[str], module: str, shared: dict[str, str], folder: Path) -> Worker:
+    """Start one worker; only what rank 0 prints goes to the terminal."""
     folder.mkdir()
     of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / ERROR_NAME)}
     if rank == 0:
-        process = subprocess.Popen(command, env=shared | of_rank, start_new_session=True)
-    else:
-        with (folder / "output").open("wb") as output:
-            process = subprocess.Popen(
-                command, env=shared | of_rank, start_new_session=True, stdout=output, stderr=output
-            )
-    return Worker(rank, process, folder)
+        return Worker(rank, start_process(words, module, shared | of_rank), folder)
+    with (folder / "output").open("wb") as output:
+        return Worker(rank, start_process(words, module, shared | of_rank, output, output), folder)
+
+
+def start_process(
+    words: Sequence[str], module: str = MAIN, environment: Mapping[str, str] | None = None,
+    stdout: IO[Any] | None = None, stderr: IO[Any] | None = None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start `python -m module WORDS` in a session of its own: what the terminal sends is for this process alone.
+
+    Every run and every rank that a command of ours starts is started here. Tests put a fork in its place, of a process
+    that has imported.
+    """
+    command = [sys.executable, "-P", "-m", module, *words]  # no file here takes the place of a module
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def supervise(workers: Sequence[Worker], request: StopRequest, monitor: Monitor) -> list[Worker]:

@@ -8,7 +8,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-SECONDS = Path(__file__).with_name("seconds.json")
+SECONDS = Path(__file__).with_name("durations.json")
 UNMEASURED = {"case": 2.0, "long": 20.0}
 
 

@@ -1,0 +1,92 @@
+"""`zero3d VERB` without its start: in a fork of a process that has imported, and so are the ranks that it starts.
+
+The fixture `zero3d` runs a command line so. What a start adds, the interpreter, imports and `python -m`, is tested once
+a verb by a command of its own (tests/unit/test_verbs.py).
+"""
+
+import os
+import signal
+import sys
+import warnings
+from importlib import import_module
+from typing import NamedTuple
+
+from zero3d.cli import workers
+
+
+class Done(NamedTuple):
+    """A command that has ended, in the words of subprocess.CompletedProcess."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Fork:
+    """A child of this process in the words of subprocess.Popen."""
+
+    def __init__(self, pid):
+        self.pid, self.returncode = pid, None
+
+    def poll(self):
+        return self._wait(os.WNOHANG)
+
+    def wait(self):
+        return self._wait(0)
+
+    def _wait(self, options):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+def start_fork(words, module=workers.MAIN, environment=None, stdout=None, stderr=None):
+    """In the place of `workers.start_process`: the module's `main(words)` in a fork of this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # beside the thread of a store, which a rank does not use
+        pid = os.fork()
+    if pid:
+        return Fork(pid)
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        code = run_here(words, module, environment, stdout, stderr)
+    finally:
+        os._exit(code)
+
+
+def run_here(words, module=workers.MAIN, environment=None, stdout=None, stderr=None):
+    """Be that command; return its exit code."""
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        stream.flush()
+        if file is not None:
+            os.dup2(file.fileno(), stream.fileno())
+    workers.start_process = start_fork
+    try:
+        code = import_module(module).main(list(words))
+    except SystemExit as end:
+        code = end.code or 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+def run_in_fork(words, folder, environment, output):
+    """The case of a process of the pool: the exit code, what was printed in files of `output`."""
+    os.chdir(folder)
+    with open(output / "stdout", "wb") as stdout, open(output / "stderr", "wb") as stderr:
+        return run_here(words, environment=environment, stdout=stdout, stderr=stderr)
