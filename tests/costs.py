@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from pool import RankPool
 from durations import SECONDS, recorded
+from pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"

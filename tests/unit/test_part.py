@@ -42,14 +42,14 @@ def test_every_file_is_measured():
 
 @pytest.mark.parametrize("package", packages())
 def test_every_package_has_a_room_that_fits(package):
-    files = {path: 10.0 for path in (ROOT / "tests").rglob("test_*.py")}
+    files = dict.fromkeys((ROOT / "tests").rglob("test_*.py"), 10.0)
     chosen = files_of(files, package)
     assert chosen
     assert 10.0 * len(chosen) <= OF_ROOM
 
 
 def test_a_room_begins_with_the_files_that_see_its_faults_and_import_most_from_it():
-    files = {path: OF_ROOM / 5 for path in (ROOT / "tests").rglob("test_*.py")}
+    files = dict.fromkeys((ROOT / "tests").rglob("test_*.py"), OF_ROOM / 5)
     faults = files_of_faults("shards")
     assert set(files_of(files, "shards")[: len(faults)]) == faults
     assert files_of(files, "shards")[0].name == "test_cuts.py"
