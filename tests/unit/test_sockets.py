@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from zero3d.cli.workers import environment, loopback_store
+from zero3d.cli.workers import environment, host_store
 from zero3d.distributed.mesh import start_distributed
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
@@ -26,7 +26,7 @@ def other_addresses():
 
 
 def test_the_launchers_store_answers_on_loopback_and_is_refused_from_any_other_address():
-    store = loopback_store()
+    store = host_store(socket.create_server(("127.0.0.1", 0)))
     TCPStore("127.0.0.1", store.port, is_master=False).set("asked", "answered")
     assert store.get("asked") == b"answered"
     for address in other_addresses():

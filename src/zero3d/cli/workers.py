@@ -114,13 +114,16 @@ def run_workers(
     words: Sequence[str], slots: Sequence[int], folder: Path, request: StopRequest, module: str
 ) -> tuple[list[Worker], list[Worker]]:
     """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
-    store = loopback_store()
+    listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     watched = open_folder(os.getpid(), [folder.name]) or folder / WATCHED
     watched.mkdir(exist_ok=True)
     try:
-        shared = environment(len(slots), store.port, watched)
+        shared = environment(len(slots), listening.getsockname()[1], watched)
         with running_workers(words, module, shared, folder, slots) as workers:
-            return workers, supervise(workers, request, Monitor(watched))
+            store = host_store(listening)
+            failed = supervise(workers, request, Monitor(watched))
+            del store  # not before all have ended
+            return workers, failed
     finally:
         shutil.rmtree(watched, ignore_errors=True)
 
@@ -131,14 +134,14 @@ def killed_twice() -> int:
     return 128 + signal.SIGINT
 
 
-def loopback_store() -> TCPStore:
+def host_store(listening: socket.socket) -> TCPStore:
     """Open the store in which workers find each other, reachable from this machine alone.
 
-    TCPStore("127.0.0.1") listens on all interfaces, and whoever reaches it may write to it: it is given a socket.
+    TCPStore("127.0.0.1") listens on all interfaces, and whoever reaches it may write to it: it is given a socket. Who
+    connects to that earlier waits, so that torch is imported here while workers import it, too.
     """
     from torch._C._distributed_c10d import TCPStore
 
-    listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     port = listening.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
