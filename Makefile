@@ -3,7 +3,8 @@
 # make test      what CI runs: lint, types, tests                  (5 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
-# make test-all  all tests, the longer ones too, beside TRL, Lightning, DeepSpeed, Axolotl   (40 minutes)
+# make test-all  all tests, the longer ones too                    (40 minutes)
+# make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs   (15 minutes)
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make mutants   planted faults: which tests see them, into tests/mutants   (an hour)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
@@ -26,9 +27,10 @@ ROOM ?=
 # Files are compiled once for all processes, whatever the caller's environment says.
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
 PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
+PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava test test-part test-all costs costs-all mutants campaign lint bench tables docs clean
+.PHONY: demo demo-llava test test-part test-all test-peers costs costs-all mutants campaign lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train
@@ -43,13 +45,16 @@ test: $(VENV)/.installed-dev
 test-part: $(VENV)/.installed-dev
 	$(PYTEST) --part=$(PART)
 
-test-all: $(VENV)/.installed-peers
+test-all: $(VENV)/.installed-dev
 	$(PYTEST) -m "long or not long"
+
+test-peers: $(VENV)/.installed-peers
+	$(PYTEST) -m "long or not long" $(PEERS)
 
 costs: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/costs.py "not long"
 
-costs-all: $(VENV)/.installed-peers
+costs-all: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/costs.py "long or not long"
 
 mutants: $(VENV)/.installed-dev
