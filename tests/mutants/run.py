@@ -4,7 +4,7 @@ found     a test failed, or hung: the ledger names the first one
 survived  all passed
 broken    no test was run: the fault ends in an error of import or collection, or its text is not in the file once
 
-results.json and TABLE.md keep what came of it. Exit code 1 where a fault survives that is not said to be equivalent.
+results.json and TABLE.md keep what came of it, and of the first time. Exit code 1 where a fault survives that is not said to be equivalent.
 
 A fault is {name, kind, file, text, replacement, fault, tests}: `text` stands once in src/zero3d/`file`; `tests` are files
 or cases of `make test`, the likeliest first; `equivalent` says why nobody can see it.
@@ -130,12 +130,13 @@ def table(faults, results):
     lines = [
         f"{len(results)} faults: " + ", ".join(f"{count} {kind}" for kind, count in counted.items()),
         "",
-        "| fault | kind | | first seen by |",
-        "|---|---|---|---|",
+        "| fault | kind | at first | now | by |",
+        "|---|---|---|---|---|",
     ]
     for name, row in results.items():
         by = "equivalent: " + faults[name]["equivalent"] if "equivalent" in faults[name] else row.get("by", "")
-        lines.append(f"| {name} | {faults[name]['kind'].replace('_', ' ')} | {row['found']} | {by.replace('|', ' ')} |")
+        kind = faults[name]["kind"].replace("_", " ")
+        lines.append(f"| {name} | {kind} | {row['at first']} | {row['found']} | {by.replace('|', ' ')} |")
     return "\n".join(lines) + "\n"
 
 
@@ -153,6 +154,8 @@ def main():
     }
     fresh = run(wanted, arguments.root.resolve(), arguments.jobs)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name, row in fresh.items():
+        row["at first"] = kept.get(name, row).get("at first", row["found"])
     results = {name: (kept | fresh)[name] for name in faults if name in kept or name in fresh}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     TABLE.write_text(table(faults, results))
