@@ -373,6 +373,8 @@ def test_a_pipeline_s_bubble_is_a_micro_batch_of_the_other_stage_and_the_hops():
     cut = {"pp": 2, "tp": 2}  # a block then takes 6 + 1 + 8 + 8 and 12 + 2.5 + 8 + 8
     assert milliseconds(**cut)["bubble"] == pytest.approx(23 + 30.5 + 4 * (1 + 1))
     assert milliseconds(**cut, pace={"as_zero3d": True})["bubble"] == pytest.approx(23 + 30.5 + 4 * (1 + 2))
+    again = milliseconds(**cut, activations="full")["bubble"]  # the forward's 15 ms and its two all-reduces once more
+    assert again == pytest.approx(23 + 30.5 + 15 + 8 + 4 * (1 + 1))
     assert milliseconds()["bubble"] == pytest.approx(0, abs=1e-9)
 
 
@@ -387,9 +389,14 @@ def test_gradients_and_parameters_of_each_block_travel_over_dp():
     assert milliseconds(dp=2, stage=3, release="every_step")["dp"] == pytest.approx(3 * 2 * 3 + 2 * 2 + 2)
     assert milliseconds(layers(trainable=0.5), dp=2)["dp"] == pytest.approx(2 * (1 + 1) + 2 * (1 + 0.5))
     assert milliseconds(dp=2, pp=2, stage=2)["dp"] == pytest.approx(3 * 3 + 2)
+    longer = milliseconds(layers(3), dp=2, pp=2)["dp"]  # two blocks on a stage, in as many messages as the mean's 1.5
+    assert longer == pytest.approx(2 * 2 + 1.5 + 2 * 1 + 1.5)
     zero3d = {"as_zero3d": True}  # sums of micro-batches travel in fp32, gradients of a single one in bf16
     assert milliseconds(dp=2, pace=zero3d)["dp"] == pytest.approx(2 * 3 + 2 * 2)
     assert milliseconds(dp=2, accumulate=1, pace=zero3d)["dp"] == pytest.approx(2 * 2 + 2 * 2)
+    chunks = {"pp": 2, "virtual": 2, "schedule": "interleaved", "accumulate": 2, "stage": 2}
+    often = milliseconds(layers(4), dp=2, **chunks, reduce="every_micro_batch", pace=zero3d)["dp"]
+    assert often == pytest.approx(2 * 2 * (2 * 2) + 2 * 2)  # each chunk's backward reduces both blocks of its rank
 
 
 def test_what_hides_of_dp_and_what_adds_to_it():
@@ -399,6 +406,7 @@ def test_what_hides_of_dp_and_what_adds_to_it():
     assert each_alone == pytest.approx(2 * (14 + 2 * 10) + 2 * (12 + 2 * 10))
     assert milliseconds(dp=2, pace={"network": 0.5})["dp"] == pytest.approx(2 * (2 * 3 + 2 * 2))
     assert milliseconds(dp=2, pace={"hide_dp": 1})["dp"] == 0
+    assert milliseconds(dp=2, stage=3, pace={"hide_dp": 1})["dp"] == pytest.approx(2)  # but for one gather
     slow = milliseconds(dp=2, pace={"network": 0.05, "hide_dp": 0.5})["dp"]  # 120 and 80 ms, behind 70 and 35
     assert slow == pytest.approx(60 + 40 + (40 - 35))
 
