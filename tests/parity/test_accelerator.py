@@ -86,6 +86,30 @@ def test_a_loop_of_accelerates_has_the_same_curve(ranks, tmp_path, plain, stage)
         assert ours == pytest.approx(wanted, **CLOSE)
 
 
+def clipped_once(kind):
+    """Weights after two windows of which the first is clipped, and its norm."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts(kind, 0)
+        norms = []
+        for _, batch in zip(range(4), loader, strict=False):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients and not norms:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e-3))
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(norms[0]), {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def test_a_loop_that_clips_one_step_clips_no_other():
+    (wanted, plain_weights), (norm, weights) = clipped_once("plain"), clipped_once("ours")
+    assert norm == pytest.approx(wanted, **CLOSE)
+    assert norm > 0.01
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, plain_weights[name], rtol=1e-4, atol=1e-6)
+
+
 def refused(what):
     from zero3d.integrations.accelerate import Accelerator
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from models import batch, hf, loss_of
+from tensors import tiny
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
@@ -102,6 +103,22 @@ def test_a_dataset_a_scheduler_and_an_optimizer_of_ones_own():
     assert (optimizer, engine.get_mom()) == (own, [0.5])
     loop(engine, 0, 2)
     assert engine.get_lr() == schedule.get_last_lr() == [0.025]
+
+
+def loaded(tp):
+    """The rows that this rank's loader brings in an epoch, of ten."""
+    tree = DOCUMENT | {"tensor_parallel": {"autotp_size": tp}}
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = deepspeed.initialize(model=tiny("llama"), config=tree, training_data=data)[2]
+    return [row for (rows,) in loader for row in rows.tolist()]
+
+
+def test_dp_ranks_share_a_dataset_out_and_tp_ranks_have_the_same_rows(ranks):
+    first, second = ranks(2, loaded, 1)
+    assert (len(first), len(second), sorted(first + second)) == (5, 5, list(range(10)))
+    first, second = ranks(2, loaded, 2)
+    assert first == second
+    assert sorted(first) == list(range(10))
 
 
 @pytest.mark.parametrize(("options", "why"), [

@@ -281,6 +281,13 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(written):
     assert actual == Config(seed=3, zero=Zero(stage=2))
 
 
+def test_an_override_of_one_option_of_a_table_wins_and_the_file_s_others_stay(written):
+    file = written("optimizer: {name: muon, muon: {lr: 0.5, momentum: 0.9}}")
+    found = load(file, ["optimizer.muon.lr=0.25", "optimizer.muon.ns_steps=4"])
+    assert found.optimizer.muon == {"lr": 0.25, "momentum": 0.9, "ns_steps": 4}
+    assert load(file, ["optimizer.muon.lr=0.25", "optimizer.muon.lr=0.125"]).optimizer.muon["lr"] == 0.125
+
+
 @pytest.mark.parametrize(
     ("overrides", "steps", "epochs"),
     [

@@ -16,7 +16,7 @@ from zero3d.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request
 from zero3d.doctor.limits import judge_limits
 from zero3d.doctor.network import refuse_interface
 from zero3d.doctor.storage import judge_clocks, judge_disk, judge_shm, judge_space
-from zero3d.doctor.together import Trip, judge_across, judge_skew, judge_trips, merge
+from zero3d.doctor.together import Trip, judge_across, judge_skew, judge_trips, merge, reduce_across
 from zero3d.doctor.topology import Bridges, bridges, cards, matrix
 from zero3d.doctor.versions import compare, compare_driver
 
@@ -173,7 +173,9 @@ def test_the_command_that_runs_nccl_runs_gloo_alike():
 
 def test_what_ranks_said_becomes_an_outcome():
     done = [STARTED, JOINED, (0.5, True), DONE]
-    assert judge({0: done, 1: done}, 9).seconds == 0.5
+    assert judge({0: done, 1: done}, 9) == Outcome(0.5, 2 * (16 << 20))  # 16 MiB out and in on a ring of two
+    late = [STARTED, JOINED, (2.0, True), DONE]
+    assert judge({0: done, 1: done, 2: late, 3: done}, 9) == Outcome(2.0, 1.5 * (16 << 20) / 2)
     assert judge({0: done, 1: [STARTED, JOINED, (0.5, False), DONE]}, 9).text == "ends with a wrong sum on rank 1"
     assert judge({0: [STARTED, JOINED], 1: [STARTED, JOINED]}, 9).text == (
         "hangs: rank 0 and 1 still in it 9 s after the start"
@@ -316,6 +318,25 @@ def test_a_way_that_is_cut_and_a_clock_that_is_off_are_named():
     assert judge_across((0.1, False), 2, Request()).verdict == judge_across("no answer in 30 s", 2, Request()).verdict
     slow = judge_across((0.1, True), 2, Request(expected={"across": 1e9}, device="cpu"))
     assert (slow.verdict, "0.04 of the calibrated" in slow.text) == (WARNING, True)
+
+
+def across(folder):
+    """What an all-reduce between first ranks of hosts finds, in a process of the pool."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    found = reduce_across(FileStore(f"{folder}/store", 2), [0, 1], rank, Request())
+    dist.destroy_process_group()
+    return found.as_dict()
+
+
+def test_first_ranks_of_two_hosts_wait_for_their_all_reduce(ranks, tmp_path):
+    for found in ranks(2, across, str(tmp_path)):
+        assert (found["verdict"], found["remedy"]) == (OK, "")
+        assert found["figures"]["bandwidth"] * found["figures"]["seconds"] == pytest.approx(4 << 20)
+    assert reduce_across(None, [0], 0, Request()) is None  # one host
 
 
 def job(folder, ranks, words):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from attempts import until
+from torch.distributed import TCPStore
 
-from zero3d.cli import elastic
+from zero3d.cli import elastic, spare_ranks
 from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
 from zero3d.cli.rank_environment import narrowed
 from zero3d.config import EXACT_DP, fitting_dp, fitting_ranks, load
@@ -47,6 +48,23 @@ def test_the_largest_dp_that_fits_the_ranks_that_are_left(batch, micro_batch, ex
         assert dp == 0 or fitting_dp(dp * tp * pp, batch, micro_batch, exact, tp, pp) == dp
 
 
+def test_a_spare_rank_looks_until_the_run_is_over(monkeypatch, capsys):
+    store, looks = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(store.port)), ("RANK", "2")):
+        monkeypatch.setenv(name, value)
+
+    def look(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            spare_ranks.release()  # as rank 0 does
+
+    monkeypatch.setattr(spare_ranks, "time", SimpleNamespace(sleep=look))
+    monkeypatch.setattr(spare_ranks, "SIGNALS", ())
+    spare_ranks.stand_by(3, 2)
+    assert looks == [spare_ranks.LOOK] * 3
+    assert capsys.readouterr().err.startswith("rank 2 of 3 is spare: 2 fit train.batch (health.min_ranks);")
+
+
 def test_exact_has_a_largest_dp():
     assert EXACT_DP == CANONICAL
     assert fitting_dp(300, 256, 1, exact=True) == EXACT_DP
@@ -56,6 +74,9 @@ def test_exact_has_a_largest_dp():
 def test_mesh_dp_is_the_most_and_min_ranks_the_least():
     shrinks = load(None, [*SHRINKS, "mesh.dp=4", "health.min_ranks=2"])
     assert [fitting_ranks(shrinks, ranks) for ranks in (2, 3, 4, 9)] == [2, 2, 4, 4]
+    two = [*SHRINKS, "mesh.dp=2", "mesh.tp=2"]
+    assert [fitting_ranks(load(None, two), ranks) for ranks in (2, 3, 4, 9)] == [2, 2, 4, 4]
+    assert [fitting_ranks(load(None, [*two, "mesh.pp=2"]), ranks) for ranks in (4, 7, 8, 9)] == [4, 4, 8, 8]
     assert fitting_ranks(load(None, []), 3) == 3
     said = (
         r"1 rank is there, .* dp 1 = 1 ranks, and health\.min_ranks=2 asks .*: start more .* type health\.min_ranks=1\."

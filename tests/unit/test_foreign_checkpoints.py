@@ -13,7 +13,7 @@ from models import adamw, batch, hf, loss_of
 
 import zero3d
 from zero3d.cli.main import main
-from zero3d.integrations.checkpoints import deepspeed
+from zero3d.integrations.checkpoints import dcp, deepspeed
 from zero3d.integrations.checkpoints.restricted import Inert, read_torch
 
 RAN = []
@@ -241,3 +241,23 @@ def test_what_cannot_be_read_is_told(tmp_path, capsys, fragment, harm, words):
     told = capsys.readouterr().err
     assert re.search(words, told), told
     assert not Path(tmp_path / "out").exists()
+
+
+def test_tensors_of_dcp_are_read_in_the_dtypes_in_which_they_were_saved(tmp_path):
+    """A frozen 16-bit weight and a number that fp32 does not have, beside a weight with its moments."""
+    from torch.distributed import checkpoint
+
+    frozen = {"base": torch.tensor([1.5, -2.0], dtype=torch.bfloat16), "seen": torch.tensor([2**24 + 1])}
+    trained = torch.tensor([0.25, 3.0])
+    states = {"exp_avg": trained / 2, "exp_avg_sq": trained * 2, "step": torch.tensor(7.0)}
+    model = {f"model.{name}": tensor for name, tensor in (frozen | {"head": trained}).items()}
+    optimizer = {f"optim.state.head.{name}": tensor for name, tensor in states.items()}
+    checkpoint.save(model | optimizer, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = dcp.read(dcp.found(tmp_path / "dcp"))
+    assert found.step == 7
+    assert found.frozen.keys() == frozen.keys()
+    for name, tensor in frozen.items():
+        torch.testing.assert_close(found.frozen[name], tensor, rtol=0, atol=0)  # dtypes, too
+    torch.testing.assert_close(found.masters, {"head": trained}, rtol=0, atol=0)
+    del states["step"]
+    torch.testing.assert_close(found.moments, {"head": states}, rtol=0, atol=0)

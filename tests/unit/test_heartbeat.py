@@ -66,6 +66,14 @@ def test_every_beat_moves_the_sequence_and_a_phase_gives_back_the_one_before(tmp
     assert now(tmp_path).phase == ENDED
 
 
+def test_a_slow_phase_inside_another_gives_that_one_back(tmp_path, heartbeat):
+    with heartbeat.phase("load"):
+        with heartbeat.phase("save"), heartbeat.phase(TRAINING):
+            assert now(tmp_path).phase == TRAINING
+        assert now(tmp_path).phase == "load"
+    assert now(tmp_path).phase == "start-up"
+
+
 def test_two_openings_in_one_process_are_one_record_and_no_other_process_joins(tmp_path, heartbeat):
     joined = Heartbeat.join(str(tmp_path), 3)
     with heartbeat.phase(TRAINING):

@@ -250,8 +250,9 @@ def test_exact_reductions_hold_what_arrives_and_a_tree_s_sums(plan, summand, mov
 
 
 def test_what_the_device_shows_is_reserved_blocks_and_contexts():
-    alone, two = (memory(model_of(), ParallelPlan(dp=dp, stage=1)) for dp in (1, 2))
-    for found, contexts in ((alone, 0.6e9), (two, 0.6e9 + 0.4e9)):
+    """Those of CUDA, and of NCCL on more than one rank, whatever they divide."""
+    for degrees, contexts in (({}, 0.6e9), ({"dp": 2}, 1e9), ({"tp": 2}, 1e9), ({"pp": 2, "accumulate": 2}, 1e9)):
+        found = memory(model_of(), ParallelPlan(stage=1, **degrees))
         assert found.reserved == pytest.approx(1.05 * found.allocated, rel=1e-12)
         assert found.device == pytest.approx(found.reserved + contexts, rel=1e-12)
 

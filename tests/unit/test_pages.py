@@ -13,6 +13,7 @@ import pytest
 from markupsafe import escape
 
 from zero3d.cli.main import main
+from zero3d.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
 from zero3d.page.plan_page import front, plan_page
 from zero3d.page.plan_text import Answer
 from zero3d.page.simulation_page import simulation_page
@@ -194,6 +195,35 @@ def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
     assert main([*target, str(tmp_path / "none" / "plan.html")]) == 2
     assert main(["plan", "--theory", "--html", str(file)]) == 2
     assert "--html writes what a search finds" in capsys.readouterr().err
+
+
+def test_the_bars_of_plans_have_the_numbers_of_the_table():
+    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    ranked = next(root.iter("tbody"))
+    numbered = [f"{row[0].text}:  {row[1].text}, stage {row[2].text}" for row in ranked][:8]
+    assert numbered[0].startswith("1:  ")
+    for name in ("memory", "step"):
+        (drawing,) = (each for each in root.iter("svg") if each[0].get("id") == f"{name}-title")
+        labels = [text.text for text in drawing.iter("text") if ":  " in text.text]
+        assert len(labels) == 8
+        assert all(label.startswith(wanted) for label, wanted in zip(labels, numbered, strict=True))
+
+
+def test_more_memory_lies_higher_and_none_at_the_bottom():
+    """Two series of 3 and 1, then 6 and 2 GB: the axis ends at 1.12 times 8."""
+    drawn = areas("m", "t", [0, 1], [(3, 1), (6, 2)], [Stretch(0, "forward")], ["forward"], "GB")
+    root = ElementTree.fromstring(drawn)
+    (peak,) = (each for each in root.iter("line") if each.get("class") == "peak")
+    bottom = HEIGHT - BOTTOM
+    assert float(peak.get("y2")) == bottom
+    assert float(peak.get("y1")) == pytest.approx(bottom - (bottom - TOP) / 1.12, abs=0.1)
+    ticks = {
+        float(each.text): float(each.get("y")) - 4.5 for each in root.iter("text") if each.get("text-anchor") == "end"
+        and re.fullmatch(r"[0-9.]+", each.text)
+    }  # fmt: skip
+    assert ticks[0] == bottom
+    assert [ticks[value] for value in sorted(ticks)] == sorted(ticks.values(), reverse=True)
+    assert len(ticks) > 3
 
 
 def test_the_front_is_what_no_other_plan_beats():

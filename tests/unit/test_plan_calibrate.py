@@ -16,10 +16,18 @@ def test_the_line_is_found_again(n, bandwidth, latency):
     assert isclose(link.latency, latency, rel_tol=1e-6, abs_tol=1e-12)
 
 
-def test_timings_that_fall_with_size_still_give_a_link():
+def test_timings_that_fall_with_size_give_the_bandwidth_of_the_largest_message():
+    """2/3 l + 1/3 i, l + i and 2 l + 4 i are nearest to 1 with l = 1098/657 and i < 0."""
     link = fit(2, (1, 2, 4), [3.0, 2.0, 1.0])
-    assert link.bandwidth > 0
-    assert link.latency >= 0
+    assert link.bandwidth == pytest.approx(4 / 1.0)
+    assert link.latency == pytest.approx(1098 / 657)
+
+
+def test_timings_that_grow_faster_than_sizes_are_bandwidth_alone():
+    """2 l + i = 1 and 2 l + 2 i = 4 ask for l < 0; without it i and i / 2 are nearest to 1 with i = 1.5 / 1.25."""
+    link = fit(2, (1, 2), [1.0, 4.0])
+    assert link.latency == 0
+    assert link.bandwidth == pytest.approx(1.25 / 1.5)
 
 
 @pytest.mark.parametrize(("device", "name"), [

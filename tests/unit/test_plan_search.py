@@ -103,10 +103,14 @@ def test_fewest_gpus_stops_at_the_first_number_that_fits():
 
 def test_degrees_that_do_not_divide_are_counted_with_the_reason():
     odd = llama(4, 768, 12, 4, 2048, 32000, 512)
-    reasons = [each.reason for each in found(model=odd).rejected]
-    assert "tp does not divide 12 heads" in reasons or "tp does not divide 4 key-value heads" in reasons
-    assert "more pipeline stages than 4 blocks" in reasons
-    assert tp_refused(odd, 2, 8) is None
+    counts = {each.reason: each.plans for each in found(model=odd).rejected}
+    assert counts["tp does not divide 12 heads"] == 2  # tp 8 with pp 1 and 2
+    assert counts["tp beyond the 8 GPUs of a node"] == 1  # tp 16
+    assert counts["more pipeline stages than 4 blocks"] == 3  # 8 and 16 with tp 1, 8 with tp 2
+    assert "tp does not divide 4 key-value heads" not in counts
+    assert tp_refused(odd, 2, 8) is tp_refused(odd, 4, 8) is None
+    assert tp_refused(odd, 3, 8) == "tp does not divide 4 key-value heads"
+    assert tp_refused(odd, 8, 8) == "tp does not divide 12 heads"
     assert tp_refused(odd, 8, 4) == "tp beyond the 4 GPUs of a node"
     bare = replace(odd, parts=tuple(
         replace(p, units=tuple(replace(u, weights=tuple(replace(w, cut=None) for w in u.weights)) for u in p.units))

@@ -1,7 +1,9 @@
 """zero3d simulate: results as JSON, micro-batches that repeat, orders of pipelines, 1024 ranks, refusals."""
 
 import json
+from array import array
 from contextlib import chdir
+from fractions import Fraction
 
 import pytest
 import torch.distributed as dist
@@ -10,11 +12,14 @@ from zero3d.cli.main import main
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
+from zero3d.sim.memory import Log, Storage
 from zero3d.sim.orders import one_chunk
+from zero3d.sim.position import Position
 from zero3d.sim.rank import dry_run
-from zero3d.sim.repeats import micro_batches_to_run
+from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all
+from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
-from zero3d.sim.result import Simulation, from_json, to_json
+from zero3d.sim.result import Instant, LiveTensor, Simulation, TrafficEntry, from_json, to_json
 from zero3d.sim.simulate import representatives, simulate
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
@@ -85,6 +90,43 @@ def test_1f1b_waits_p_minus_1_over_m():
 def test_how_many_micro_batches_are_run(schedule, pp, micro_batches, run):
     assert micro_batches_to_run(schedule, pp, micro_batches, stage=3) == run
     assert micro_batches_to_run(schedule, pp, micro_batches, stage=2) == (0, run[1])
+
+
+def sent(calls, op="all_gather", axis="dp"):
+    return TrafficEntry(op, axis, "layers.0", calls, 100 * calls, 200 * calls)
+
+
+def test_traffic_of_ten_micro_batches_follows_from_that_of_two_and_three():
+    """One call for the step and four for each micro-batch; of a step of none all are in proportion, or once."""
+    assert traffic_of_all([sent(9)], [sent(13)], (2, 3), 10, "every_micro_batch") == (sent(41),)
+    assert traffic_of_all([sent(9)], [sent(13)], (2, 3), 3, "every_micro_batch") == (sent(13),)
+    of_three = [sent(12, "all_reduce", "tp"), sent(1), sent(3, "reduce_scatter"), sent(2, "exchange", "pp")]
+    for reduced, reductions in (("every_micro_batch", 10), ("every_step", 3)):
+        found = traffic_of_all([], of_three, (0, 3), 10, reduced)
+        assert found == (sent(40, "all_reduce", "tp"), sent(1), sent(reductions, "reduce_scatter"), of_three[-1])
+
+
+def test_the_peak_has_what_its_last_event_made_and_not_what_is_gone_or_comes_later():
+    born = Position("forward", 0, 0, "layers.0")
+    storages = [
+        Storage(size, category, (size,), "uint8", born, padding)
+        for size, category, padding in (
+            (100, "parameters", Fraction(4)), (50, "wire", Fraction(0)), (60, "activations", Fraction(0)),
+            (30, "temporary", Fraction(0)), (20, "temporary", Fraction(0)),
+        )
+    ]  # fmt: skip
+    events = [(0, 100), (1, 50), (1, -50), (2, 60), (3, 30), (2, -60), (4, 20)]
+    who, changes = (array("q", column) for column in zip(*events, strict=True))
+    log = Log(storages, who, changes, [(0, born)], peak=190, peak_event=4, peak_position=born)
+    peak = peak_of(log)
+    held = {"parameters": 96, "padding": 4, "activations": 60, "temporary": 30}
+    assert {name: size for name, size in peak.categories.items() if size} == held
+    at = Instant("forward", 0, 0, "layers.0")
+    assert peak.largest == tuple(
+        LiveTensor(size, category, "uint8", (size,), at)
+        for size, category in ((100, "parameters"), (60, "activations"), (30, "temporary"))
+    )
+    assert [sum(row) for row in timeline_of(log).rows] == [100, 150, 100, 160, 190, 130, 150]
 
 
 @pytest.mark.long

@@ -1,7 +1,9 @@
 """Real models as the planner's data: parameters to the last one, operations and bytes of a token by hand."""
 
 import pytest
+import torch
 from tensors import tiny
+from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import add_adapters
@@ -74,6 +76,45 @@ def test_bytes_of_a_llama_block():
     attention = 2 * (h + 2 * kv + h) + 4 * 4  # of four heads a logsumexp each
     mlp = 2 * 4 * inner  # gate, its silu, up, their product
     assert figures[0].kept == length * (norms + attention + mlp)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.inside(x)))
+
+
+class Scaled(nn.Module):
+    """A block that multiplies what its attention returns with a weight of its own, and so keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.scale = Attention(), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x + self.scale * self.attention(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList([Scaled(), Scaled()])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_what_attention_returns_is_not_freed_where_it_is_recomputed():
+    """Of 2 x 8 bytes a token each: what attention keeps, what the block keeps of it, and what the block returns."""
+    figures = measure(model := Net(), find_part_names(model), 4, 1)[0]
+    assert (figures.attention, figures.kept) == (4 * 16, 4 * 3 * 16)
 
 
 def test_figures_are_linear_in_the_micro_batch_and_the_same_at_any_depth():

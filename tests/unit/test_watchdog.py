@@ -231,6 +231,13 @@ def test_each_host_writes_a_block_of_its_own_name(tmp_path, capsys):
     assert "All ranks are in all_gather 7 of unit 'a' on axis dp: the network" in capsys.readouterr().err
 
 
+def test_the_step_is_the_last_that_all_ranks_have_begun():
+    ahead, behind = rank(0), replace(rank(1, "running"), step=4)
+    assert (ahead.step, block([ahead, behind]).step, block([behind, ahead]).as_json()["step"]) == (5, 4, 4)
+    assert "; last step that all its ranks have begun: 4\n" in block([ahead, behind]).text()
+    assert block([]).step == 0
+
+
 def test_the_first_line_has_the_place_in_peoples_own_code():
     library = f"{get_path('stdlib')}/pathlib.py"
     stack = [

@@ -233,7 +233,7 @@ def fit(n: int, sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     rows = np.array([[hops / s, hops / n * size / s] for size, s in zip(sizes, seconds, strict=True)])
     latency, inverse = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     if latency <= 0:  # all of it is bandwidth
-        latency, inverse = 0.0, 1 / np.mean(1 / rows[:, 1])
+        latency, inverse = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     if inverse <= 0:
         inverse = seconds[-1] / (hops / n * sizes[-1])
     return Link(float(1 / inverse), float(latency), 0.0)
