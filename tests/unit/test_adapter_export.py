@@ -79,6 +79,13 @@ def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, t
     assert logits(merged).equal(logits(theirs))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_with_new_dora_adapters_computes_what_its_base_does(folders, name):
+    engine = engine_of(folders(name), {"lora": {"rank": 4, "dora": True}})
+    expected = logits(of_transformers(folders(name)))
+    torch.testing.assert_close(live(engine), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_an_adapters_folder_holds_what_was_trained_and_names_its_base(folders, tmp_path):
     base = folders("llama")
     engine = engine_on(base)
