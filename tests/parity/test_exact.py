@@ -162,7 +162,10 @@ def test_gradients_are_summed_in_the_written_out_tree(ranks, world, stage, reduc
         loss(model(*batch), batch)[0].backward()
         summands.append({name: p.grad.flatten().clone() for name, p in model.named_parameters()})
         model.zero_grad()
-    for pieces in ranks(world, gradients, True, stage, reduce):
+    of_ranks = ranks(world, gradients, True, stage, reduce)
+    elements = sum(outcome.numel() for pieces in of_ranks for *_, outcome in pieces)
+    assert elements == sum(p.numel() for p in model.parameters())
+    for pieces in of_ranks:
         for name, start, outcome in pieces:
             wanted = halves([summand[name] for summand in summands])[start : start + outcome.numel()]
             assert torch.equal(outcome, wanted), name

@@ -20,11 +20,13 @@ from models import LiftCasts, batch, bits
 from tensors import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training import save_model, tree
 
 import zero3d
 from zero3d.config import Model
 from zero3d.models.open import open_model
 from zero3d.precision import LossScaling, Precision
+from zero3d.setup.build import from_config
 
 PLAIN, WHOLE = "model's", "given"  # the loss, as in meshes.LOSSES
 
@@ -195,19 +197,23 @@ def test_sampled_tokens_are_the_same_on_all_ranks_of_a_replica(ranks, shape):
     assert len({str(tokens) for tokens in everywhere[0]}) == 2  # these are samples
 
 
-def drawn():
-    """Numbers on a rank with a seed of its own, before an engine and after."""
+def drawn(made):
+    """Numbers on a rank with a seed of its own, before an engine and after, and after the engine of a configuration."""
     mesh, model = mesh_of((2, 2, 1)), model_of("llama", (2, 2, 1))
     torch.manual_seed(mesh.rank)
     before = float(torch.rand(()))
     engine_of(model, mesh)
-    return before, float(torch.rand(()))
+    after = float(torch.rand(()))
+    from_config(made)
+    return before, after, float(torch.rand(()))
 
 
-def test_only_the_ranks_of_a_replica_draw_the_same_numbers(ranks):
-    before, after = zip(*ranks(4, drawn), strict=True)
+def test_only_the_ranks_of_a_replica_draw_the_same_numbers(ranks, tmp_path):
+    save_model(tmp_path / "model", vocab=64)
+    before, *after = zip(*ranks(4, drawn, tree(tmp_path, mesh={"tp": 2})), strict=True)
     assert len(set(before)) == 4
-    assert after[0] == after[1] != after[2] == after[3]
+    for found in after:
+        assert found[0] == found[1] != found[2] == found[3]
 
 
 # --- files ------------------------------------------------------------------------------------------

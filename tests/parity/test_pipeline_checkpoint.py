@@ -310,6 +310,7 @@ def planned_and_measured(shape, stage, schedule):
 def test_planned_bytes_of_a_pipeline_stage_equal_what_its_arena_holds(ranks, shape, stage, schedule):
     answers = ranks(shape[0] * shape[1], planned_and_measured, shape, stage, schedule)
     for entries, elements, planned in answers:
+        assert len(entries) == 4
         assert all(planned == measured for _, planned, measured in entries)
         assert planned.parameters == 2 * elements  # held whole, and the shard in it
 

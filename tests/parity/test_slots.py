@@ -327,6 +327,26 @@ def test_a_rank_that_has_committed_a_step_which_another_has_not_goes_back(ranks,
     assert ranks(2, both_go_on, str(tmp_path / "killed"), 6) == [(dies[-1][0] - 1, expected)] * 2
 
 
+def mixed(folder):
+    """The step that can be gone on from, of one run, and where rank 1 has the slots of another run, at the same step."""
+    own = [{**PLACES["disk"], "directory": f"{folder}/{name}"} for name in ("one", "other")]
+    for offload in own:
+        engine = engine_of(TWO, offload)
+        engine.train_batch(two_of(0))
+        engine.note({"number": 0})
+        engine.optimizer.settle()
+        del engine
+    steps = [engine_of(TWO, own[0]).slots.step]
+    if dist.get_rank() == 1:
+        for path in Path(folder, "other").glob("rank-00001.*"):
+            path.replace(Path(folder, "one", path.name))
+    return [*steps, engine_of(TWO, own[0]).slots]
+
+
+def test_slots_of_one_step_that_two_runs_have_written_are_no_place_to_go_on_from(ranks, tmp_path):
+    assert ranks(2, mixed, str(tmp_path)) == [[1, None]] * 2
+
+
 # --- zero3d train ---------------------------------------------------------------------------------
 
 

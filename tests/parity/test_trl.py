@@ -127,6 +127,7 @@ def preferring(stage, folder, adapters):
 @pytest.mark.parametrize("adapters", [False, True])
 def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters):
     wanted = ranks(2, preferring, None, folder, adapters)[0]
+    assert len(wanted) == 6
     for found in ranks(2, preferring, 3, folder, adapters):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)

@@ -92,6 +92,7 @@ def test_native_and_pairwise_gradients_of_several_micro_batches_are_those_of_a_p
             wanted[name] += p.grad.flatten().double()
     for one, other in zip(pairwise, native, strict=True):
         assert one.keys() == other.keys()
+        assert {(stage, reduce) for stage, reduce, _ in one} == set(CASES)
         for (stage, reduce, name), (start, values) in one.items():
             same = other[stage, reduce, name]
             assert same[0] == start

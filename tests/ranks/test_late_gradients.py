@@ -28,7 +28,9 @@ def engine_of(model, stage, **options):
 def reduced(engine):
     """Gradients by name, once all reductions are over: this rank's pieces, which on one rank are whole."""
     engine.reductions.catch_up()
-    return {owned.name: grad.detach().double().clone() for owned, grad in engine.optimizer.shard_grads()}
+    found = {owned.name: grad.detach().double().clone() for owned, grad in engine.optimizer.shard_grads()}
+    assert found
+    return found
 
 
 def worst(found, wanted):

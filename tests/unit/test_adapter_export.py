@@ -10,7 +10,9 @@ from safetensors import safe_open
 
 import zero3d
 import zero3d.checkpoint.export
+from zero3d.config import load
 from zero3d.errors import CheckpointError
+from zero3d.models.trained import open_trained
 
 CASES = {  # the model, and settings of a file or what PEFT is asked for
     "llama": ("llama", {"lora": {"rank": 4}}),
@@ -77,6 +79,22 @@ def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, t
     for key, values in theirs.state_dict().items():
         assert values.equal(merged.state_dict()[key]), key
     assert logits(merged).equal(logits(theirs))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_with_new_dora_adapters_computes_what_its_base_does(folders, name):
+    engine = engine_of(folders(name), {"lora": {"rank": 4, "dora": True}})
+    expected = logits(of_transformers(folders(name)))
+    torch.testing.assert_close(live(engine), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_tied_weight_is_trained_whichever_of_its_names_is_given(folders, name):
+    lora = {"rank": 4, "train_also": [name]}
+    model = open_trained(load({"model": {"path": str(folders("qwen3"))}, "lora": lora})).module
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.requires_grad
+    assert not model.model.norm.weight.requires_grad
 
 
 def test_an_adapters_folder_holds_what_was_trained_and_names_its_base(folders, tmp_path):

@@ -102,6 +102,18 @@ def test_without_a_folder_frozen_weights_are_saved_and_the_format_is_as_ever(tmp
     assert not any("base" in parameter for parameter in manifest["parameters"].values())
 
 
+def test_frozen_weights_in_fp64_lose_no_bit_in_a_checkpoint(tmp_path):
+    models = [tiny("llama", lora=True).double() for _ in range(2)]
+    with torch.no_grad():
+        for p in models[0].parameters():
+            p.div_(3)  # 53 bits, of which fp32 keeps 24
+    saved, again = (zero3d.Engine(model, precision="fp64") for model in models)
+    assert weights(saved) != weights(again)
+    saved.save(tmp_path)
+    again.load(tmp_path)
+    assert weights(again) == weights(saved)
+
+
 def test_frozen_weights_that_were_written_are_saved_from_then_on_and_a_load_brings_the_bases_back(
     base, saved, tmp_path
 ):

@@ -276,9 +276,11 @@ def test_at_stage_0_results_are_gathered_and_one_rank_sends_nothing():
 
 
 def test_a_matrix_larger_than_a_round_has_one_for_itself(monkeypatch):
-    monkeypatch.setattr("zero3d.optim.owners.ROUND", 4000)
+    monkeypatch.setattr("zero3d.optim.owners.ROUND", 2000)
     owners = of_units(2)
+    assert sorted({matrix.numel for matrix in owners.matrices}) == [800, 3840]
+    assert {len(own) for turn in owners.rounds for own in turn} == {1, 2}
     for turn in owners.rounds:
         for own in turn:
-            assert len(own) == 1 or sum(owners.matrices[index].numel for index in own) <= 4000
+            assert len(own) == 1 or sum(owners.matrices[index].numel for index in own) <= 2000
             assert len({owners.matrices[index].shape for index in own}) <= 1

@@ -36,7 +36,9 @@ def test_every_cell_of_zero_table_1_within_a_unit_of_its_last_digit():
 
 
 def test_zero_infinity_figure_2a_within_a_unit_of_its_last_digit():
-    for row in rows("zero_infinity_fig2a_memory"):
+    table = rows("zero_infinity_fig2a_memory")
+    assert len(table) == 5
+    for row in table:
         found = formulas.infinity_memory(int(row["layers"]), int(row["hidden"]), int(row["heads"]))
         cells = (("model_states_tb", TIB), ("act_tb", TIB), ("act_ckpt_tb", TIB), ("mswm_gb", GIB), ("awm_gb", GIB))
         for (column, unit), value in zip(cells, found, strict=True):
@@ -45,7 +47,9 @@ def test_zero_infinity_figure_2a_within_a_unit_of_its_last_digit():
 
 
 def test_korthikanti_figure_1_to_the_digit():
-    for row in rows("korthikanti2022_fig1_memory"):
+    table = rows("korthikanti2022_fig1_memory")
+    assert len(table) == 4
+    for row in table:
         layers, h, a, t, p, v, b = RUNS[row["model"]]
         found = {
             "par_opt_gib_fig": formulas.megatron_states(layers, h, t, p),
@@ -61,7 +65,9 @@ def test_korthikanti_figure_1_to_the_digit():
 
 
 def test_korthikanti_figure_7_as_far_as_the_chart_can_be_read():
-    for row in rows("korthikanti2022_fig7_act_pct"):
+    table = rows("korthikanti2022_fig7_act_pct")
+    assert len(table) == 20
+    for row in table:
         _, h, a, t, _, _, b = RUNS[row["model"]]
         share = formulas.layer_activations(row["technique"], 2048, b, h, a, t)
         share /= formulas.layer_activations("TP baseline", 2048, b, h, a, t)
@@ -69,7 +75,9 @@ def test_korthikanti_figure_7_as_far_as_the_chart_can_be_read():
 
 
 def test_parameters_and_operations_are_those_of_megatrons_table_1():
-    for row in rows("megatron2021_table1_weak_scaling"):
+    table = rows("megatron2021_table1_weak_scaling")
+    assert len(table) == 6
+    for row in table:
         layers, h, vocab, s = (int(row[name]) for name in ("layers", "hidden", "vocab", "seq"))
         params = formulas.parameters(layers, h, vocab, s)
         assert abs(params / 1e9 - float(row["params_formula_eq2_b"])) <= 0.011, row["id"]

@@ -16,6 +16,7 @@ from zero3d.precision import (
     split_master,
     to_compute,
 )
+from zero3d.setup.losses import IGNORED, next_token_loss
 
 
 def half_away(value):
@@ -50,6 +51,18 @@ def test_infinities_nans_zeros_and_large_tensors():
     big = torch.randn(1 << 19)
     assert torch.equal(to_compute(big, torch.bfloat16), to_compute(big.view(2, -1), torch.bfloat16).flatten())
     assert torch.equal(to_compute(big, torch.float16), big.half())
+
+
+def test_the_loss_of_bf16_logits_is_summed_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9, 61, generator=generator).bfloat16()
+    labels = torch.randint(61, (2, 9), generator=generator)
+    labels[0, :4] = IGNORED
+    total, count = next_token_loss(logits, {"labels": labels})
+    rows = logits.double()[:, :-1].log_softmax(-1)
+    counted = [(i, t) for i in range(2) for t in range(8) if labels[i, t + 1] != IGNORED]
+    assert (total.dtype, int(count)) == (torch.float32, 13)
+    assert float(total) == pytest.approx(-sum(float(rows[i, t, labels[i, t + 1]]) for i, t in counted), rel=1e-5)
 
 
 def test_every_bf16_value_survives_a_round_trip():

@@ -30,6 +30,7 @@ def test_enough_comes_first_and_of_that_what_costs_least_time():
 
 def test_what_is_saved_is_the_difference_of_two_plans():
     row, found = advised(PLAN, 1e9)
+    assert found
     for each in found:
         again = evaluate(MODEL, A100, each.plan)
         assert each.saved == row.estimate.memory.allocated - again.memory.allocated

@@ -252,6 +252,10 @@ def test_the_arena_holds_what_the_formula_says_and_a_bucket_of_scratch(stage):
     assert held["optimizer"].measured == held["optimizer"].planned == 10 * params
     assert held["padding"].measured == held["padding"].planned
     assert held["wire"].peak == 4 * 1024
+    engine.arena.reset_peaks()
+    assert {entry.category: entry.peak for entry in engine.memory} == {
+        category: entry.measured for category, entry in held.items()
+    }
 
 
 def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():

@@ -7,6 +7,7 @@ import torch
 from families import family
 from models import LiftCasts, batch, net
 from tensors import tiny
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero3d
@@ -65,6 +66,16 @@ def test_a_frozen_head_and_bf16_follow_the_models_own():
     defer_logits(tiled.get_base_model())
     for a, b in zip(loss_and_gradients(tiled), loss_and_gradients(plain), strict=True):
         assert float((a - b).float().norm() / b.float().norm()) < 0.02  # both are rounded to 8 bits on the way
+
+
+def test_logits_in_bf16_are_summed_in_fp32():
+    model = tiny("llama").bfloat16()
+    expected = model(**given()).logits.detach()[:, :-1].double().flatten(0, 1)
+    targets = given()["labels"][:, 1:].flatten()
+    defer_logits(model)
+    loss = model(**given()).loss.detach()
+    assert loss.dtype == torch.float32
+    assert float(loss) == pytest.approx(float(F.cross_entropy(expected, targets)), rel=1e-4)
 
 
 class Largest(TorchDispatchMode):

@@ -49,8 +49,8 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     if any(MARK in name for name, _ in model.named_parameters()):
         raise ConfigError("lora.rank asks for adapters, and the model has some already: leave one of the two out.")
     modules, stacked = find_targets(model, choice)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    check_patterns("lora.train_also", choice.train_also or (), list(shapes))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    check_patterns("lora.train_also", choice.train_also or (), names)
     on_meta = any(p.is_meta for p in model.parameters())
     with parameters_on_meta() if on_meta else _seeded(seed), _quiet():
         _inject(model, _options(choice, modules, stacked), choice)
