@@ -2,6 +2,7 @@
 
 import json
 from contextlib import chdir
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from zero3d.sim.rank import dry_run
 from zero3d.sim.repeats import micro_batches_to_run
 from zero3d.sim.request import Request
 from zero3d.sim.result import Simulation, from_json, to_json
-from zero3d.sim.simulate import representatives, simulate
+from zero3d.sim.simulate import in_own_process, representatives, simulate
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 
@@ -47,9 +48,14 @@ def four_blocks(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pipeline():
-    """A pipeline of two stages over 1024 ranks: one rank of each class."""
-    return simulate(tiny("mesh.pp=2", "train.accumulate=6", "zero.stage=0"), world=1024)
+def pipeline(alone):
+    """A pipeline of two stages over 1024 ranks: one rank of each class. The first is asked of a started process."""
+
+    def run(request):
+        return in_own_process(request) if request.rank == 0 else alone(dry, request)
+
+    with mock.patch("zero3d.sim.simulate.in_own_process", run):
+        return simulate(tiny("mesh.pp=2", "train.accumulate=6", "zero.stage=0"), world=1024)
 
 
 def test_1024_ranks_need_one_process_per_class(pipeline):
