@@ -12,7 +12,8 @@ the default to twice, from 0 to 1 where the default is 0. Several constants are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from planner_constants import EVERY, Planner
@@ -72,24 +73,28 @@ def _error(rows: tuple[Rows, ...], values: Mapping[Key, float], predict: Predict
     return sum(errors) / len(errors) if errors else 0.0
 
 
-def responding(constant: Constant, rows: Rows, predict: Predict) -> int:
-    """Count the rows that say something about a constant: those whose prediction it changes.
+def responding(constant: Constant, rows: Rows, predict: Predict, base: Sequence[Point]) -> int:
+    """Count the rows that say something about a constant: those whose prediction it changes from `base`.
 
     A run that fits bounds memory from above, so each says something.
     """
     other = constant.default if constant.default != constant.value else 2 * constant.value
-    base, moved = (predict(Planner(values), {rows.set}) for values in ({}, {constant.key: float(other or 0.0)}))
+    moved = predict(Planner({constant.key: float(other or 0.0)}), {rows.set})
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.kind == rows.kind]
     return sum(rows.kind == "fits" or a.predicted != b.predicted for a, b in pairs)
 
 
 def accounts(predict: Predict, sets: Mapping[str, dict[Key, float]]) -> list[dict[str, Any]]:
     """Return every fitted constant: its rows that respond, and its values without each of its sets."""
+    bases = cache(lambda name: predict(Planner({}), {name}))
     return [
         {
             "system": constant.system,
             "name": constant.name,
-            "rows": [{**rows._asdict(), "count": responding(constant, rows, predict)} for rows in constant.fitted_on],
+            "rows": [
+                {**rows._asdict(), "count": responding(constant, rows, predict, bases(rows.set))}
+                for rows in constant.fitted_on
+            ],
             "without": {name: values[constant.key] for name, values in sets.items() if constant.key in values},
         }
         for constant in EVERY

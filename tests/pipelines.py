@@ -1,5 +1,6 @@
 """Training runs of small models in and out of pipelines, and the cases that cover all pairs of their settings."""
 
+from heapq import heappop, heappush
 from itertools import combinations, product
 
 import torch
@@ -103,10 +104,15 @@ def layers_for(pp, schedule):
 def covering(settings, is_possible=lambda case: True, together=2):
     """The fewest cases, found greedily, that have every combination of values of `together` settings."""
     all_of = {case: set(combinations(enumerate(case), together)) for case in product(*settings) if is_possible(case)}
-    missing = set().union(*all_of.values())
+    cases, missing = list(all_of), set().union(*all_of.values())
+    heap = [(-len(all_of[case]), place) for place, case in enumerate(cases)]  # what each adds: never more than it did
     chosen = []
     while missing:
-        best = max(all_of, key=lambda case: len(missing & all_of[case]))
-        missing -= all_of[best]
-        chosen.append(best)
+        _, place = heappop(heap)
+        added = (-len(missing & all_of[cases[place]]), place)
+        if heap and added > heap[0]:
+            heappush(heap, added)
+        else:
+            missing -= all_of[cases[place]]
+            chosen.append(cases[place])
     return chosen

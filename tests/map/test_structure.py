@@ -8,6 +8,7 @@ import sys
 import tokenize
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -55,37 +56,68 @@ def package_of(name):
     return name.split(".")[0]
 
 
+class Facts(NamedTuple):
+    """What a file has; its tree is not kept, for every collection of garbage would go through it."""
+
+    imports: list  # statements at run time: TYPE_CHECKING blocks do not count
+    at_once: list  # of these, those that importing the file runs
+    functions: list  # (name, parameters)
+    reductions: list  # lines of calls
+    containers: list  # (target, statement) of lists, dicts and sets assigned at the top
+
+
 @cache
-def parsed(path):
-    return ast.parse(path.read_text())
+def facts(path):
+    """Those of a file: it is read, parsed and walked once."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    walked = list(ast.walk(tree))
+    hidden = {
+        id(inner)
+        for node in walked
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    return Facts(
+        [node for node in walked if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in hidden],
+        list(imported_at_once(tree)),
+        [(node.name, parameters(node)) for node in walked if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))],
+        [node.lineno for node in walked if "_reduce_scatter" in text and isinstance(node, ast.Call) and reduces(node)],
+        [(ast.unparse(node.targets[0]), ast.unparse(node)) for node in tree.body
+         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set))],
+    )  # fmt: skip
+
+
+def parameters(node):
+    taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    return [a.arg for a in taken if a.arg not in ("self", "cls")]
+
+
+def reduces(call):
+    return "_reduce_scatter" in (ast.unparse(call.func), *map(ast.unparse, call.args))
 
 
 @cache
 def imports(path):
     """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
-    return frozenset(imported(parsed(path)))
+    return frozenset(imported(facts(path).imports))
 
 
-def imported(tree):
-    hidden = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in hidden:
-            continue
+def imported(nodes):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zero3d"):
             base = node.module.removeprefix("zero3d").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
-                is_module = (SRC / Path(*inner.split("."))).with_suffix(".py").exists() or (
-                    SRC / Path(*inner.split("."))
-                ).is_dir()
-                yield inner if is_module else base
+                yield inner if is_module(inner) else base
         elif isinstance(node, ast.Import):
             yield from (a.name.removeprefix("zero3d.") for a in node.names if a.name.startswith("zero3d."))
+
+
+@cache
+def is_module(name):
+    path = SRC / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
 
 
 def arrows():
@@ -146,13 +178,13 @@ def imported_at_once(tree):
 def test_files_without_torch_import_files_without_torch():
     brings_torch, needs = set(), {}
     for name, path in modules():
-        nodes = list(imported_at_once(parsed(path)))
+        nodes = facts(path).at_once
         outer = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names} | {
             n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)
         }
         if any(each.split(".")[0] in ("torch", "transformers") or each == "safetensors.torch" for each in outer):
             brings_torch.add(name)
-        needs[name] = set(imported(ast.Module(nodes, []))) - {name}
+        needs[name] = set(imported(nodes)) - {name}
     grown = True
     while grown:
         more = {name for name, targets in needs.items() if targets & brings_torch} - brings_torch
@@ -228,25 +260,15 @@ def test_the_core_needs_the_ground_alone():
     assert {"zero", "memory"} <= {package_of(name) for name in core()} <= {"zero", *LAYERS["ground"]} - {"config"}
 
 
-def functions():
-    for name, path in modules():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield name, node
-
-
 OF_MANY_OPTIONS = {("engine.engine", "__init__"), ("optim.muon_optimizer", "muon")}  # by name, each with a default
 
 
 def test_functions_take_few_parameters():
-    assert {(name, node.name) for name, node in functions()} >= OF_MANY_OPTIONS
-    for name, node in functions():
-        taken = [
-            a.arg
-            for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-            if a.arg not in ("self", "cls")
-        ]
-        assert len(taken) <= 8 or (name, node.name) in OF_MANY_OPTIONS, f"{name}.{node.name}: {taken}"
+    named = {(name, function) for name, path in modules() for function, _ in facts(path).functions}
+    assert named >= OF_MANY_OPTIONS
+    for name, path in modules():
+        for function, taken in facts(path).functions:
+            assert len(taken) <= 8 or (name, function) in OF_MANY_OPTIONS, f"{name}.{function}: {taken}"
 
 
 def test_no_two_test_files_have_the_same_name():
@@ -256,12 +278,7 @@ def test_no_two_test_files_have_the_same_name():
 
 
 def test_there_is_one_reduce_scatter_call_site():
-    calls = [
-        f"{name}:{node.lineno}"
-        for name, path in modules()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.Call) and "_reduce_scatter" in (ast.unparse(node.func), *map(ast.unparse, node.args))
-    ]
+    calls = [f"{name}:{line}" for name, path in modules() for line in facts(path).reductions]
     assert len(calls) == 1, calls
     assert calls[0].startswith("distributed.algorithms")
 
@@ -276,11 +293,9 @@ def test_only_few_modules_read_the_environment():
 def test_no_module_level_mutable_state_in_the_core():
     assert any(name.startswith("zero.") for name, _ in modules())
     for name, path in modules():
-        if not name.startswith("zero"):
-            continue
-        for node in parsed(path).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
-                assert node.targets[0].id.isupper(), f"{name}: {ast.unparse(node)[:60]}"
+        if name.startswith("zero"):
+            for target, statement in facts(path).containers:
+                assert target.isupper(), f"{name}: {statement[:60]}"
 
 
 def test_no_python_file_is_empty():

@@ -22,6 +22,7 @@ from zero3d.zero.record_updates import RecordUpdates
 from zero3d.zero.reductions import Reductions
 
 HOST, DISK = "host, device updates", "disk"
+RESIDENTS = {}
 
 
 def given(number):
@@ -30,11 +31,18 @@ def given(number):
 
 @contextmanager
 def engine_of(place, folder, stage=2, model=None, **options):
-    """An engine whose states are in records of 1024 elements."""
-    with buckets_of(1024):
+    """An engine whose states are in records of 2048 elements."""
+    with buckets_of(2048):
         made = {"stage": stage, "optimizer": adamw, "loss": sum_of, "clip_norm": 0.5} | options
         offload = {**PLACES[place], "directory": folder}
         yield zero3d.Engine(model or build("net", width=40), offload=offload, **made)
+
+
+def resident(run, *args):
+    """What a run with everything on the device finds, which needs no folder. Made once."""
+    if (key := (run, *args)) not in RESIDENTS:
+        RESIDENTS[key] = run(RESIDENT, None, *args)
+    return RESIDENTS[key]
 
 
 def due(engine):
@@ -128,7 +136,7 @@ def changed_after_steps(place, folder, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_options_that_change_after_a_step_are_of_the_next_one(tmp_path, place, stage):
     found = changed_after_steps(place, tmp_path, stage)
-    assert found == changed_after_steps(RESIDENT, tmp_path, stage)
+    assert found == resident(changed_after_steps, stage)
     assert found[1] == [4e-3, 4e-3]
 
 
@@ -162,7 +170,7 @@ def whole(engine):
 @pytest.mark.parametrize("wait", [None, True, False])
 def test_below_stage_3_a_plain_read_after_a_step_gives_the_new_weights(tmp_path, place, stage, wait):
     (classes, left), (found, after) = after_steps(place, tmp_path, stage, wait, plain)
-    assert found == after_steps(RESIDENT, tmp_path, stage, wait, plain)[1][0]
+    assert found == resident(after_steps, stage, wait, plain)[1][0]
     assert set(classes) == {wait is False}
     assert bool(left) == (wait is False)
     assert after == []
@@ -172,7 +180,7 @@ def test_below_stage_3_a_plain_read_after_a_step_gives_the_new_weights(tmp_path,
 @pytest.mark.parametrize("wait", [None, True, False])
 def test_at_stage_3_updates_are_left_and_full_params_has_the_new_weights(tmp_path, place, wait):
     (_, left), (found, after) = after_steps(place, tmp_path, 3, wait, whole)
-    assert found == after_steps(RESIDENT, tmp_path, 3, wait, whole)[1][0]
+    assert found == resident(after_steps, 3, wait, whole)[1][0]
     assert "head" in left
     assert after == []
 
@@ -191,7 +199,7 @@ def written_between(place, folder):
 
 @pytest.mark.parametrize("place", ["host", "all on disk"])
 def test_a_part_that_is_written_between_steps_has_its_update_before(tmp_path, place):
-    assert written_between(place, tmp_path) == written_between(RESIDENT, tmp_path)
+    assert written_between(place, tmp_path) == resident(written_between)
 
 
 # --- what drains ----------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ def weights_after_the_engine(place, folder):
 def test_a_model_that_outlives_its_engine_has_the_new_weights(tmp_path, place):
     left, found = weights_after_the_engine(place, tmp_path)
     assert left
-    assert found == weights_after_the_engine(RESIDENT, tmp_path)[1]
+    assert found == resident(weights_after_the_engine)[1]
 
 
 ENDS = """
@@ -323,7 +331,7 @@ def branched(place, folder, stage, micro_batches=1):
 @pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (1, 2), (2, 2), (3, 1)])
 def test_units_that_the_next_forward_skips_are_updated_by_the_next_step(tmp_path, place, stage, micro_batches):
     found, left = branched(place, tmp_path, stage, micro_batches)
-    assert found == branched(RESIDENT, tmp_path, stage, micro_batches)[0]
+    assert found == resident(branched, stage, micro_batches)[0]
     assert any(left) == (stage == 3)  # below, a forward that ends has all weights
 
 

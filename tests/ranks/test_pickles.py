@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import re
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,16 +18,20 @@ MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "mars
 CALLS = {"load", "save"}  # of torch
 RESTRICTED = SRC / "integrations" / "checkpoints" / "restricted.py"  # reads those of other trainers
 COLLECTIVES = ("all_gather_object", "gather_object", "_object_list")
+MENTIONED = re.compile(rf"\b({'|'.join(MODULES | CALLS)})\b|({'|'.join(COLLECTIVES)})\b")  # in all that is looked for
 
 
 def users_of_pickles(path):
     """Lines of a file that import a pickling module, or call what pickles."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    if not MENTIONED.search(text):
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
             if any(str(name).split(".")[0] in MODULES for name in names):
                 yield f"{path.name}:{node.lineno} {ast.unparse(node)}"
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and MENTIONED.search(getattr(node.func, "attr", getattr(node.func, "id", ""))):
             called = ast.unparse(node.func)
             numpys = called in ("numpy.load", "np.load") and "allow_pickle=False" not in ast.unparse(node)
             torchs = called.removeprefix("torch.") in CALLS if called.startswith("torch.") else False

@@ -233,7 +233,7 @@ def test_autocast_is_the_same_in_the_recomputation(policy):
 @pytest.mark.parametrize("policy", ["full", "every:2"])
 def test_a_dry_run_recomputes_without_data(policy):
     with FakeTensorMode():
-        model = deep("llama")
+        model = deep("llama", layers=3)
         recompute(model, policy)
         engine = zero3d.Engine(model, stage=3, precision="bf16")
         engine.backward(loss_of(engine, torch.randint(0, VOCAB, (2, 9))))

@@ -29,7 +29,7 @@ HOSTILE = {  # text -> what is said
     "a long value": (f"precision: {'k' * 900_000}", "found the text 'kkk"),
     "a long key in a section": (f"zero: {{? {'k' * 2000} : 1}}", "... is no key"),
     "many unknown keys": ("".join(f"train_{i}: 1\n" for i in range(2000)), "And 1999 more problems: train_1, "),
-    "too many values": (f"data: {{train: [{'a, ' * 30_000}]}}", "more than 20,000 values"),
+    "too many values": (f"data: {{train: [{'a, ' * 20_001}]}}", "more than 20,000 values"),
     "a timestamp": ("output: !!timestamp nonsense", "the tag !!timestamp is not read here"),
     "an empty integer": ("seed: !!int ''", "the tag !!int is not read here"),
     "a set": ("data: {train: !!set {a, b}}", "the tag !!set is not read here"),

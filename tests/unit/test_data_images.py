@@ -1,6 +1,7 @@
 """Conversations with images as data: records, tokens, pixels, the order of steps, and what is wrong with them."""
 
 import json
+import pickle
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from zero3d.data.image_files import BadImage, decode, size_of
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.json_list import list_items
+from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder
 from zero3d.data.orders import MixedOrder, Order
 from zero3d.data.tokenizers import load_tokenizer
@@ -155,10 +157,14 @@ def test_images_and_texts_are_batches_whose_assistants_tokens_are_learnt(folder)
 
 
 def test_batches_are_the_same_with_workers(folder):
+    """Of a mixture of records in files with a data set of one's own: one start for both."""
     from zero3d.config import Batch
 
-    streams = [BatchStream(opened(folder).train, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
-    for _ in range(2):
+    own = opened(folder, train="own_data:pictured").train
+    mixed = Mixture([Member("files", opened(folder).train), Member("own", own)])
+    assert {index < 20 for index in mixed.order(0, True).samples(0, 12)} == {True, False}
+    streams = [BatchStream(mixed, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
+    for _ in range(3):
         for one, other in zip(*map(next, streams), strict=True):
             assert one.keys() == other.keys()
             assert all(one[name].equal(other[name]) for name in one)
@@ -287,16 +293,14 @@ def test_images_inside_the_data_are_not_kept(folder):
         opened(folder, train=written(folder, "parquet"))
 
 
-def test_a_dataset_of_ones_own_gives_images_of_pillow_and_workers_decode_them(folder):
+def test_a_dataset_of_ones_own_gives_images_of_pillow_and_so_does_its_copy_in_a_worker(folder):
     from zero3d.config import Batch
 
     data = opened(folder, train="own_data:pictured").train
-    streams = [BatchStream(data, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
+    streams = [BatchStream(each, Batch(4, 2, 2, 1)) for each in (data, pickle.loads(pickle.dumps(data)))]
     for one, other in zip(*map(next, streams), strict=True):
         assert one["pixel_values"].shape == (2, 3, 28, 28)
         assert all(one[name].equal(other[name]) for name in one)
-    for stream in streams:
-        stream.close()
     assert (len(data), data.identity["processor"]) == (10, Vision(folder / "model", TAKES).fingerprint)
 
 

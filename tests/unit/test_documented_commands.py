@@ -16,6 +16,7 @@ import pkgutil
 import re
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pictures
@@ -211,12 +212,15 @@ def leads_somewhere(name):
     return False
 
 
+@cache
 def texts_of_the_source():
-    """Every text in the source, error messages and docstrings among them, with its file."""
+    """Every text in the source that has such a name, error messages and docstrings among them, with its file."""
+    found = []
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield path.name, node.value
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        found += [(path.name, text) for text in texts if NAME.search(text) or SHORT.search(text)]
+    return found
 
 
 def test_every_dotted_name_of_zero3d_leads_somewhere():

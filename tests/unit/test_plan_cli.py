@@ -72,7 +72,8 @@ def test_a_misfit_cluster_file_is_refused_with_the_field(plan, tmp_path, text, w
 def test_a_cluster_file_can_name_a_card(plan, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: h100\nacross: {bandwidth: 12.5e9}")
-    assert "8 x h100" in plan("--params", "1e9", "--gpus", 8, "--cluster", file)[1]
+    words = ["--params", "1e9", "--gpus", 8, "--seq", 512, "--tokens-per-batch", 8192, "--cluster", file]
+    assert "8 x h100" in plan(*words)[1]
 
 
 @pytest.mark.parametrize(("words", "why"), [
@@ -140,7 +141,7 @@ def test_one_model_is_wanted(plan):
 
 def test_an_impossible_goal_is_told_with_the_nearest_and_what_would_do(plan):
     said = refused(
-        plan, "--params", "7e9", "--gpus", 1, "--gpu", "rtx-3090", "--seq", 1024, "--tokens-per-batch", 65536
+        plan, "--params", "7e9", "--gpus", 1, "--gpu", "rtx-3090", "--seq", 1024, "--tokens-per-batch", 16384
     )
     assert re.search(r"Nearest: the GPU's memory is short by [\d.]+ GB with pp 1 x dp 1 x tp 1", said)
     assert re.search(r"It fits on --gpus 8: pp \d x dp \d x tp \d", said)
@@ -194,6 +195,7 @@ def test_a_plan_with_adapters_is_written_as_a_file_that_trains_them(plan, tmp_pa
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
     words = ["llava-1.5-7b", "--lora", "r=128", "--gpus", gpus, "--gpu", "a6000", "--seq", 2048]
+    words += ["--tokens-per-batch", 32768]
     told = json.loads(plan(*words, "--json")[1])
     assert told["model"]["params"] - told["model"]["trainable"] == 7_063_427_072  # of llava-hf/llava-1.5-7b-hf
     assert told["model"]["trainable"] == 32 * 128 * (4 * 2 * 4096 + 3 * (4096 + 11008))  # r (in + out) of 7 matrices

@@ -113,7 +113,7 @@ class Odd(nn.Module):
         torch.manual_seed(7)
         self.one = nn.Parameter(torch.randn(1))
         self.large = nn.Parameter(torch.randn(3, 1111))
-        self.small = nn.ParameterList(nn.Parameter(torch.randn(1 + i % 3)) for i in range(300))
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(1 + i % 3)) for i in range(120))
         self.unused = nn.Parameter(torch.randn(17))
 
     def forward(self, x):

@@ -1,6 +1,7 @@
 """Images in plans and dry runs: one in each sequence, of the models whose towers run without values."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from zero3d.sim.units import find_part_names
 
 TRACED = ("gemma3", "internvl", "llava", "paligemma")  # the others read values
 LENGTH = 24
+
+
+@cache
+def traced(family, packed):
+    return trace(vision.model(family), LENGTH, packed=packed)
 
 
 @pytest.mark.parametrize("family", vision.FAMILIES)
@@ -48,13 +54,12 @@ def test_packed_sequences_have_none_and_short_ones_no_room_for_one():
     ("idefics3", False, "text alone was traced"),
 ])  # fmt: skip
 def test_a_plan_says_what_was_traced(family, packed, told):
-    spec = trace(vision.model(family), LENGTH, packed=packed)
-    notes = evaluate(spec, cluster("a6000", 1, 1), ParallelPlan()).notes
+    notes = evaluate(traced(family, packed), cluster("a6000", 1, 1), ParallelPlan()).notes
     assert [note.startswith(told) for note in notes].count(True) == 1
 
 
 def test_the_tower_counts_with_the_embedding():
-    seen, unseen = (trace(vision.model("llava"), LENGTH, packed=packed) for packed in (False, True))
+    seen, unseen = (traced("llava", packed) for packed in (False, True))
     work = [spec.parts[0].operations for spec in (seen, unseen)]
     tower = vision.model("llava").model
     read = sum(

@@ -1,12 +1,14 @@
 """Upper bounds of the memory table on accelerators: no buffer of an engine on NCCL's algorithms is above its own."""
 
 import sys
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from meshes import engine_of, micro_batches
 from models import adamw
+from pipelines import covering
 from tensors import tiny
 
 from zero3d.train.measure import transient_bounds
@@ -42,10 +44,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("n", [1, 4])
+SETTINGS = ((1, 4), (0, 1, 3), (1, 2), tuple(OPTIONS))
+PAIRS = set(covering(SETTINGS))
+CASES = [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.long) for case in product(*SETTINGS)]
+
+
+@pytest.mark.parametrize(("n", "stage", "count", "options"), CASES)
 def test_no_buffer_exceeds_its_bound_and_what_travels_reaches_it(n, stage, count, options):
     steps, backwards = peaks(n, stage, count, **OPTIONS[options])
     for found in (steps, backwards):
