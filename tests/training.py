@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import tempfile
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,22 @@ from models import VOCAB, hf
 ROWS, LENGTH = 14, 16
 
 
+SAVED = {}  # by arguments of `save_model`: files
+
+
 def save_model(folder, name="llama", vocab=VOCAB, **changes):
     """A tiny model as `save_pretrained` leaves it; `changes` are of its config."""
-    model = hf(name, inner=96, vocab=vocab)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    model.save_pretrained(folder)
+    key = str((name, vocab, changes))
+    if key not in SAVED:
+        model = hf(name, inner=96, vocab=vocab)
+        for setting, value in changes.items():
+            setattr(model.config, setting, value)
+        with tempfile.TemporaryDirectory() as made:
+            model.save_pretrained(made)
+            SAVED[key] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, content in SAVED[key].items():
+        (Path(folder) / file).write_bytes(content)
     return folder
 
 

@@ -82,23 +82,24 @@ def seeded(rank):
 
 
 def interrupted_and_not(stage, model, precision, folder):
+    half = 3 if precision == "fp16" else 2  # in fp16 the first scale may overflow
     seeded(dist.get_rank())
     straight = make(stage, model, precision)
-    curve = train(straight, range(6))
-    applied = sum(math.isfinite(norm) for _, norm, *_ in curve)  # in fp16 the first scale may overflow
+    curve = train(straight, range(2 * half))
+    applied = sum(math.isfinite(norm) for _, norm, *_ in curve)
     with straight.full_params():
         weights = bits(straight.module.parameters())
     seeded(dist.get_rank())
     first = make(stage, model, precision)
-    train(first, range(3))
+    train(first, range(half))
     saved = first.save(folder)
     second = make(stage, model, precision)
     seeded(0)
     second.load(saved.parent)
-    actual = train(second, range(3, 6))
+    actual = train(second, range(half, 2 * half))
     with second.full_params():
         return (
-            actual == curve[3:],
+            actual == curve[half:],
             weights == bits(second.module.parameters()),
             second.steps == straight.steps == applied,
         )
@@ -117,7 +118,7 @@ def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(
 def save_at(stage, model, folder):
     seeded(dist.get_rank())
     engine = make(stage, model)
-    for step in range(3):
+    for step in range(2):
         engine.backward(loss_of(engine, batch(step)))
         engine.step()
     engine.module.eval()
@@ -153,7 +154,7 @@ def test_states_are_equal_on_another_dp_degree_and_stage(ranks, tmp_path, before
     again = ranks(new_world, load_at, new_stage, "tied", saved[0][0], str(tmp_path / "b"))
     assert whole_states(Path(saved[0][0])) == whole_states(Path(again[0][0]))
     assert {loss for _, loss in saved} == {loss for _, loss, _ in again}
-    assert again[0][2] == 3
+    assert again[0][2] == 2
 
 
 @pytest.mark.long
