@@ -45,14 +45,14 @@ def launched():
 
 
 def arguments(folder, made=None, **options):
-    """TrainingArguments of 12 steps of 8 sequences on the CPU: 2 micro-batches of 2 on 2 ranks, of 4 on one."""
+    """TrainingArguments of 6 steps of 8 sequences on the CPU: 2 micro-batches of 2 on 2 ranks, of 4 on one."""
     from transformers import TrainingArguments
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     return (made or TrainingArguments)(**{
         "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1,
         "per_device_train_batch_size": 4 // world, "per_device_eval_batch_size": 8 // world,
-        "gradient_accumulation_steps": 2, "max_steps": 12, "learning_rate": 1e-2, "weight_decay": 0.1,
+        "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-2, "weight_decay": 0.1,
         "max_grad_norm": 0.5, "warmup_steps": 3, "save_strategy": "no", "seed": 7, "dataloader_pin_memory": False,
     } | options)  # fmt: skip
 
@@ -73,7 +73,7 @@ def train(kind, folder, options=None, given=None, model="llama", resume=None):
     with launched():
         options, given = dict(options or {}), dict(given or {})
         module = hf(model) if isinstance(model, str) else model and model()
-        given = {"train_dataset": Rows(), "eval_dataset": Rows(8, seed=1)} | given
+        given = {"train_dataset": Rows(16), "eval_dataset": Rows(8, seed=1)} | given
         args = arguments(folder, **options)
         if kind == "plain":
             trainer = transformers.Trainer(module, args, **given)

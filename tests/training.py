@@ -3,8 +3,11 @@
 import json
 import signal
 import sys
+import tempfile
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy
 from models import VOCAB, hf
@@ -12,12 +15,22 @@ from models import VOCAB, hf
 ROWS, LENGTH = 14, 16
 
 
+SAVED = {}  # by arguments of `save_model`: files
+
+
 def save_model(folder, name="llama", vocab=VOCAB, **changes):
     """A tiny model as `save_pretrained` leaves it; `changes` are of its config."""
-    model = hf(name, inner=96, vocab=vocab)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    model.save_pretrained(folder)
+    key = str((name, vocab, changes))
+    if key not in SAVED:
+        model = hf(name, inner=96, vocab=vocab)
+        for setting, value in changes.items():
+            setattr(model.config, setting, value)
+        with tempfile.TemporaryDirectory() as made:
+            model.save_pretrained(made)
+            SAVED[key] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, content in SAVED[key].items():
+        (Path(folder) / file).write_bytes(content)
     return folder
 
 
@@ -45,6 +58,30 @@ def tree(folder, output="out", saved="model", **sections):
     return made
 
 
+TRACED = {}  # what plans are made of, by all that it depends on
+
+
+def traced_once():
+    """Let runs of this process trace a model once, inside: tracing takes half the time of a short run."""
+    from zero3d.sim.model_spec import trace
+
+    def settings_of(module):
+        return {k: v for k, v in vars(module).items() if isinstance(v, (str, bool, int, float)) and k != "name_or_path"}
+
+    def known(model, length, name, packed):
+        config = getattr(model, "config", None)
+        described = {**config.to_dict(), "attention": config._attn_implementation} if config is not None else {}
+        described.pop("_name_or_path", None)
+        modules = [(place, type(module), settings_of(module)) for place, module in model.named_modules()]
+        parameters = [(place, p.shape, p.dtype, p.requires_grad) for place, p in model.named_parameters()]
+        key = str((described, modules, parameters, length, packed))
+        if key not in TRACED:
+            TRACED[key] = trace(model, length, name, packed)
+        return replace(TRACED[key], name=name)
+
+    return mock.patch("zero3d.train.plan_check.trace", known)
+
+
 def train(made, resume=None, stop_in=None, overwrite=False):
     """One rank's part of a whole run; its records. `stop_in`: the step in which this rank gets a SIGTERM."""
     from rich.console import Console
@@ -62,7 +99,8 @@ def train(made, resume=None, stop_in=None, overwrite=False):
                 yield step
 
     try:
-        result = run(load(made), Start("test", resume, overwrite), Interrupted(Console(quiet=True)))
+        with traced_once():
+            result = run(load(made), Start("test", resume, overwrite), Interrupted(Console(quiet=True)))
     except Stopped as stop:
         return str(stop)
     return [dict(record) for record in result.history]
@@ -80,7 +118,7 @@ def run_in(folder, words, resume=None):
     file, *overrides = words
     path = list(sys.path)
     try:
-        with chdir(folder):
+        with chdir(folder), traced_once():
             start = Start(Path(file).stem, resume)
             return as_json(run(load(Path(file), overrides), start, Progress(Console(quiet=True))))
     finally:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     save_model(folder / "models" / "llama", vocab=62, max_position_embeddings=512)  # 62: llama_3d has tp 2
     save_tokenizer(folder / "models" / "llama", APPENDS)
     (folder / "text").mkdir()
-    for i in range(40):
+    for i in range(12):
         (folder / "text" / f"{i:02}.txt").write_text(WORDS * (100 + i))
     write_lines(folder / "chats.jsonl", [{"messages": CHAT}] * 300)
     pictures.save_model(folder / "models" / "llava-1.5-7b-hf", positions=2048)

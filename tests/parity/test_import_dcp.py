@@ -1,5 +1,7 @@
 """A checkpoint that FSDP2 writes with torch.distributed.checkpoint goes on here as it would have gone on there."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from training import save_rows, train as train_run, tree
 import zero3d
 from zero3d.cli.main import main
 
-STEPS, MORE = 3, 3
+STEPS, MORE = 3, 2
 
 
 def steps_of_fsdp(model, optimizer, steps):
@@ -24,8 +26,8 @@ def steps_of_fsdp(model, optimizer, steps):
     return losses
 
 
-def saved_by_fsdp(folder, form):
-    """Train with FSDP2, save after some steps; the losses of those that follow."""
+def saved_by_fsdp(folder):
+    """Train with FSDP2, save after some steps in every form, each into a folder; the losses of those that follow."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -37,16 +39,23 @@ def saved_by_fsdp(folder, form):
     optimizer = adamw(model.parameters())
     steps_of_fsdp(model, optimizer, range(STEPS))
     weights, states = get_state_dict(model, optimizer)
-    if form == "nested":
-        checkpoint.save({"model": weights, "optim": states, "step": STEPS}, checkpoint_id=folder / "dcp")
-    elif form == "flat":  # as torchtitan: weights by their own names
-        checkpoint.save({**weights, **states}, checkpoint_id=folder / "dcp")
-    elif form == "apart":  # as Accelerate
-        checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp" / "pytorch_model_fsdp_0")
-        checkpoint.save({"optimizer": states}, checkpoint_id=folder / "dcp" / "optimizer_0")
-    else:
-        checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp")
+    forms = {
+        "nested": {"model": weights, "optim": states, "step": STEPS},
+        "flat": {**weights, **states},  # as torchtitan: weights by their own names
+        "apart/pytorch_model_fsdp_0": {"model": weights},  # as Accelerate
+        "apart/optimizer_0": {"optimizer": states},
+        "weights": {"model": weights},
+    }
+    for form, saved in forms.items():
+        checkpoint.save(saved, checkpoint_id=folder / form)
     return steps_of_fsdp(model, optimizer, range(STEPS, STEPS + MORE))
+
+
+@pytest.fixture(scope="module")
+def fsdp(ranks, tmp_path_factory):
+    """The folder with a checkpoint in every form, and on each rank the losses of the steps that follow."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    return folder, ranks(2, saved_by_fsdp, folder)
 
 
 def gone_on(folder, stage):
@@ -68,40 +77,37 @@ def gone_on(folder, stage):
 
 
 @pytest.mark.parametrize(("form", "stage"), [("nested", 3), ("flat", 1), ("apart", 2)])
-def test_training_goes_on_from_what_fsdp_saved(ranks, tmp_path, capsys, form, stage):
-    wanted = ranks(2, saved_by_fsdp, tmp_path, form)
-    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+def test_training_goes_on_from_what_fsdp_saved(ranks, fsdp, tmp_path, capsys, form, stage):
+    folder, wanted = fsdp
+    assert main(["ckpt", "import", str(folder / form), str(tmp_path / "ours")]) == 0
     assert "with Adam's moments" in capsys.readouterr().out
     for found, expected in zip(ranks(2, gone_on, tmp_path / "ours", stage), wanted, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_weights_alone_begin_at_step_0(ranks, tmp_path, capsys):
-    ranks(2, saved_by_fsdp, tmp_path, "weights")
-    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+def test_weights_alone_begin_at_step_0(fsdp, tmp_path, capsys):
+    assert main(["ckpt", "import", str(fsdp[0] / "weights"), str(tmp_path / "ours")]) == 0
     assert "without moments" in capsys.readouterr().out
     assert (tmp_path / "ours" / "step-0").is_dir()
     assert main(["ckpt", "export", str(tmp_path / "ours"), str(tmp_path / "hf"), "--config", "none"]) == 0
 
 
-def test_a_folder_without_the_models_half_is_refused(ranks, tmp_path, capsys):
-    ranks(2, saved_by_fsdp, tmp_path, "apart")
-    assert main(["ckpt", "import", str(tmp_path / "dcp" / "optimizer_0"), str(tmp_path / "ours")]) == 2
+def test_a_folder_without_the_models_half_is_refused(fsdp, tmp_path, capsys):
+    assert main(["ckpt", "import", str(fsdp[0] / "apart" / "optimizer_0"), str(tmp_path / "ours")]) == 2
     assert "copy the model's folder, too" in capsys.readouterr().err
 
 
-def test_damaged_metadata_is_refused(ranks, tmp_path, capsys):
-    ranks(2, saved_by_fsdp, tmp_path, "nested")
+def test_damaged_metadata_is_refused(fsdp, tmp_path, capsys):
+    shutil.copytree(fsdp[0] / "nested", tmp_path / "dcp")
     path = tmp_path / "dcp" / ".metadata"
     path.write_bytes(path.read_bytes()[:200])
     assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 2
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_run_of_a_file_goes_on_from_it(ranks, tmp_path):
+def test_a_run_of_a_file_goes_on_from_it(ranks, fsdp, tmp_path):
     """Three steps there, two here: the step's number goes on, the data begin anew."""
-    ranks(2, saved_by_fsdp, tmp_path, "nested")
-    assert main(["ckpt", "import", str(tmp_path / "dcp"), str(tmp_path / "ours")]) == 0
+    assert main(["ckpt", "import", str(fsdp[0] / "nested"), str(tmp_path / "ours")]) == 0
     hf("llama").save_pretrained(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     made = tree(tmp_path)

@@ -17,6 +17,17 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def finished(ranks, tmp_path_factory):
+    """A folder with runs that have ended, for what is refused and so changes none: `packed` of two steps, `rows` of four."""
+    made = tmp_path_factory.mktemp("finished")
+    save_model(made / "model")
+    save_rows(made / "rows.npy")
+    ranks(2, train, packed(made))
+    ranks(2, train, tree(made, "rows", train={"steps": 4}))
+    return made
+
+
 # --- whose folder -------------------------------------------------------------------------------
 
 
@@ -82,12 +93,11 @@ def test_an_export_that_fails_leaves_the_one_before(ranks, folder):
     assert contents(folder / "out" / "hf") == before
 
 
-def test_the_folder_is_refused_before_the_model_and_the_data_are_opened(ranks, folder):
-    made = tree(folder, train={"steps": 1})
-    ranks(2, train, made)
-    made["model"]["path"] = str(folder / "nowhere")
+def test_the_folder_is_refused_before_the_model_and_the_data_are_opened(ranks, finished):
+    made = tree(finished, "rows", train={"steps": 1})
+    made["model"]["path"] = str(finished / "nowhere")
     assert "is used already" in refused(ranks, made)
-    assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
+    assert "no checkpoint in" in refused(ranks, made, str(finished / "nowhere"))
     errors = [error for _, error in ranks(2, train, made | {"output": None}, "auto", check=False)]
     assert "name it with output=FOLDER" in errors[0]
 
@@ -119,12 +129,12 @@ def train_and_tell(made, resume=None):
 
 
 def test_settings_that_are_typed_win_over_those_of_the_checkpoint(ranks, folder):
-    made = tree(folder, train={"steps": 3})
+    made = tree(folder, train={"steps": 2})
     ranks(2, train, made)
     typed = {"lr": 1e-5, "betas": [0.5, 0.6], "eps": 1e-4, "weight_decay": 0.25}
-    made |= {"train": {"steps": 6, "batch": 4}, "optimizer": typed, "schedule": {"name": "constant"}}
+    made |= {"train": {"steps": 4, "batch": 4}, "optimizer": typed, "schedule": {"name": "constant"}}
     records, groups = ranks(2, train_and_tell, made, "auto")[0]
-    assert field(records, "lr")[3:] == [1e-5] * 3
+    assert field(records, "lr")[2:] == [1e-5] * 2
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.25]
     for group in groups:
         assert (group["lr"], tuple(group["betas"]), group["eps"]) == (1e-5, (0.5, 0.6), 1e-4)
@@ -140,21 +150,23 @@ def test_the_place_in_the_schedule_is_the_checkpoints(ranks, folder):
 
 
 def test_steps_of_a_run_that_never_saved_are_told_once(ranks, folder):
-    made = tree(folder, train={"steps": 3})
+    made = tree(folder, train={"steps": 2})
     ranks(2, train, made)
     shutil.rmtree(folder / "out" / "checkpoints")  # as a crash before the first one leaves it
-    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3]
+    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2]
 
 
 # --- the same data, and how much of them --------------------------------------------------------
 
 
 def packed(folder, **data):
-    """A run over documents of several lengths."""
+    """A run, in `packed`, over documents of several lengths."""
     (folder / "documents").mkdir(exist_ok=True)
     for number, length in enumerate((40, 29, 17, 51, 23, 33)):
         numpy.save(folder / "documents" / f"{number}.npy", numpy.arange(length) % 50 + 3)
-    return tree(folder, train={"steps": 2}, data={"train": str(folder / "documents"), "shuffle": True, **data})
+    return tree(
+        folder, "packed", train={"steps": 2}, data={"train": str(folder / "documents"), "shuffle": True, **data}
+    )
 
 
 CHANGES = {
@@ -165,10 +177,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_data_in_another_order_are_no_continuation(ranks, folder, name):
+def test_data_in_another_order_are_no_continuation(ranks, finished, name):
     change, message = CHANGES[name]
-    ranks(2, train, packed(folder))
-    assert message in refused(ranks, change(folder) | {"train": {"steps": 3, "batch": 4}}, "auto")
+    assert message in refused(ranks, change(finished) | {"train": {"steps": 3, "batch": 4}}, "auto")
 
 
 def test_other_data_of_the_same_shape_are_refused_and_the_same_elsewhere_go_on(ranks, folder):
@@ -190,10 +201,8 @@ def test_epochs_end_where_they_should_with_another_batch(ranks, folder):
     assert (len(records), records[-1]["epoch"], records[-1]["lr"]) == (3 + 8, 2.0, 0.0)
 
 
-def test_fewer_steps_than_are_done_are_refused_in_one_line(ranks, folder):
-    made = tree(folder, train={"steps": 4})
-    ranks(2, train, made)
-    made["train"]["steps"] = 2
+def test_fewer_steps_than_are_done_are_refused_in_one_line(ranks, finished):
+    made = tree(finished, "rows", train={"steps": 2})
     error = refused(ranks, made, "auto")
     assert error.startswith("ConfigError: train.steps asks for 2 steps, and ")
     assert "checkpoints/step-4 has done 4" in error
@@ -256,11 +265,16 @@ def plain_module():
 
 
 def test_an_export_that_could_not_be_verified_is_refused_at_the_start(ranks, folder):
-    made = tree(folder, model={"path": "test_resume_guards:plain_module"}, checkpoint=EXPORT | {"verify": True})
+    made = tree(
+        folder,
+        train={"steps": 1},
+        model={"path": "test_resume_guards:plain_module"},
+        checkpoint=EXPORT | {"verify": True},
+    )
     made["data"]["packing"] = False
     assert "checkpoint.verify=false" in refused(ranks, made)
     made["checkpoint"]["verify"] = False
-    assert len(ranks(2, train, made)[0]) == 5
+    assert len(ranks(2, train, made)[0]) == 1
 
 
 # --- a stop where an evaluation is due ----------------------------------------------------------
@@ -288,16 +302,16 @@ def train_and_note(made, stop_in):
 
 
 def test_a_stop_saves_before_anything_else(ranks, folder):
-    made = tree(folder, data={"validation": 0.2}, evaluate={"every": 3})
-    message, noted = ranks(2, train_and_note, made, 3)[0]
-    assert message == f"step 3 of 5 is saved in {made['output']}/checkpoints/step-3"
+    made = tree(folder, data={"validation": 0.2}, evaluate={"every": 2}, train={"steps": 3})
+    message, noted = ranks(2, train_and_note, made, 2)[0]
+    assert message == f"step 2 of 3 is saved in {made['output']}/checkpoints/step-2"
     assert noted == ["save"]
-    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3, 4, 5]
+    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3]
 
 
 def test_a_stop_in_the_last_step_saves_and_then_ends_the_run_as_usual(ranks, folder):
-    made = tree(folder, data={"validation": 0.2})
-    records, noted = ranks(2, train_and_note, made, 5)[0]
+    made = tree(folder, data={"validation": 0.2}, train={"steps": 2})
+    records, noted = ranks(2, train_and_note, made, 2)[0]
     assert noted[:2] == ["save", "evaluate"]
     assert "validation_loss" in records[-1]
-    assert (folder / "out" / "checkpoints" / "best").resolve().name == "step-5"
+    assert (folder / "out" / "checkpoints" / "best").resolve().name == "step-2"

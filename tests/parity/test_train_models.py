@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training import LENGTH, ROWS, field, save_model, save_rows, train, tree
 
 NUMBERS = ("loss", "grad_norm")
+STEPS = 3
 OWN = """
     import torch
     from torch import nn
@@ -67,8 +68,9 @@ def test_recomputation_changes_no_bit(ranks, tmp_path, model, stage, policies):
     dropout = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if model == "gpt2" else {}
     save_model(tmp_path / "model", model, **dropout)
     save_rows(tmp_path / "rows.npy")
+    sections = {"zero": {"stage": stage}, "train": {"steps": 2}}
     actual = {
-        policy: ranks(2, train, tree(tmp_path, policy.replace(":", "-"), zero={"stage": stage}, activations=policy))[0]
+        policy: ranks(2, train, tree(tmp_path, policy.replace(":", "-"), activations=policy, **sections))[0]
         for policy in ("none", *policies)
     }
     for policy, name in itertools.product(policies, NUMBERS):
@@ -96,7 +98,7 @@ def plain(module, rows):
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
     losses, norms = [], []
-    for step in range(5):
+    for step in range(STEPS):
         ids = rows[[place % ROWS for place in range(4 * step, 4 * step + 4)]]
         value = F.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         value.backward()
@@ -114,6 +116,7 @@ def test_a_module_of_your_own_trains_as_in_a_plain_loop(ranks, tmp_path, functio
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(OWN))
     rows = torch.from_numpy(numpy.load(save_rows(tmp_path / "rows.npy")))
     made = tree(tmp_path, data={"packing": False}, optimizer={"lr": 1e-2}, schedule={"name": "constant", "warmup": 0})
+    made["train"]["steps"] = STEPS
     made |= {"zero": {"stage": stage}, "model": {"path": f"{name}:{function}"}}
     records = ranks(2, in_folder, str(tmp_path), made)[0]
     space = {}

@@ -26,25 +26,35 @@ def run_of(folder, name, pp, stage=3, **sections):
     return tree(folder, name, mesh=mesh, **sections)
 
 
-def test_a_run_over_pipeline_stages_is_the_run_without(ranks, folder):
-    one, two = run_of(folder, "one", 1), run_of(folder, "two", 2, activations="full")
-    two["checkpoint"] = {"export": True, "every": 2}
-    alone, split = ranks(2, train, one)[0], ranks(4, train, two)[0]
+@pytest.fixture(scope="module")
+def alone(ranks, folder):
+    """The run without a pipeline, whose checkpoints stay."""
+    return ranks(2, train, run_of(folder, "one", 1, checkpoint=KEPT))[0]
+
+
+KEPT = {"export": False, "every": 2, "keep": 9}
+
+
+@pytest.fixture(scope="module")
+def split(ranks, folder):
+    """The run over two pipeline stages."""
+    return ranks(4, train, run_of(folder, "two", 2, activations="full", checkpoint=KEPT | {"export": True}))[0]
+
+
+def test_a_run_over_pipeline_stages_is_the_run_without(folder, alone, split):
     for name in ("loss", "grad_norm", "lr", "tokens", "epoch"):
         assert field(split, name) == field(alone, name)
     assert [r.get("validation_loss") for r in split] == [r.get("validation_loss") for r in alone]
     AutoModelForCausalLM.from_pretrained(folder / "two" / "hf")
-    assert [line["step"] for line in metrics(two)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(run_of(folder, "two", 2))] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_goes_on_over_other_axes(ranks, folder):
+def test_a_run_goes_on_over_other_axes(ranks, folder, alone, split):
     """Two steps on pp 2 x dp 2, the rest on dp 2 alone, and the other way round."""
-    whole = field(ranks(2, train, run_of(folder, "whole", 1))[0], "loss")
-    for name, first, then in (("down", 2, 1), ("up", 1, 2)):
-        made = run_of(folder, name, first, checkpoint={"export": False, "every": 2, "keep": 9})
-        ranks(2 * first, train, made)
-        made["mesh"]["pp"] = then
-        again = ranks(2 * then, train, made, str(folder / name / "checkpoints" / "step-2"))[0]
+    whole = field(alone, "loss")
+    for name, pp in (("two", 1), ("one", 2)):
+        made = run_of(folder, name, pp, checkpoint=KEPT)
+        again = ranks(2 * pp, train, made, str(folder / name / "checkpoints" / "step-2"))[0]
         assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], rel=1e-6)
 
 

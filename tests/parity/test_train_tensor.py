@@ -21,10 +21,19 @@ def run_of(folder, name, tp, **sections):
     return tree(folder, name, **sections)
 
 
-def test_a_run_over_tp_ranks_is_the_run_of_one_process(ranks, folder):
-    two = run_of(folder, "two", 2, checkpoint={"export": True, "every": 2})
-    split = ranks(2, train, two)[0]
-    alone = train(run_of(folder, "one", 1))
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The run of one process."""
+    return train(run_of(folder, "one", 1))
+
+
+@pytest.fixture(scope="module")
+def split(ranks, folder):
+    """The run over two tp ranks, whose checkpoints stay."""
+    return ranks(2, train, run_of(folder, "two", 2, checkpoint={"export": True, "every": 2, "keep": 9}))[0]
+
+
+def test_a_run_over_tp_ranks_is_the_run_of_one_process(folder, alone, split):
     for name in ("loss", "grad_norm"):
         assert field(split, name) == pytest.approx(field(alone, name), abs=1e-5)
     for name in ("lr", "tokens", "epoch"):
@@ -32,17 +41,14 @@ def test_a_run_over_tp_ranks_is_the_run_of_one_process(ranks, folder):
     held_out = [[r["validation_loss"] for r in run if "validation_loss" in r] for run in (split, alone)]
     assert held_out[0] == pytest.approx(held_out[1], abs=1e-5)
     AutoModelForCausalLM.from_pretrained(folder / "two" / "hf")
-    assert [line["step"] for line in metrics(two)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(run_of(folder, "two", 2))] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_goes_on_over_another_axis(ranks, folder):
+def test_a_run_goes_on_over_another_axis(ranks, folder, alone, split):
     """Two steps on tp 2, the rest on dp 2."""
-    whole = field(train(run_of(folder, "whole", 1)), "loss")
-    made = run_of(folder, "down", 2, checkpoint={"export": False, "every": 2, "keep": 9})
-    ranks(2, train, made)
-    made["mesh"]["tp"] = 1
-    again = ranks(2, train, made, str(folder / "down" / "checkpoints" / "step-2"))[0]
-    assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], abs=1e-5)
+    made = run_of(folder, "two", 1, checkpoint={"export": False, "every": 2, "keep": 9})
+    again = ranks(2, train, made, str(folder / "two" / "checkpoints" / "step-2"))[0]
+    assert field(again, "loss")[-3:] == pytest.approx(field(alone, "loss")[-3:], abs=1e-5)
 
 
 def test_documents_of_a_length_that_tp_does_not_divide_train_by_chunks(ranks, folder):

@@ -1,6 +1,8 @@
 """Hugging Face's Trainer on our engine: the curve of a plain Trainer on one process, at every stage, resume included."""
 
+import functools
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -23,26 +25,46 @@ def assert_same(found, wanted):
             assert values == pytest.approx(expected, **CLOSE)
 
 
+# Of six steps, two an epoch: the third is the first one of the second epoch.
+SAVED = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def whole(kind, folder):
+    """What is logged by a training that saves, the loss of a prediction after it; the trainer's model is in `folder`."""
+    with launched():
+        trainer, found = train(kind, folder, SAVED)
+        trainer.save_model()
+        return found, trainer.predict(Rows(8, seed=1)).metrics["test_loss"]
+
+
 @pytest.fixture(scope="module")
-def plain(ranks, tmp_path_factory):
-    """What a plain Trainer logs on one process, evaluating every fourth step."""
-    return ranks(1, logged, "plain", tmp_path_factory.mktemp("plain"), {"eval_strategy": "steps", "eval_steps": 4})[0]
+def trained(ranks, tmp_path_factory):
+    """(kind, number of ranks) -> a folder, and what `whole` returned on every rank."""
+
+    @functools.cache
+    def once(kind, world):
+        folder = tmp_path_factory.mktemp(f"{kind}-{world}")
+        return folder, ranks(world, whole, kind, folder)
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def plain(trained):
+    """What a plain Trainer logs on one process, evaluating every second step."""
+    return trained("plain", 1)[1][0][0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_trainer_on_two_ranks_has_the_curve_of_a_plain_one(ranks, tmp_path, plain, stage):
-    for found in ranks(2, logged, stage, tmp_path, {"eval_strategy": "steps", "eval_steps": 4}):
+def test_a_trainer_on_two_ranks_has_the_curve_of_a_plain_one(trained, plain, stage):
+    for found, _ in trained(stage, 2)[1]:
         assert_same(found, plain)
 
 
-SAVED = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 4}
-
-
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 0)), ((1, 1), (2, 2))])
-def test_a_trainer_resumes_on_another_number_of_ranks_and_stage(ranks, tmp_path, plain, before, after):
+def test_a_trainer_resumes_on_another_number_of_ranks_and_stage(ranks, trained, tmp_path, plain, before, after):
     world, stage = before
-    ranks(world, logged, stage, tmp_path, SAVED)
-    keep_only(tmp_path, 6)
+    shutil.copytree(trained(stage, world)[0] / "checkpoint-3", tmp_path / "checkpoint-3")
     world, stage = after
     found = ranks(world, logged, stage, tmp_path, SAVED, None, "llama", True)[0]
     assert_same(found, plain)  # its log has the steps before, too
@@ -50,33 +72,31 @@ def test_a_trainer_resumes_on_another_number_of_ranks_and_stage(ranks, tmp_path,
 
 def test_a_resume_loads_states_and_not_only_weights(ranks, tmp_path, plain):
     ranks(1, logged, 1, tmp_path, SAVED | {"save_only_model": True})
-    keep_only(tmp_path, 6)
+    keep_only(tmp_path, 3)
     steps = ranks(1, logged, 1, tmp_path, SAVED, None, "llama", True)[0][0]
-    assert steps[6][0] == pytest.approx(plain[0][6][0], rel=1e-4), "weights are those of the checkpoint"
-    assert steps[8][0] != pytest.approx(plain[0][8][0], rel=1e-4), "moments began anew"
+    assert steps[3][0] == pytest.approx(plain[0][3][0], rel=1e-4), "weights are those of the checkpoint"
+    assert steps[5][0] != pytest.approx(plain[0][5][0], rel=1e-4), "moments began anew"
 
 
-def weights_saved(kind, folder):
-    """Train, save in the end; what from_pretrained finds there, and what the trainer's model answers."""
+def weights_in(folder):
+    """What from_pretrained finds in a trainer's folder, and in its last checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    with launched():
-        trainer, _ = train(kind, folder, {"save_strategy": "steps", "save_steps": 12})
-        trainer.save_model()
-        found = trainer.predict(Rows(8, seed=1)).metrics["test_loss"]
-    again = [AutoModelForCausalLM.from_pretrained(place) for place in (folder, folder / "checkpoint-12")]
-    return [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in again], found
+    models = [AutoModelForCausalLM.from_pretrained(place) for place in (folder, folder / "checkpoint-6")]
+    return [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
 
 
-def test_saved_weights_are_those_of_a_plain_trainer(ranks, tmp_path):
-    wanted, loss = ranks(1, weights_saved, "plain", tmp_path / "plain")[0]
+def test_saved_weights_are_those_of_a_plain_trainer(ranks, trained):
+    folder, ((_, loss),) = trained("plain", 1)
+    wanted = ranks(1, weights_in, folder)[0]
     for stage in (0, 3):
-        for found, predicted in ranks(2, weights_saved, stage, tmp_path / f"{stage}"):
+        folder, answers = trained(stage, 2)
+        for _, predicted in answers:
             assert predicted == pytest.approx(loss, rel=1e-5)
-            for one, other in zip(found, wanted, strict=True):
-                assert one.keys() == other.keys()
-                for name, tensor in one.items():
-                    torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
+        for one, other in zip(ranks(1, weights_in, folder)[0], wanted, strict=True):
+            assert one.keys() == other.keys()
+            for name, tensor in one.items():
+                torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
 
 
 def best(kind, folder, options):
@@ -87,7 +107,7 @@ def best(kind, folder, options):
 
 
 BEST = {
-    "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 0.2,
+    "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.2,
     "load_best_model_at_end": True, "save_total_limit": 2,
 }  # fmt: skip
 
@@ -112,9 +132,9 @@ def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path):
     wanted = ranks(1, logged, "plain", tmp_path / "plain", options, None, adapters)[0]
     found = ranks(2, logged, 3, tmp_path / "ours", options, None, adapters)[0]
     assert_same(found, wanted)
-    keep_only(tmp_path / "ours", 6)
+    keep_only(tmp_path / "ours", 3)
     assert_same(ranks(1, logged, 2, tmp_path / "ours", options, None, adapters, True)[0], wanted)
-    one, other = (safetensors.torch.load_file(tmp_path / who / "checkpoint-12" / ADAPTER) for who in ("plain", "ours"))
+    one, other = (safetensors.torch.load_file(tmp_path / who / "checkpoint-6" / ADAPTER) for who in ("plain", "ours"))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-6)
@@ -126,7 +146,7 @@ RECOMPUTED = {"gradient_checkpointing": True}
 
 @pytest.mark.parametrize(("options", "stage"), [
     (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, 3),
-    ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 8}, 1),  # the epoch ends inside a window
+    ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 4}, 1),  # the epoch ends inside a window
 ])  # fmt: skip
 def test_arguments_of_training_mean_the_same(ranks, tmp_path, options, stage):
     wanted = ranks(1, logged, "plain", tmp_path / "plain", options)[0]
@@ -160,9 +180,11 @@ def generating(kind, folder):
     undo = patch(stage=kind) if kind != "plain" else lambda: None
     try:
         with launched():
-            args = arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=7)
+            args = arguments(
+                folder, Seq2SeqTrainingArguments, max_steps=3, predict_with_generate=True, generation_max_length=7
+            )
             trainer = Seq2SeqTrainer(
-                T5ForConditionalGeneration(config), args, train_dataset=Rows(), eval_dataset=Rows(9, 1)
+                T5ForConditionalGeneration(config), args, train_dataset=Rows(16), eval_dataset=Rows(9, 1)
             )
             trainer.train()
             steps = losses_of(trainer)[0]
@@ -194,19 +216,31 @@ def by_json(folder, tree, options):
     return trainer.accelerator.engine.stage, found, trainer.accelerator.engine.optimizer.torch.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("with_schedule", [False, True])
-def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, with_schedule):
+@pytest.fixture(scope="module")
+def undecayed(ranks, tmp_path_factory):
+    """What a plain Trainer logs without weight decay, with a longer warmup."""
+    return ranks(1, logged, "plain", tmp_path_factory.mktemp("undecayed"), UNDECAYED)[0]
+
+
+UNDECAYED = {"weight_decay": 0.0, "warmup_steps": 4}
+
+
+@pytest.mark.parametrize(("with_schedule", "as_file"), [(False, True), (True, False)])
+def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, undecayed, with_schedule, as_file):
+    from zero3d.integrations.transformers.arguments import json_of
+
     tree = JSON | OPTIMIZER | (SCHEDULER if with_schedule else {})
     (tmp_path / "ds.json").write_text(json.dumps(tree))
-    options = {"weight_decay": 0.0, "warmup_steps": 4}
-    wanted = ranks(1, logged, "plain", tmp_path / "plain", options)[0]
-    for given in (str(tmp_path / "ds.json"), tree):
-        stage, (steps, _), _ = ranks(2, by_json, tmp_path / "ours", given, options)[0]
-        assert stage == 3
-        rates = [0.0, 0.0, *(step[2] for step in wanted[0][1:])] if with_schedule else [step[2] for step in wanted[0]]
-        assert [step[2] for step in steps] == pytest.approx(rates[: len(steps)])
-        if not with_schedule:
-            assert_same((steps, []), wanted)
+    given = [str(tmp_path / "ds.json"), tree]
+    one, other = (json_of(arguments(tmp_path / "ours", deepspeed=way, **UNDECAYED)) for way in given)
+    assert (one.settings, one.made.document.values) == (other.settings, other.made.document.values)
+    stage, (steps, _), _ = ranks(2, by_json, tmp_path / "ours", given[not as_file], UNDECAYED)[0]
+    assert stage == 3
+    wanted = undecayed[0]
+    rates = [0.0, 0.0, *(step[2] for step in wanted[1:])] if with_schedule else [step[2] for step in wanted]
+    assert [step[2] for step in steps] == pytest.approx(rates[: len(steps)])
+    if not with_schedule:
+        assert_same((steps, []), undecayed)
 
 
 @pytest.mark.parametrize(("tree", "words"), [
@@ -249,7 +283,7 @@ def test_evaluation_alone_needs_no_engine(ranks, tmp_path):
 
 def searched(kind, folder):
     """Two trainings of one trainer, whose model is made anew for each."""
-    trainer, first = train(kind, folder, model=None, given={"model_init": lambda: hf("llama")})
+    trainer, first = train(kind, folder, {"max_steps": 4}, model=None, given={"model_init": lambda: hf("llama")})
     with launched():
         trainer.args.learning_rate = 3e-3
         trainer.train()
@@ -266,9 +300,9 @@ def test_a_trainer_trains_again_from_a_new_model(ranks, tmp_path):
 
 def longer(kind, folder):
     """A trainer that is asked to train on, to more steps."""
-    trainer, first = train(kind, folder, {"max_steps": 6})
+    trainer, first = train(kind, folder, {"max_steps": 4})
     with launched():
-        trainer.args.max_steps = 4
+        trainer.args.max_steps = 3
         trainer.train()
     return first, losses_of(trainer)
 
@@ -304,7 +338,7 @@ class Judged(Rows):
 
 
 def judging(kind, folder, scores):
-    given = {"train_dataset": Judged(scores), "eval_dataset": Judged(scores, rows=8, seed=1)}
+    given = {"train_dataset": Judged(scores, rows=16), "eval_dataset": Judged(scores, rows=8, seed=1)}
     return logged(kind, folder, {"eval_strategy": "steps", "eval_steps": 6}, given,
                   partial(classifier, "reward" if scores else "classes"))  # fmt: skip
 
@@ -317,7 +351,7 @@ def test_sequence_classification_and_reward_models(ranks, tmp_path, scores):
 
 
 def half(kind, folder):
-    options = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 6}
+    options = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 3}
     trainer, found = train(kind, folder, options)
     with launched():
         after = trainer.evaluate()["eval_loss"]

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -45,7 +46,8 @@ def killed_at(made, moments=None):
 
     zero3d.Engine.train_batch = counted
     try:
-        train(made, "auto")
+        with mock.patch("zero3d.train.run.plan_run", return_value=None):
+            train(made, "auto")
     finally:
         zero3d.Engine.train_batch = original
         sys.setprofile(None)

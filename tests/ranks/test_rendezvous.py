@@ -30,7 +30,7 @@ def run(family, mesh, schedule, count, stage=2, exact=False):
             schedule=schedule, loss=None,
         )  # fmt: skip
         losses = []
-        for number in range(3):
+        for number in range(3 if stage == 3 else 2):  # the second and the third prefetch
             given = own(micro_batches(number, count * made.dp), made.place.dp, made.dp)
             losses.append(float(engine.train_batch(given, wait=False)))
         losses.append(float(engine.evaluate(given)))
