@@ -183,13 +183,13 @@ class Run(NamedTuple):
 
 
 def trained(case, place, steps=STEPS, bucket=1024, **options):
-    """Train for some steps, and return what came of it."""
+    """Train for some steps, or those of these numbers, and return what came of it."""
     with tempfile.TemporaryDirectory() as folder, buckets_of(bucket):
         offload = PLACES[place] if isinstance(place, str) else place
         uses_disk = "disk" in (offload.get("optimizer"), offload.get("params"))
         engine = engine_of(case, {**offload, **({"directory": folder} if uses_disk else {})}, **options)
         losses, norms, reasons = [], [], []
-        for number in range(steps):
+        for number in range(steps) if isinstance(steps, int) else steps:
             losses.append(step(engine, case, number))
             norms.append(float(engine.last_step.grad_norm))
             reasons.append(engine.last_step.reason)

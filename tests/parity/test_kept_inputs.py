@@ -19,7 +19,7 @@ HOW = {
 
 
 def runs(shape, policy, hows, options):
-    """For each of `hows`: losses, norms and the fingerprint of three steps; bytes on the host, and gathered over tp.
+    """For each of `hows`: losses, norms and the fingerprint of two steps; bytes on the host, and gathered over tp.
 
     And the bytes that autograd keeps on the device of the first micro-batch.
     """
@@ -30,7 +30,7 @@ def runs(shape, policy, hows, options):
         recompute(model, policy)
         engine = engine_of(model, mesh, optimizer=adamw, **{"precision": "fp32"} | options | HOW[how])
         curve, kept = [], Activations(engine)
-        for step in range(3):
+        for step in range(2):
             given = own(micro_batches(step, mesh.dp * 2 * mesh.pp), mesh.place.dp, mesh.dp)
             curve.append(float(engine.train_batch(given)))
             curve.append(float(engine.last_step.grad_norm))

@@ -69,14 +69,13 @@ def overflow_on_one_rank(shape, name, sequence):
     weight = next((p for n, p in engine.module.named_parameters() if n.endswith(name)), None)
     if weight is not None and mesh.rank == mesh.world - 1:
         weight.register_hook(lambda grad: grad * float("inf") if overflows[0] else grad)
-    found = []
+    found, before = [], weights_of(engine)
     for number in range(3):
-        before, overflows[0] = weights_of(engine), number == 1
-        step(engine, number)
-        last = engine.last_step
-        found.append(
-            (float(last.loss_scale), bool(last.applied), str(float(last.grad_norm)), weights_of(engine) != before)
-        )
+        overflows[0] = number == 1
+        step(engine, number, 2 * mesh.dp)
+        last, after = engine.last_step, weights_of(engine)
+        found.append((float(last.loss_scale), bool(last.applied), str(float(last.grad_norm)), after != before))
+        before = after
     return found
 
 
@@ -118,7 +117,7 @@ def widths(family, shape, loss, sequence):
     model = model_of(family, shape, vocab_size=VOCABULARY)
     engine = engine_of(model, mesh, stage=2, loss=None if loss == PLAIN else sum_of, sequence_parallel=sequence)
     with Widths() as found:
-        step(engine, 0)
+        step(engine, 0, 2)
     return [width in found.seen for width in (VOCABULARY, VOCABULARY // mesh.tp)]
 
 
@@ -156,7 +155,7 @@ def test_a_loss_of_ones_own_gets_logits_of_the_whole_vocabulary(ranks):
 # --- generation, evaluation -------------------------------------------------------------------------
 
 
-def answers(family, shape, sequence, samples=False):
+def answers(family, shape, sequence):
     """Tokens, evaluated loss, and the first step's loss after both; every rank has another random state."""
     mesh = mesh_of(shape)
     with LiftCasts():
@@ -164,10 +163,9 @@ def answers(family, shape, sequence, samples=False):
         model.generation_config.eos_token_id = None
         engine = engine_of(model, mesh, stage=3, sequence_parallel=sequence)
         torch.manual_seed(mesh.rank)
-        sampling = {"do_sample": True, "temperature": 2.0} if samples else {}
-        tokens = [engine.generate(batch(5, length=7), 5, keep_full=keep, **sampling) for keep in (True, False)]
-        loss = engine.evaluate(micro_batches(3, 4))
-        return [t.tolist() for t in tokens], float(loss), step(engine, 0, 4)[0]
+        tokens = [engine.generate(batch(5, length=7), 3, keep_full=keep) for keep in (True, False)]
+        loss = engine.evaluate(micro_batches(3, 3))
+        return [t.tolist() for t in tokens], float(loss), step(engine, 0, 2)[0]
 
 
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
@@ -186,13 +184,23 @@ def alone(family, layers):
         model = tiny(family, kv_heads=4, **layers)
         model.generation_config.eos_token_id = None
         engine = engine_of(model, zero3d.Mesh(dp=1), stage=0)
-        tokens = engine.generate(batch(5, length=7), 5).tolist()
-        return tokens, float(engine.evaluate(micro_batches(3, 4))), step(engine, 0, 4)[0]
+        tokens = engine.generate(batch(5, length=7), 3).tolist()
+        return tokens, float(engine.evaluate(micro_batches(3, 3))), step(engine, 0, 2)[0]
+
+
+def samples(shape):
+    """Two samples of tokens; every rank has another random state."""
+    model = model_of("llama", shape)
+    model.generation_config.eos_token_id = None
+    engine = engine_of(model, mesh_of(shape), stage=3)
+    torch.manual_seed(engine.mesh.rank)
+    how = {"do_sample": True, "temperature": 2.0}
+    return [engine.generate(batch(5, length=7), 4, keep_full=keep, **how).tolist() for keep in (True, False)]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)], ids=str)
 def test_sampled_tokens_are_the_same_on_all_ranks_of_a_replica(ranks, shape):
-    everywhere = [found[0] for found in ranks(world_of(shape), answers, "llama", shape, False, True)]
+    everywhere = ranks(world_of(shape), samples, shape)
     assert all(tokens == everywhere[0] for tokens in everywhere)
     assert len({str(tokens) for tokens in everywhere[0]}) == 2  # these are samples
 
@@ -220,7 +228,7 @@ def test_only_the_ranks_of_a_replica_draw_the_same_numbers(ranks, tmp_path):
 
 
 def train_both(folder, shape):
-    """Two steps of a model loaded whole and of one whose slices are read from files."""
+    """A step of a model loaded whole and of one whose slices are read from files, and the weights after it."""
     from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -230,7 +238,7 @@ def train_both(folder, shape):
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         engine = engine_of(model, mesh_of(shape), stage=3, precision="fp32", weights=weights)
-        found.append([step(engine, number) for number in range(2)] + [weights_of(engine)])
+        found.append([step(engine, 0), weights_of(engine)])
     return found
 
 

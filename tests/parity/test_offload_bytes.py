@@ -106,7 +106,7 @@ def test_bytes_of_a_parameter_are_those_of_the_formulas(tmp_path):
 ])  # fmt: skip
 def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, stage):
     case = Case(stage=stage, master="split")
-    with buckets_of(1024), ExitStack() as stack:
+    with buckets_of(2048), ExitStack() as stack:
         engine = engine_of(case, away(place, tmp_path))
         arenas = engine._assembly.runtime.tiers.arenas | {"device": engine.arena}
 
@@ -123,14 +123,14 @@ def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, st
             stack.enter_context(mock.patch.object(made, "__init__", side_effect=refused))
         stack.enter_context(mock.patch("torch.Stream", side_effect=refused))
         stack.enter_context(mock.patch("mmap.mmap", side_effect=refused))
-        found = [settled(number) for number in (2, 3, 5, 6)]
+        found = [settled(number) for number in (2, 3, 7)]  # every way of waiting
         assert all(each == found[0] for each in found)
         gc.collect()
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
-        settled(7)
+        settled(8)
         first, _ = tracemalloc.get_traced_memory()
-        for number in (8, 9, 10, 11):
+        for number in (9, 10, 11, 12):
             settled(number)
         gc.collect()
         last, _ = tracemalloc.get_traced_memory()
@@ -228,7 +228,7 @@ def run(make, place, folder, stage, bucket, **options):
         engine = zero3d.Engine(
             make(), stage=stage, precision="bf16", optimizer=adamw, loss=sum_of, offload=away(place, folder), **options
         )
-        losses = [float(engine.train_batch(given(number), wait=False)) for number in range(3)]
+        losses = [float(engine.train_batch(given(number), wait=False)) for number in range(2)]
         found = losses, engine.fingerprint(), bits(engine.module.state_dict().values()) if stage < 3 else ""
         assert not unplanned(engine)
         return found
@@ -240,13 +240,15 @@ EMPTY = [{"match": "nothing.of.this.name", "lr": 1.0}, {"match": "*bias", "lr": 
 @pytest.mark.parametrize(("place", "stage", "master"), [
     ("host", 0, "split"), ("disk, device updates", 2, "fp32"), ("all on disk", 3, "split"), ("all on host", 3, "fp32"),
 ])  # fmt: skip
-@pytest.mark.parametrize("bucket", [256, 1 << 18])
-def test_odd_parameters_and_empty_groups_have_the_bits_of_states_on_the_device(tmp_path, place, stage, master, bucket):
+def test_odd_parameters_and_empty_groups_have_the_bits_of_states_on_the_device(tmp_path, place, stage, master):
     options = {"master": master, "param_groups": EMPTY}
-    assert run(Odd, place, tmp_path, stage, bucket, **options) == run(Odd, RESIDENT, None, stage, bucket, **options)
+    small, large = 512, 1 << 18  # buckets
+    wanted = run(Odd, RESIDENT, None, stage, large, **options)
+    for where, bucket in ((place, small), (place, large), (RESIDENT, small))[: 3 if master == "split" else 2]:
+        assert run(Odd, where, tmp_path, stage, bucket, **options) == wanted, (where, bucket)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("place", "stage"), [("host", 2), ("all on disk", 3)])
 def test_many_small_tensors_have_the_bits_of_states_on_the_device(tmp_path, place, stage, count):
     found = [run(partial(Many, count), where, tmp_path, stage, 1 << 14) for where in (RESIDENT, place)]

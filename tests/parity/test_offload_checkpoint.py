@@ -15,7 +15,7 @@ from training import field, save_model, save_rows, train, tree
 
 import zero3d
 
-STEPS = 6
+FEW_STEPS, STEPS = (2, 4), (3, 6)  # before a checkpoint, and in all
 BASE = Case(moments=(2, "auto"))
 BF16 = {"moments": "bf16"}
 
@@ -36,23 +36,24 @@ def trained(case, steps, folder, place=RESIDENT):
 # --- from place to place --------------------------------------------------------------------------
 
 
-def handed_on(case, pairs, folder):
+def handed_on(case, pairs, folder, steps):
     """Train at one place, save, train on; load at another that has trained elsewhere, and then at the first again."""
-    losses, expected = trained(case, STEPS, folder)
+    middle, end = steps
+    losses, expected = trained(case, end, folder)
     for number, (one, other) in enumerate(pairs):
         first, second = (case._replace(**changes) for changes in ({}, {"master": "split"})[:: 1 if number % 2 else -1])
         with buckets_of(1024):
             before = made(first, one, folder)
-            found = [step(before, first, n) for n in range(3)]
+            found = [step(before, first, n) for n in range(middle)]
             saved = before.save(Path(folder) / f"{number}")
-            assert found == losses[:3]
-            step(before, first, 3)
+            assert found == losses[:middle]
+            step(before, first, middle)
             after = made(second, other, folder)
             step(after, second, 0)
             for engine, of in ((after, second), (before, first)):
                 engine.load(saved)
                 assert engine.resumed.startswith("bitwise"), (one, other, engine.resumed)
-                assert [step(engine, of, n) for n in range(3, STEPS)] == losses[3:], (one, other)
+                assert [step(engine, of, n) for n in range(middle, end)] == losses[middle:], (one, other)
                 assert engine.fingerprint() == expected, (one, other)
             again = made(case, RESIDENT, folder)
             again.load(after.save(Path(folder) / f"{number} again"))
@@ -64,14 +65,14 @@ FEW = [("disk", "all on host"), ("part on host", "all on disk")]
 
 
 def test_what_one_place_has_saved_goes_on_at_another(alone, tmp_path):
-    alone(handed_on, BASE, FEW, str(tmp_path))
+    alone(handed_on, BASE, FEW, str(tmp_path), FEW_STEPS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_any_place_has_saved_goes_on_at_others(alone, tmp_path, frozen):
     pairs = list(zip(NAMES * 2, NAMES[1:] + NAMES[:1] + NAMES[5:] + NAMES[:5], strict=True))
-    alone(handed_on, BASE._replace(frozen=frozen), pairs, str(tmp_path))
+    alone(handed_on, BASE._replace(frozen=frozen), pairs, str(tmp_path), STEPS)
 
 
 EXACT = Case(exact=True, master="split")
@@ -95,13 +96,15 @@ def leg(dp, place, stage, reduce, number, folder):
         return engine.fingerprint()
 
 
+def uninterrupted(steps, folder):
+    _, _, stage, reduce = LEGS[0]
+    return trained(EXACT._replace(stage=stage, moments=(4, reduce)), steps, folder)[1]
+
+
 @pytest.mark.parametrize("legs", [LEGS[:3], pytest.param(LEGS, marks=pytest.mark.long)])
 def test_a_run_moves_over_places_meshes_and_stages_in_exact_mode(ranks, tmp_path, legs):
     hashes = [set(ranks(dp, leg, dp, *how, number, str(tmp_path))) for number, (dp, *how) in enumerate(legs)]
-    dp, _, *how = LEGS[0]
-    (tmp_path / "alone").mkdir()
-    for number in range(len(legs)):
-        (expected,) = ranks(dp, leg, dp, RESIDENT, *how, number, str(tmp_path / "alone"))
+    (expected,) = ranks(1, uninterrupted, 2 * len(legs), str(tmp_path))
     assert hashes[-1] == {expected}
 
 
@@ -119,15 +122,15 @@ def moments(folder):
 
 def narrow(folder):
     """What becomes of bf16 moments and of fp32 ones, loaded as either."""
-    case, places = BASE, {"bf16": {**PLACES["disk"], **BF16}, "fp32": PLACES["disk"]}
+    (middle, end), case, places = FEW_STEPS, BASE, {"bf16": {**PLACES["disk"], **BF16}, "fp32": PLACES["disk"]}
     losses, hashes = {}, {}
     for name, place in places.items():
-        losses[name], hashes[name] = trained(case, STEPS, folder, place)
+        losses[name], hashes[name] = trained(case, end, folder, place)
     found = {}
     with buckets_of(1024):
         for saved, place in places.items():
             engine = made(case, place, folder)
-            for number in range(3):
+            for number in range(middle):
                 step(engine, case, number)
             source = engine.save(Path(folder) / saved)
             others = {
@@ -138,7 +141,7 @@ def narrow(folder):
                 after = made(case, other, folder)
                 after.load(source)
                 copy = moments(after.save(Path(folder) / f"{saved} {live}"))
-                same = [step(after, case, number) for number in range(3, STEPS)] == losses[saved][3:]
+                same = [step(after, case, number) for number in range(middle, end)] == losses[saved][middle:]
                 found[saved, live] = (
                     moments(source),
                     copy,
@@ -242,7 +245,8 @@ def test_a_run_has_the_losses_of_states_on_the_device_wherever_they_are(ranks, t
 
 def test_a_run_goes_on_at_another_place(ranks, tmp_path):
     made = prepared(tmp_path)
-    expected = ranks(2, train, made("resident"))[0]
-    for stop_in, sections in zip((1, 2, 4, None), SECTIONS, strict=True):
-        records = ranks(2, train, made("moved", **sections), "auto", stop_in)
+    few = {"train": {"steps": 4}}
+    expected = ranks(2, train, made("resident", **few))[0]
+    for stop_in, sections in zip((1, 2, 3, None), SECTIONS, strict=True):
+        records = ranks(2, train, made("moved", **few, **sections), "auto", stop_in)
     assert field(records[0], "loss") == field(expected, "loss")

@@ -13,7 +13,7 @@ from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 
-M, EMBEDDING = 4, "embed"
+M, FEWER, EMBEDDING = 3, 2, "embed"
 
 
 def chunk_units(engine, chunk):
@@ -30,12 +30,12 @@ def gathers_of_a_step(schedule):
     for release in ("every_use", "every_step"):
         mesh = zero3d.Mesh(pp=2, dp=2)
         engine = engine_of(build("net", 4), mesh, stage=3, release=release, schedule=schedule, reduce="every_step")
-        given = micro_batches(0, mesh.place.dp)
+        given = micro_batches(0, mesh.place.dp, M)
         engine.train_batch(given)  # the first step is recorded, the next ones gather ahead
         if release == "every_use":
             engine.evaluate(given[:1])  # comes between, and changes no plan; what is held, it would gather
         steps = []
-        for count in (M, M // 2):
+        for count in (M, FEWER):
             engine.traffic.reset()
             engine.train_batch(given[:count])
             ledger = Counter({entry.unit: entry.calls for entry in engine.traffic if entry.op == "all_gather"})

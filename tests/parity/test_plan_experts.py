@@ -1,5 +1,6 @@
 """Plans with experts on an axis of their own, and with other optimizers, against the dry run: states, traffic, the peak."""
 
+import json
 from collections import Counter
 from math import ceil
 
@@ -7,6 +8,7 @@ import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.memory.offload import DEVICE, HOST
+from zero3d.models.presets import PRESETS
 from zero3d.plan.emit import TIERS, train_config
 from zero3d.plan.memory import categories, memory
 from zero3d.plan.spec import ParallelPlan as P
@@ -19,12 +21,20 @@ long = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def spec():
-    return open_spec("demo-moe", LENGTH)
+def path(tmp_path_factory):
+    """The preset's model with two blocks."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(PRESETS["demo-moe"] | {"num_hidden_layers": 2}))
+    return str(path)
 
 
-def config_of(model, plan):
-    tree = train_config(model, plan, "demo-moe", "bytes")
+@pytest.fixture(scope="module")
+def spec(path):
+    return open_spec(path, LENGTH)
+
+
+def config_of(model, plan, path):
+    tree = train_config(model, plan, path, "bytes")
     tree["model"]["init"] = "random"
     tree["data"]["packing"] = False
     tree["offload"] = {"optimizer": plan.offload} | {key: getattr(plan, key) for key in TIERS if key != "optimizer"}
@@ -61,8 +71,8 @@ def dry(tree, world):
         P(dp=4, stage=3, ep=4, offload="host", params="host", executor="device", activations="full"),
     )),
 ])  # fmt: skip
-def test_states_traffic_and_peak_are_the_simulated_ones(alone, spec, plan):
-    rank, planned = alone(dry, config_of(spec, plan), plan.world), memory(spec, plan)
+def test_states_traffic_and_peak_are_the_simulated_ones(alone, path, spec, plan):
+    rank, planned = alone(dry, config_of(spec, plan, path), plan.world), memory(spec, plan)
     by_place = states(spec, plan)
     for place, held in ((DEVICE, by_place.device), (HOST, by_place.host)):
         found = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}

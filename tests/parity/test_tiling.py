@@ -1,5 +1,7 @@
 """Losses and linear layers in tiles compute what whole ones do, on every mesh, and the same bits at every stage."""
 
+from functools import cache
+
 import pytest
 import torch
 from meshes import STEPS, engine_of, mesh_of, micro_batches, model_of, oracle, own, step, world_of
@@ -48,10 +50,10 @@ def test_a_tiled_loss_is_one_process_loss_in_float64_and_sends_what_the_whole_on
         assert ledger == of_plain
 
 
-def by_stage(options):
-    """Losses, norms and a hash of weights of stages 0 to 3, and the held-out loss."""
+def by_stage(stages, options):
+    """Losses, norms and a hash of weights of some stages, and the held-out loss."""
     results = []
-    for stage in range(4):
+    for stage in stages:
         engine = engine_of(model_of("llama", (2, 1, 1)), mesh_of((2, 1, 1)), precision="fp32", stage=stage, **options)
         steps = [step(engine, number) for number in range(STEPS)]
         held_out = float(engine.evaluate(own(micro_batches(9, 2), engine.mesh.place.dp, 2)))
@@ -61,7 +63,7 @@ def by_stage(options):
 
 
 def test_a_tiled_loss_has_the_same_bits_at_all_stages_and_is_near_the_whole_one(ranks):
-    tiled, plain = ranks(2, by_stage, {"tiled_loss": True})[0], ranks(2, by_stage, {})[0]
+    tiled, plain = ranks(2, by_stage, range(4), {"tiled_loss": True})[0], ranks(2, by_stage, (0,), {})[0]
     assert all(each == tiled[0] for each in tiled)
     (steps, held_out, _), (of_plain, held_out_plain, _) = tiled[0], plain[0]
     assert torch.allclose(torch.tensor(steps), torch.tensor(of_plain), rtol=1e-5, atol=0)
@@ -115,13 +117,19 @@ def account(stage, activations, precision, offload=None):
     return (steps, weights), measured, {key: tuple(value) for key, value in planned.items()}, gathers, held, peak
 
 
+@pytest.fixture(scope="module")
+def account_of(ranks):
+    """What two ranks return of an account, each once."""
+    return cache(lambda *case: ranks(2, account, *case))
+
+
 BUDGET = 128 * 128 * 4  # bytes of half of a matrix of the net below in fp32, which fills its unit's storage
 UNIT = 128 * 128 * 4  # bytes of a unit of less: what is not tiled of a block, and the root unit
 
 
 @pytest.mark.parametrize("activations", ["none", "full"])
-def test_no_more_than_a_tile_and_the_window_is_gathered_and_all_is_as_the_formulas_say(ranks, activations):
-    for result, measured, planned, gathers, held, peak in ranks(2, account, 3, activations, "fp32"):
+def test_no_more_than_a_tile_and_the_window_is_gathered_and_all_is_as_the_formulas_say(account_of, activations):
+    for result, measured, planned, gathers, held, peak in account_of(3, activations, "fp32"):
         assert result[0][0][0] > 0
         assert measured == planned
         assert all(entry_planned == found for _, entry_planned, found in held)
@@ -154,9 +162,9 @@ def untiled(precision):
     return steps, engine.arena.peak("gathered")
 
 
-def test_tiled_layers_are_near_whole_ones_in_float32_and_take_less(ranks):
+def test_tiled_layers_are_near_whole_ones_in_float32_and_take_less(ranks, account_of):
     (steps, peak), *_ = ranks(2, untiled, "fp32")
-    (((found, _), *_, tiled_peak), *_) = ranks(2, account, 3, "none", "fp32")
+    (((found, _), *_, tiled_peak), *_) = account_of(3, "none", "fp32")
     assert torch.allclose(torch.tensor(found), torch.tensor(steps), rtol=1e-5, atol=0)
     assert 3 * tiled_peak <= peak
 
