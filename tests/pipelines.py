@@ -100,13 +100,16 @@ def layers_for(pp, schedule):
     return 8 if pp == 4 and schedule in SCHEDULES[2:] else 4
 
 
-def covering(settings, is_possible=lambda case: True, together=2):
-    """The fewest cases, found greedily, that have every combination of values of `together` settings."""
+def covering(settings, is_possible=lambda case: True, together=2, cost=lambda case: 0):
+    """The fewest cases, found greedily, that have every combination of values of `together` settings.
+
+    cost    case -> a number: of cases that have as much that is new, the cheapest is taken
+    """
     all_of = {case: set(combinations(enumerate(case), together)) for case in product(*settings) if is_possible(case)}
     missing = set().union(*all_of.values())
     chosen = []
     while missing:
-        best = max(all_of, key=lambda case: len(missing & all_of[case]))
+        best = max(all_of, key=lambda case: (len(missing & all_of[case]), -cost(case)))
         missing -= all_of[best]
         chosen.append(best)
     return chosen
