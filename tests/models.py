@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -9,8 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 VOCAB = 61
-BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-RUN_BACKWARD = torch.autograd.graph._engine_run_backward
 
 
 class Block(nn.Module):
@@ -95,26 +94,32 @@ def loss_of(model, ids):
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-class LiftCasts(torch.overrides.TorchFunctionMode):
-    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not, when recomputed neither."""
+def is_cast(tensor, *given):
+    return tensor.dtype == torch.float64 and torch.float32 in given
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in BACKWARD:  # a mode is off while it handles a call, and this one may call modules again
-            with mock.patch("torch.autograd._engine_run_backward", self._run_backward):
-                return func(*args, **kwargs)
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
-        if func is torch.Tensor.to and torch.float32 in args[1:] and args[0].dtype == torch.float64:
-            return args[0]
-        given = next(iter(args), None)
-        if kwargs.get("dtype") is torch.float32 and isinstance(given, torch.Tensor) and given.dtype == torch.float64:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
-    def _run_backward(self, *args, **kwargs):
-        with self:
-            return RUN_BACKWARD(*args, **kwargs)
+def lifted_to(tensor, *args, to=torch.Tensor.to, **kwargs):
+    return tensor if is_cast(tensor, *args, *kwargs.values()) else to(tensor, *args, **kwargs)
+
+
+def lifted_float(tensor, *args, cast=torch.Tensor.float, **kwargs):
+    return tensor if is_cast(tensor, torch.float32) else cast(tensor, *args, **kwargs)
+
+
+def lifted_softmax(tensor, dim, dtype=None, softmax=torch.Tensor.softmax):
+    return softmax(tensor, dim, dtype=None if is_cast(tensor, dtype) else dtype)
+
+
+class LiftCasts(ExitStack):
+    """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not, when recomputed neither.
+
+    Methods are patched: torch's modes, which see all functions, cost as much as a tiny model's step.
+    """
+
+    def __enter__(self):
+        methods = {"to": lifted_to, "float": lifted_float, "softmax": lifted_softmax}
+        self.enter_context(mock.patch.multiple(torch.Tensor, **methods))
+        return super().__enter__()
 
 
 def bits(tensors):

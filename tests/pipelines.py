@@ -101,15 +101,20 @@ def layers_for(pp, schedule):
     return 8 if pp == 4 and schedule in SCHEDULES[2:] else 4
 
 
-def covering(settings, is_possible=lambda case: True, together=2):
-    """The fewest cases, found greedily, that have every combination of values of `together` settings."""
+def covering(settings, is_possible=lambda case: True, together=2, cost=lambda case: 0):
+    """The fewest cases, found greedily, that have every combination of values of `together` settings.
+
+    cost    case -> a number: of cases that have as much that is new, the cheapest is taken
+    """
     all_of = {case: set(combinations(enumerate(case), together)) for case in product(*settings) if is_possible(case)}
     cases, missing = list(all_of), set().union(*all_of.values())
-    heap = [(-len(all_of[case]), place) for place, case in enumerate(cases)]  # what each adds: never more than it did
+    heap = [
+        (-len(all_of[case]), cost(case), place) for place, case in enumerate(cases)
+    ]  # what each adds: never more than it did
     chosen = []
     while missing:
-        _, place = heappop(heap)
-        added = (-len(missing & all_of[cases[place]]), place)
+        _, price, place = heappop(heap)
+        added = (-len(missing & all_of[cases[place]]), price, place)
         if heap and added > heap[0]:
             heappush(heap, added)
         else:

@@ -1,5 +1,6 @@
 """Experts on an axis of their own: the bits of data parallelism, its bytes and messages by formula, at any ep."""
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -13,13 +14,14 @@ from zero3d.errors import ConfigError
 from zero3d.expert_parallel.traffic import expert_traffic
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
-STEPS = range(3)
-WORLD = 4
+STEPS = range(2)
+WORLD, FEW = 4, 4  # ranks, and micro-batches of all of them
 
 
 def plain_curves(family, precision, meshes, **options):
     """Curves of meshes {ep, stage, ...} without clipping, one engine after the other."""
-    return [curve(engine_of(mixture(family), precision=precision, **options | mesh), STEPS) for mesh in meshes]
+    engines = (engine_of(mixture(family), precision=precision, **options | mesh) for mesh in meshes)
+    return [curve(engine, STEPS, summands=2 * engine.dp.size) for engine in engines]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -96,7 +98,7 @@ def off_the_device(folder, cases):
         if "disk" in offload.values():
             offload = offload | {"directory": str(folder / str(number))}
         engine = engine_of(ep=ep, stage=stage, exact=exact, precision="bf16", offload=offload, clip_norm=0.05)
-        losses, fingerprint = curve(engine, STEPS)
+        losses, fingerprint = curve(engine, STEPS, summands=2 * engine.dp.size)
         states = [entry for entry in engine.memory if entry.planned is not None]
         apart = [(each.category, each.place) for each in states if each.planned != each.measured]
         found.append((losses, fingerprint, apart))
@@ -134,30 +136,36 @@ def losses_in_fp64(family, ep, experts, dp=None, pp=None):
     )  # fmt: skip
     losses = []
     with LiftCasts():
-        for step in STEPS:
-            loss = engine.train_batch(own_part(engine, step))
+        for step in range(3):
+            loss = engine.train_batch(own_part(engine, step, summands=FEW))
             losses += [float(loss), float(engine.last_step.grad_norm)]
     return losses
 
 
+@pytest.fixture(scope="module")
+def one_process(ranks):
+    """family -> losses and norms of one process, each once."""
+    return cache(lambda family: ranks(1, losses_in_fp64, family, 1, "exact")[0])
+
+
 @pytest.mark.parametrize("experts", ["exact", "fast"])
-def test_losses_and_norms_are_those_of_one_process(ranks, experts):
-    alone = ranks(1, losses_in_fp64, "qwen3_moe", 1, "exact")[0]
+def test_losses_and_norms_are_those_of_one_process(ranks, one_process, experts):
+    alone = one_process("qwen3_moe")
     for world, ep in ((2, 2), (4, 2)):
         assert ranks(world, losses_in_fp64, "qwen3_moe", ep, experts)[0] == pytest.approx(alone, rel=1e-10)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_losses_of_families_are_those_of_one_process(ranks, family):
-    alone = ranks(1, losses_in_fp64, family, 1, "exact")[0]
+def test_losses_of_families_are_those_of_one_process(ranks, one_process, family):
+    alone = one_process(family)
     for experts in ("exact", "fast"):
         assert ranks(WORLD, losses_in_fp64, family, 2, experts)[0] == pytest.approx(alone, rel=1e-10), experts
 
 
 @pytest.mark.long
-def test_pipelines_of_experts_are_one_process(ranks):
-    alone = ranks(1, losses_in_fp64, "qwen3_moe", 1, "exact")[0]
+def test_pipelines_of_experts_are_one_process(ranks, one_process):
+    alone = one_process("qwen3_moe")
     assert ranks(WORLD, losses_in_fp64, "qwen3_moe", 2, "exact", 2, 2)[0] == pytest.approx(alone, rel=1e-10)
 
 
@@ -185,7 +193,7 @@ def adapted(folder, ep, dp=None, pp=None):
     losses = []
     with LiftCasts():
         for step in STEPS:
-            loss = engine.train_batch(own_part(engine, step))
+            loss = engine.train_batch(own_part(engine, step, summands=FEW))
             losses += [float(loss), float(engine.last_step.grad_norm)]
     engine.save(folder)
     again = engine_of(with_adapters("eager"), precision="fp64")
@@ -248,7 +256,8 @@ def test_experts_without_tokens_decay_like_parameters_without_gradient(ranks, fa
 def uneven(ep):
     """Micro-batches of another length on every rank."""
     engine = engine_of(ep=ep)
-    return [float(engine.train_batch([summand(step, 0, 3 + 5 * engine.dp.rank)])).hex() for step in STEPS]
+    losses = [float(engine.train_batch([summand(step, 0, 3 + 5 * engine.dp.rank)])).hex() for step in STEPS]
+    return losses, engine.fingerprint()
 
 
 def test_lengths_may_differ_between_ranks(ranks):
@@ -320,7 +329,7 @@ def test_messages_and_bytes_are_what_formulas_say_and_no_rank_asks_for_others_ex
 
 def saved(folder, ep, exact=False):
     engine = engine_of(ep=ep, exact=exact)
-    _, fingerprint = curve(engine, STEPS)
+    _, fingerprint = curve(engine, STEPS, summands=FEW)
     engine.save(folder)
     engine.export(folder / "hf")
     return fingerprint
@@ -413,7 +422,7 @@ def test_schedules_that_split_the_backward_are_refused(ranks):
 def generated(ep):
     """What every rank generates from a prompt of its own; one of them ends early."""
     engine = engine_of(ep=ep)
-    curve(engine, STEPS)
+    curve(engine, STEPS, summands=FEW)
     rank = engine.dp.rank
     prompt = summand(9, rank, 4 + 3 * rank)["input_ids"]
     begun = engine.generate(prompt, 3)

@@ -13,7 +13,11 @@ STARTED = {
     "plan": (["--theory", "--params", "7.5e9", "--gpus", "64"], 0, "31.4"),
     "calibrate": (["--help"], 0, "usage: zero3d calibrate"),
     "simulate": (["zero.stage=4"], 2, "zero.stage takes a whole number from 0 to 3"),
-    "train": (["zero.stage=4"], 2, "zero.stage takes a whole number from 0 to 3"),  # and a whole run: tests/parity/test_demo.py
+    "train": (
+        ["zero.stage=4"],
+        2,
+        "zero.stage takes a whole number from 0 to 3",
+    ),  # and a whole run: tests/parity/test_demo.py
     "compare": (["zero.stage=0,4"], 2, "zero.stage takes a whole number from 0 to 3"),
     "ckpt": (["ls", "."], 2, "CheckpointError: no checkpoint in ."),
     "doctor": (["--only", "space"], 0, "space"),
