@@ -23,7 +23,7 @@ def work(folder, words):
     attempt.mkdir(parents=True, exist_ok=True)
     number = len(list(attempt.parent.iterdir())) - 1
     given = {name: int(os.environ[name]) for name in ("WORLD_SIZE", "ZERO3D_SLOT")}
-    (folder / f"{number}-{rank}.json").write_text(json.dumps(given | {"words": words}))
+    replace(folder / f"{number}-{rank}.json", json.dumps(given | {"words": words}))
     plan = json.loads((folder / "plan.json").read_text())[number]
     if rank == 0:
         write(folder / "out", plan)
@@ -41,15 +41,20 @@ def write(out, plan):
     report_output(out)
     (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     if "metrics" in plan:
-        fresh = out / "metrics.tmp"
-        fresh.write_text("".join(json.dumps({"step": step}) + "\n" for step in plan["metrics"]))
-        fresh.replace(out / "metrics.jsonl")
+        replace(out / "metrics.jsonl", "".join(json.dumps({"step": step}) + "\n" for step in plan["metrics"]))
     if "save" in plan:
         checkpoint = out / "checkpoints" / f"step-{plan['save']}"
         checkpoint.mkdir()
         (checkpoint / "manifest.json").touch()
     if "lost" in plan:
         (out / "lost-slots").write_text(plan["lost"])
+
+
+def replace(path, text):
+    """Write a file whole or not at all: who sees it may kill this process."""
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def until(ready):
