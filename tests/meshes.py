@@ -102,11 +102,20 @@ def mesh_of(shape):
     return zero3d.Mesh(dp=dp, tp=tp, pp=pp)
 
 
+def share_of(engine, number, count=None):
+    """This replica's share of `count` micro-batches of a step."""
+    mesh = engine.mesh
+    return own(micro_batches(number, count or count_of((mesh.dp, mesh.tp, mesh.pp))), mesh.place.dp, mesh.dp)
+
+
 def step(engine, number, count=None):
     """Loss and gradient norm of one step; `count` micro-batches over all replicas."""
-    mesh = engine.mesh
-    given = own(micro_batches(number, count or count_of((mesh.dp, mesh.tp, mesh.pp))), mesh.place.dp, mesh.dp)
-    return float(engine.train_batch(given)), float(engine.last_step.grad_norm)
+    return float(engine.train_batch(share_of(engine, number, count))), float(engine.last_step.grad_norm)
+
+
+def evaluated(engine, number, count=None):
+    """The loss of what would be another step."""
+    return float(engine.evaluate(share_of(engine, number, count)))
 
 
 def run(case, precision, **options):

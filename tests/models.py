@@ -94,31 +94,30 @@ def loss_of(model, ids):
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def is_cast(tensor, *given):
-    return tensor.dtype == torch.float64 and torch.float32 in given
+def lifted(function):
+    """A function of a tensor that is to return fp32: of float64 it returns float64."""
 
+    def call(tensor, *args, **kwargs):
+        if tensor.dtype == torch.float64:
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return function(tensor, *args, **kwargs)
 
-def lifted_to(tensor, *args, to=torch.Tensor.to, **kwargs):
-    return tensor if is_cast(tensor, *args, *kwargs.values()) else to(tensor, *args, **kwargs)
-
-
-def lifted_float(tensor, *args, cast=torch.Tensor.float, **kwargs):
-    return tensor if is_cast(tensor, torch.float32) else cast(tensor, *args, **kwargs)
-
-
-def lifted_softmax(tensor, dim, dtype=None, softmax=torch.Tensor.softmax):
-    return softmax(tensor, dim, dtype=None if is_cast(tensor, dtype) else dtype)
+    return call
 
 
 class LiftCasts(ExitStack):
     """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not, when recomputed neither.
 
-    Methods are patched: torch's modes, which see all functions, cost as much as a tiny model's step.
+    What models call is patched: a mode, which sees every function, costs as much as a tiny model's step.
     """
 
     def __enter__(self):
-        methods = {"to": lifted_to, "float": lifted_float, "softmax": lifted_softmax}
-        self.enter_context(mock.patch.multiple(torch.Tensor, **methods))
+        for owner, names in ((torch.Tensor, ("to", "softmax")), (torch, ("softmax", "zeros_like"))):
+            for name in names:
+                self.enter_context(mock.patch.object(owner, name, lifted(getattr(owner, name))))
+        to = torch.Tensor.to
+        self.enter_context(mock.patch.object(torch.Tensor, "float", lambda tensor: to(tensor, torch.float32)))
         return super().__enter__()
 
 

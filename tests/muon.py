@@ -54,8 +54,8 @@ def go_on(folder, stage, reduce, steps, rule=None):
 
 def check_going_on(ranks, folder, rule=None):
     """Runs that go on at other dp and stages have the curve and the states of the uninterrupted one."""
-    straight, states, _ = ranks(2, go_on, str(folder / "straight"), 3, "auto", range(6), rule)[0]
-    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 4), (2, 2, "every_step", 4, 6)], []
+    straight, states, _ = ranks(2, go_on, str(folder / "straight"), 3, "auto", range(4), rule)[0]
+    parts, curve = [(4, 3, "auto", 0, 2), (1, 0, "auto", 2, 3), (2, 2, "every_step", 3, 4)], []
     for dp, stage, reduce, first, stop in parts:
         outcome = ranks(dp, go_on, str(folder / "cut"), stage, reduce, range(first, stop), rule)[0]
         curve += outcome[0]
