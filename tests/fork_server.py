@@ -26,7 +26,10 @@ IMPORTS = (
     "torch._dynamo",  # with the first optimizer that is made
     "zero3d.cli.main",
     "zero3d.engine.engine",
+    "zero3d.pipeline.runner",
     "zero3d.train.run",
+    "peft",
+    "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")),
 )
 
