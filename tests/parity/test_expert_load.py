@@ -9,7 +9,7 @@ from mixtures import SUMMANDS, curve, engine_of, mixture, own_part, summand
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 
-RATE, STEPS = 0.125, range(3)
+RATE, STEPS, FEW = 0.125, range(2), 4
 FAMILY = "deepseek_v3"
 BIAS = "e_score_correction_bias"
 
@@ -18,21 +18,21 @@ def biases(engine):
     return {name: buffer.tolist() for name, buffer in engine.module.named_buffers() if name.endswith(BIAS)}
 
 
-def levelled(cases):
+def levelled(cases, summands=FEW):
     """Curve, biases and counts of cases (ep, stage, recomputed) in exact mode, with evaluations between the steps."""
     found = []
     for ep, stage, recomputed in cases:
         model = mixture(FAMILY)
         if recomputed:
             recompute(model, "full")
-        accumulate = SUMMANDS // torch.distributed.get_world_size()
+        accumulate = summands // torch.distributed.get_world_size()
         engine = engine_of(
             model, ep=ep, stage=stage, exact=True, accumulate=accumulate, clip_norm=0.05, expert_bias_rate=RATE
         )
         curves = []
         for step in STEPS:
-            curves.append(curve(engine, [step]))
-            engine.evaluate(own_part(engine, 100 + step))
+            curves.append(curve(engine, [step], summands=summands))
+            engine.evaluate(own_part(engine, 100 + step, summands=FEW))
         found.append((curves, biases(engine), engine.expert_load.over_dp()))
     return found
 
@@ -47,9 +47,9 @@ def test_one_fingerprint_and_one_bias_at_any_ep(ranks):
 
 @pytest.mark.long
 def test_one_bias_at_four_ranks(ranks):
-    of_one = ranks(1, levelled, [(1, 3, False)])[0]
+    of_one = ranks(1, levelled, [(1, 3, False)], SUMMANDS)[0]
     cases = [(1, 1, True), (2, 2, False), (4, 3, True), (4, 0, False)]
-    assert ranks(4, levelled, cases)[0] == of_one * len(cases)
+    assert ranks(4, levelled, cases, SUMMANDS)[0] == of_one * len(cases)
 
 
 def add_counts(count, router, args, chosen):
@@ -82,16 +82,16 @@ def test_a_bias_moves_by_the_sign_of_mean_less_count(ranks):
 
 
 def resumed(folder):
-    """Biases of a run of four steps, and of one that stopped and went on with another ep."""
-    options = {"exact": True, "expert_bias_rate": RATE, "accumulate": SUMMANDS // 2}
+    """Biases of a run of two steps, and of one that stopped and went on with another ep."""
+    options = {"exact": True, "expert_bias_rate": RATE, "accumulate": FEW // 2}
     whole = engine_of(mixture(FAMILY), **options)
-    curve(whole, range(4))
+    curve(whole, range(2), summands=FEW)
     first = engine_of(mixture(FAMILY), ep=2, **options)
-    curve(first, range(2))
+    curve(first, range(1), summands=FEW)
     first.save(folder)
     again = engine_of(mixture(FAMILY), **options)
     again.load(folder)
-    curve(again, range(2, 4))
+    curve(again, range(1, 2), summands=FEW)
     return (biases(whole), whole.fingerprint()), (biases(again), again.fingerprint())
 
 

@@ -136,7 +136,7 @@ def with_experts(family, cases, precision="bf16"):
 
 @pytest.mark.parametrize(("family", "cases"), [
     ("qwen3_moe", [(1, 3), (2, 1), (4, 3)]), ("gpt_oss", [(2, 3), (4, 1)]),
-])  # fmt: skip
+], ids=["qwen3_moe", "gpt_oss"])  # fmt: skip
 def test_experts_are_made_orthogonal_one_by_one_at_any_ep(ranks, family, cases):
     of_one = ranks(1, with_experts, family, [(1, 3)])[0]
     assert ranks(4, with_experts, family, cases)[0] == of_one * len(cases)

@@ -12,7 +12,7 @@ from tensors import tiny
 import zero3d
 
 BOTH = ("fp32", "split")
-STEPS, OVERFLOW = 4, 1  # the second step's gradients are infinite
+STEPS, OVERFLOW = 3, 1  # the second step's gradients are infinite
 
 
 def foreach_adam(params):
@@ -115,16 +115,15 @@ def on_mesh(family, shape, stage, schedule, folder):
                 tiny(family, kv_heads=4, layers=4), mesh_of(shape), stage=stage, schedule=schedule, precision="bf16",
                 optimizer=adamw, master=master,
             )  # fmt: skip
-            record = found[master] = [step(engine, number) for number in range(2)]
-            record.append(engine.fingerprint())
+            record = found[master] = [step(engine, 0), engine.fingerprint()]
             with engine.full_params(), torch.no_grad():
                 for chunk in engine.chunks.values():
                     for p in chunk.parameters():
                         p.view(-1)[::3].mul_(1.5)
-            record += [engine.fingerprint(), step(engine, 2), engine.fingerprint()]
+            record += [engine.fingerprint(), step(engine, 1), engine.fingerprint()]
             engine.save(f"{folder}/{master}")
             engine.load(f"{folder}/{BOTH[1 - BOTH.index(master)] if master == 'split' else master}")
-            record += [step(engine, 3), engine.fingerprint()]
+            record += [step(engine, 2), engine.fingerprint()]
     return found
 
 
@@ -134,7 +133,7 @@ MESHES = [("qwen3", (1, 1, 2), 3, "1f1b"), ("llama", (1, 2, 1), 1, None)]
 def check_mesh(ranks, tmp_path, family, shape, stage, schedule):
     for found in ranks(world_of(shape), on_mesh, family, shape, stage, schedule, str(tmp_path)):
         assert found["split"] == found["fp32"]
-        before, written, *_ = found["split"][2:]
+        before, written, *_ = found["split"][1:]
         assert written != before
 
 
