@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import cache
 from math import ceil
 
 import pytest
@@ -21,16 +22,16 @@ long = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    """The preset's model with two blocks."""
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(PRESETS["demo-moe"] | {"num_hidden_layers": 2}))
-    return str(path)
+def models(tmp_path_factory):
+    """(path, spec) of the preset's model by its number of blocks, made when asked for."""
 
+    @cache
+    def get(layers):
+        path = tmp_path_factory.mktemp("model") / "config.json"
+        path.write_text(json.dumps(PRESETS["demo-moe"] | {"num_hidden_layers": layers}))
+        return str(path), open_spec(str(path), LENGTH)
 
-@pytest.fixture(scope="module")
-def spec(path):
-    return open_spec(path, LENGTH)
+    return get
 
 
 def config_of(model, plan, path):
@@ -47,12 +48,12 @@ def dry(tree, world):
     return dry_run(load(tree), 0, world, whole=True)
 
 
-@pytest.mark.parametrize("plan", [
-    P(dp=4, stage=3, ep=2, micro_batch=2),
-    P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full"),
-    P(dp=4, stage=3, ep=2, optimizer="muon"),
-    P(dp=4, stage=1, ep=2, optimizer="adamw8bit"),
-    *(pytest.param(plan, marks=long) for plan in (
+@pytest.mark.parametrize(("plan", "layers"), [
+    (P(dp=4, stage=3, ep=2, micro_batch=2), 2),
+    (P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full"), 2),
+    (P(dp=4, stage=3, ep=2, optimizer="muon"), 2),
+    (P(dp=4, stage=1, ep=2, optimizer="adamw8bit"), 2),
+    *(pytest.param(plan, 3, marks=long) for plan in (
         P(dp=4, stage=3, ep=4),
         P(dp=4, stage=0, accumulate=2, optimizer="muon"),
         P(dp=3, stage=3, optimizer="adamw8bit", master="split"),
@@ -71,7 +72,8 @@ def dry(tree, world):
         P(dp=4, stage=3, ep=4, offload="host", params="host", executor="device", activations="full"),
     )),
 ])  # fmt: skip
-def test_states_traffic_and_peak_are_the_simulated_ones(alone, path, spec, plan):
+def test_states_traffic_and_peak_are_the_simulated_ones(alone, models, plan, layers):
+    path, spec = models(layers)
     rank, planned = alone(dry, config_of(spec, plan, path), plan.world), memory(spec, plan)
     by_place = states(spec, plan)
     for place, held in ((DEVICE, by_place.device), (HOST, by_place.host)):
