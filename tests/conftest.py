@@ -29,7 +29,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--part", metavar="COMMIT", help="the part of the long tests that this hash chooses (tests/part.py)"
     )
-    parser.addoption("--room", metavar="PACKAGE", help="the tests of a package of zero3d (tests/room.py)")
+    parser.addoption("--room", metavar="PACKAGE", help="the tests of a package of zero3d (tests/rooms.py)")
     parser.addoption("--costs", metavar="FILE", help="write what each test took (tests/costs.py)")
 
 
@@ -38,6 +38,10 @@ def pytest_configure(config):
         if not commit:
             raise pytest.UsageError("--part= names no commit: outside of git pass one, make test-part PART=NAME")
         config.option.markexpr = "long"
+    from rooms import packages
+
+    if (package := config.getoption("room")) and package not in (known := packages()):
+        raise pytest.UsageError(f"ROOM={package}: zero3d has no package of this name, but {', '.join(known)}")
     if (path := config.getoption("costs")) is not None:
         from costs import Recorder
 

@@ -53,8 +53,3 @@ def test_a_room_begins_with_the_files_that_see_its_faults_and_import_most_from_i
     faults = files_of_faults("shards")
     assert set(files_of(files, "shards")[: len(faults)]) == faults
     assert files_of(files, "shards")[0].name == "test_cuts.py"
-
-
-def test_a_room_of_no_package_is_refused():
-    with pytest.raises(LookupError, match="zero3d has no package 'plans': activations, checkpoint, cli, "):
-        files_of({}, "plans")
