@@ -1,12 +1,12 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
-# make test      what CI runs: lint, types, tests                  (5 minutes on 2 quiet cores)
+# make test      what CI runs: lint, types, tests                  (8 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
-# make test-all  all tests, the longer ones too                    (40 minutes)
-# make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs   (15 minutes)
+# make test-all  all tests, the longer ones too                    (an hour and a half by tests/durations.json)
+# make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
-# make mutants   planted faults: which tests see them, into tests/mutants   (an hour)
+# make mutants   planted faults: which tests see them, into tests/mutants   (8 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (3 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results

@@ -1,6 +1,6 @@
 """`zero3d VERB` without its start: in a fork of a process that has imported, and so are the ranks that it starts.
 
-The fixture `zero3d` runs a command line so. What a start adds, the interpreter, imports and `python -m`, is tested once
+The fixture `zero3d_in_fork` runs a command line so. What a start adds, the interpreter, imports and `python -m`, is tested once
 a verb by a command of its own (tests/unit/test_verbs.py).
 """
 
@@ -52,15 +52,18 @@ class Fork:
 def start_fork(words, module=workers.MAIN, environment=None, stdout=None, stderr=None):
     """In the place of `workers.start_process`: the module's `main(words)` in a fork of this process."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # beside the thread of a store, which a rank does not use
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of an earlier attempt's store a thread may be left, which a rank does not use
         pid = os.fork()
     if pid:
         return Fork(pid)
     code = 1
     try:
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # not those of the launcher
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         code = run_here(words, module, environment, stdout, stderr)
     finally:
         os._exit(code)

@@ -35,7 +35,7 @@ class Recorder:
     """A plugin of pytest that writes a line of JSON per test: its name, whether it is long, seconds, CPU seconds."""
 
     def __init__(self, path):
-        self.path, self.began = Path(path), Counter()
+        self.path = Path(path)
 
     @staticmethod
     def now():
