@@ -20,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup make test &` begins with both ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+gc.disable()  # until all is imported
 torch.set_num_threads(1)  # summation order depends on the thread count
 
 FOLDER = pytest.StashKey[str]()  # of the fork servers' sockets
@@ -86,8 +87,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.collect()
     gc.freeze()  # what is imported by now would be looked through at every collection
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
