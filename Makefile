@@ -13,7 +13,7 @@
 # make docs      the site of README and docs, in .build/docs
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
-# JOBS=4 runs that many test files at the same time; without it as many as there are cores.
+# JOBS=4 runs that many test files at the same time; without it one more than there are cores.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own; make test runs the campaign on it, too.
 PYTHON ?= python3
 PIP_OPTIONS ?=
@@ -22,7 +22,7 @@ PART ?= $(shell git rev-parse HEAD)
 VENV := .venv$(TORCH:%=-torch-%)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
-JOBS ?= logical
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
 # Files are compiled once for all processes, whatever the caller's environment says.
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
