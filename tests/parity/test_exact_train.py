@@ -47,7 +47,9 @@ def told(records):
     return [{name: record[name] for name in SAME if name in record} for record in records]
 
 
-@pytest.mark.parametrize(("stage", "reduce"), [(3, "auto"), (1, "every_step")])
+@pytest.mark.parametrize(("stage", "reduce"), [
+    (3, "auto"), pytest.param(1, "every_step", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_is_the_same_at_dp_1_2_and_4(records, stage, reduce):
     one, two, four = (records(dp, stage, reduce) for dp in (1, 2, 4))
     assert two == one

@@ -22,8 +22,7 @@ def check(ranks, family, mesh, cases):
 
 @pytest.mark.parametrize("mesh", [(2, 4), (4, 2)], ids=str)
 def test_a_pipeline_on_8_ranks_equals_no_pipeline(ranks, mesh):
-    for case in FAR:
-        check(ranks, "net", mesh, [case])
+    check(ranks, "net", mesh, FAR)
 
 
 @pytest.mark.long

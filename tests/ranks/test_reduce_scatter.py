@@ -102,11 +102,13 @@ def stepped(stage, micro_batches, precision, reduce_scatter, nccl):
     return engine.dp.algorithm, engine.fingerprint(), {k: tuple(v) for k, v in planned.items()}, measured, wire, units
 
 
-CASES = [(0, 1, "bf16"), (1, 1, "bf16"), (2, 2, "bf16"), (3, 1, "fp16"), (3, 2, "bf16")]
+CASES = [
+    (4, 0, 1, "bf16"), (4, 1, 1, "bf16"), (4, 2, 2, "bf16"), (4, 3, 1, "fp16"), (4, 3, 2, "bf16"), (2, 0, 1, "fp16"),
+    (2, 3, 2, "bf16"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("stage", "micro_batches", "precision"), CASES)
+@pytest.mark.parametrize(("world", "stage", "micro_batches", "precision"), CASES)
 def test_a_step_has_the_bits_of_messages_and_the_bytes_of_its_formula(ranks, world, stage, micro_batches, precision):
     given = stage, micro_batches, precision, "auto"
     ours, messages = ranks(world, stepped, *given, True), ranks(world, stepped, *given, False)

@@ -23,8 +23,10 @@ class ChunkUnits(NamedTuple):
         return list(dict.fromkeys([*self.forward, *filter(None, [self.root])]))
 
 
-def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]) -> list[TokenEvent]:
-    """Return the token events of one rank's step, from the actions it ran; nothing recomputed.
+def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits], release: str) -> Counter[str]:
+    """Return gathers per unit in one rank's step at stage 3, from the actions it ran; nothing recomputed.
+
+    One each where `release` is every_step, else per use:
 
     action   uses                                                      gathers of a unit in M micro-batches, at most
     -------  --------------------------------------------------------  ---------------------------------------------
@@ -39,34 +41,42 @@ def pipeline_tokens(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits])
     end of the next backward, of whatever chunk this rank runs. If that backward is its own chunk's (of any
     micro-batch), it finds them gathered. So the last chunk under 1f1b (F0 B0 F1 B1 ...) gathers its head M times,
     under gpipe (F0 .. F3 B0 .. B3) 2M - 1 times.
-    """
-    events: list[TokenEvent] = []
-    kept: list[TokenEvent] = []  # events that give back what the last forward left gathered
-    for kind, chunk, _ in actions:
-        forward, root, no_backward = units = chunks[chunk]
-        if kind == "F":
-            events += kept + forward_tokens(forward, root)
-            kept = [TokenEvent(forward[-1], "turn", False)]
-            kept += [TokenEvent(root, "root turn", False)] if root else []
-            continue
-        if kind == "I" and chunk == 0:
-            continue
-        whole = units.names if kind == "W" else []
-        events += [TokenEvent(unit, "whole", True) for unit in whole]
-        events += backward_tokens(forward, root, no_backward) + kept
-        events += [TokenEvent(unit, "whole", False) for unit in whole]
-        kept = []
-    return events
-
-
-def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits], release: str) -> Counter[str]:
-    """Return gathers per unit in one rank's step at stage 3: one each where `release` is every_step, else per use.
 
     True from the second step of so many micro-batches on: one whose order differs from the step's before it
     may gather up to WINDOW units more, ahead of a use that does not come (zero/gathers.py).
     """
-    gathers = count_gathers(pipeline_tokens(actions, chunks))
+    met: Counter[tuple[int | None, str, int]] = Counter()  # the chunk whose last units are there, the action, its chunk
+    there: int | None = None
+    for kind, chunk, _ in actions:
+        met[there, kind, chunk] += 1
+        if not (kind == "I" and chunk == 0):
+            there = chunk if kind == "F" else None
+    gathers: Counter[str] = Counter()
+    for (before, kind, chunk), times in met.items():
+        left = [] if before is None else forward_tokens(chunks[before].forward, chunks[before].root)
+        added = count_gathers(left + _tokens(kind, chunk, chunks, before)) - count_gathers(left)
+        gathers.update({unit: times * count for unit, count in added.items()})
     return Counter(dict.fromkeys(gathers, 1)) if release == "every_step" else gathers
+
+
+def _tokens(kind: str, chunk: int, chunks: Mapping[int, ChunkUnits], before: int | None) -> list[TokenEvent]:
+    """Return the token events of one action, after a forward of chunk `before` whose last units are still there."""
+    kept: list[TokenEvent] = []
+    if before is not None:
+        last, root, _ = chunks[before]
+        kept = [TokenEvent(last[-1], "turn", False), *([TokenEvent(root, "root turn", False)] if root else [])]
+    forward, root, no_backward = units = chunks[chunk]
+    if kind == "F":
+        return kept + forward_tokens(forward, root)
+    if kind == "I" and chunk == 0:
+        return []
+    whole = units.names if kind == "W" else []
+    return [
+        *(TokenEvent(unit, "whole", True) for unit in whole),
+        *backward_tokens(forward, root, no_backward),
+        *kept,
+        *(TokenEvent(unit, "whole", False) for unit in whole),
+    ]
 
 
 def pipeline_traffic(
