@@ -75,9 +75,7 @@ def accumulated(micro_batches, precision):
     return out
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "precision"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")]
-)
+@pytest.mark.parametrize(("micro_batches", "precision"), [(1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
 def test_stages_that_reduce_at_the_same_moments_give_the_same_bits(ranks, micro_batches, precision):
     for found in ranks(2, accumulated, micro_batches, precision):
         per_step, per_micro_batch = found[:4], found[4:]
