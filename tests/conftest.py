@@ -21,8 +21,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup make test &` begins with both ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if hasattr(os, "SCHED_BATCH"):  # Linux. For this process and all that it starts, fork servers and ranks among them
-    # Who is woken does not interrupt who woke it. A thread of gloo that is woken by a message turns round and round while
-    # another one holds the lock of the connection: where that one had to give up its core, turns took a fifth of all time.
+    # A woken thread does not preempt the one that woke it. By default gloo's threads, woken by messages, spin on the lock
+    # of a connection whose holder they have preempted: a fifth of all CPU time (docs/decisions/0032).
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until all is imported
 torch.set_num_threads(1)  # summation order depends on the thread count
@@ -91,9 +91,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what is imported by now would be looked through at every collection
-    gc.set_threshold(50_000, 20, 20)
-    gc.enable()
+    from fork_server import collect_rarely
+
+    collect_rarely()
 
 
 @pytest.fixture(scope="session")

@@ -59,8 +59,13 @@ def import_all():
     gc.disable()
     for name in IMPORTS:
         import_module(name)
+    collect_rarely()
+
+
+def collect_rarely():
+    """Never look through what is there by now, and seldom through the rest: it took a tenth of a rank's time."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # by default it takes a tenth of a rank's time
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

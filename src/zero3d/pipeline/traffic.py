@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zero3d.pipeline.actions import Action
-from zero3d.zero.traffic import Moved, TokenEvent, backward_tokens, count_gathers, forward_tokens
+from zero3d.zero.traffic import ROOT_TURN, TURN, Moved, TokenEvent, backward_tokens, count_gathers, forward_tokens
 
 
 class ChunkUnits(NamedTuple):
@@ -48,9 +48,10 @@ def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]
     met: Counter[tuple[int | None, str, int]] = Counter()  # the chunk whose last units are there, the action, its chunk
     there: int | None = None
     for kind, chunk, _ in actions:
+        if kind == "I" and chunk == 0:
+            continue
         met[there, kind, chunk] += 1
-        if not (kind == "I" and chunk == 0):
-            there = chunk if kind == "F" else None
+        there = chunk if kind == "F" else None
     gathers: Counter[str] = Counter()
     for (before, kind, chunk), times in met.items():
         left = [] if before is None else forward_tokens(chunks[before].forward, chunks[before].root)
@@ -64,12 +65,10 @@ def _tokens(kind: str, chunk: int, chunks: Mapping[int, ChunkUnits], before: int
     kept: list[TokenEvent] = []
     if before is not None:
         last, root, _ = chunks[before]
-        kept = [TokenEvent(last[-1], "turn", False), *([TokenEvent(root, "root turn", False)] if root else [])]
+        kept = [TokenEvent(last[-1], TURN, False), *([TokenEvent(root, ROOT_TURN, False)] if root else [])]
     forward, root, no_backward = units = chunks[chunk]
     if kind == "F":
         return kept + forward_tokens(forward, root)
-    if kind == "I" and chunk == 0:
-        return []
     whole = units.names if kind == "W" else []
     return [
         *(TokenEvent(unit, "whole", True) for unit in whole),
