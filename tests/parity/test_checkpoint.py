@@ -106,7 +106,9 @@ def interrupted_and_not(stage, model, precision, folder):
 
 
 @pytest.mark.parametrize(("world", "stage", "model", "precision"), [
-    (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (2, 2, "drawing", "fp32"), (4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16"), (4, 1, "net", "fp16"),
+    (2, 0, "net", "bf16"), (2, 3, "tied", "fp16"), (2, 2, "drawing", "fp32"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 2, "qwen3", "fp32"), (1, 3, "net", "bf16")]),
+    (4, 1, "net", "fp16"),
 ])  # fmt: skip
 def test_resume_on_the_same_shape_is_bitwise_dropout_and_loss_scale_included(
     ranks, tmp_path, world, stage, model, precision
@@ -137,13 +139,11 @@ def load_at(stage, model, source, folder):
 
 
 SHAPES = [
-    ((3, 3), (2, 1)),
     ((3, 2), (4, 3)),
-    ((4, 3), (3, 3)),
     ((4, 3), (2, 1)),
     ((2, 0), (4, 3)),
-    ((1, 2), (4, 2)),
     ((4, 1), (1, 0)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [((3, 3), (2, 1)), ((4, 3), (3, 3)), ((1, 2), (4, 2))]),
 ]
 
 
@@ -178,7 +178,9 @@ def export_at(stage, model, folder):
     return str(engine.export(folder)), loss
 
 
-@pytest.mark.parametrize(("model", "world", "stage"), [("llama", 2, 3), ("qwen3", 2, 2), ("gpt2", 4, 3)])
+@pytest.mark.parametrize(
+    ("model", "world", "stage"), [("llama", 2, 3), ("qwen3", 2, 2), pytest.param("gpt2", 4, 3, marks=pytest.mark.long)]
+)
 def test_the_export_loads_with_from_pretrained_and_gives_the_same_loss(ranks, tmp_path, model, world, stage):
     from transformers import AutoModelForCausalLM
 

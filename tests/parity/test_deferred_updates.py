@@ -351,8 +351,9 @@ def compiled(model):
         block.compile(backend="eager")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("policy", ["full", "every:2"])
+@pytest.mark.parametrize(("policy", "stage"), [
+    ("full", 2), ("every:2", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", 3), ("every:2", 2)]),
+])  # fmt: skip
 def test_blocks_that_are_recomputed_use_the_new_weights(tmp_path, stage, policy):
     found = [with_blocks(place, tmp_path / place, stage, lambda model: recompute(model, policy))
              for place in (RESIDENT, "host", DISK)]  # fmt: skip

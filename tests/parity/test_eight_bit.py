@@ -70,7 +70,7 @@ def loop():
     return cache(lambda *norms: written_out(build(), norms))
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, loop, dp):
     cases = [(*case, {}) for case in (STAGES if dp == 2 else STAGES[::3])]
     results = ranks(dp, outcome, cases)

@@ -106,7 +106,7 @@ def test_a_curve_is_the_same_for_all_combinations(ranks, stage):
     check_cases(ranks, list(product((stage,), *SETTINGS[1:])), True, LONG)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
     outcome = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
     assert all(result == outcome[0] for result in outcome)
@@ -197,7 +197,7 @@ def go_on(folder, stage, reduce, precision, steps):
     return curve, engine.fingerprint(), message
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_going_on_at_dp_4_then_2_then_1_then_4_is_the_uninterrupted_run(ranks, tmp_path, precision):
     straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", precision, range(4))[0]
     parts = [(4, 3, "auto"), (2, 1, "auto"), (1, 0, "auto"), (4, 2, "every_step")]
@@ -296,7 +296,9 @@ def through_stages(dp, schedule, tied):
     return curve, engine.fingerprint()
 
 
-@pytest.mark.parametrize(("schedule", "tied"), [("1f1b", True), ("zero-bubble", False)])
+@pytest.mark.parametrize(("schedule", "tied"), [
+    ("1f1b", True), pytest.param("zero-bubble", False, marks=pytest.mark.long),
+])  # fmt: skip
 def test_pipelines_of_one_degree(ranks, schedule, tied):
     one, two = (ranks(2 * dp, through_stages, dp, schedule, tied) for dp in (1, 2))
     assert all(outcome == one[0] for outcome in (*one, *two))

@@ -52,7 +52,10 @@ def check_run(folder, example, result, again):
     assert again["steps"] == result["steps"] == len(losses)
 
 
-@pytest.mark.parametrize("example", [path for path in SMALL if path.stem not in RANKS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [
+    pytest.param(path, marks=pytest.mark.long) if path.stem in ("llama_text", "lora") else path  # as the chat, as LLaVA's
+    for path in SMALL if path.stem not in RANKS
+], ids=lambda path: path.stem)  # fmt: skip
 def test_it_trains_evaluates_exports_and_resumes(ranks, folder, example):
     words = [example, "data.workers=0"]  # ranks of the pool may not start processes
     first, again = (ranks(2, run_in, folder, words, resume)[0] for resume in (None, "auto"))

@@ -24,7 +24,7 @@ def plain_curves(family, precision, meshes, **options):
     return [curve(engine, STEPS, summands=2 * engine.dp.size) for engine in engines]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_plain_training_has_the_bits_of_data_parallelism_where_ep_is_dp(ranks, precision):
     meshes = [{"stage": 3}, {"stage": 3, "ep": 2}, {"stage": 2, "ep": 2}]
     usual, *others = ranks(2, plain_curves, "qwen3_moe", precision, meshes)[0]
@@ -245,7 +245,7 @@ def routed(favour, ep, lengths, stage=3):
     return losses, engine.fingerprint(), any(starved.values())
 
 
-@pytest.mark.parametrize("favour", [[0, 1], [0, 7], [5]])
+@pytest.mark.parametrize("favour", [[0, 7], *(pytest.param(few, marks=pytest.mark.long) for few in ([0, 1], [5]))])
 def test_experts_without_tokens_decay_like_parameters_without_gradient(ranks, favour):
     lengths = [(0, 3), (1, 5), (2, 17)]
     usual, shared = (ranks(2, routed, favour, ep, lengths) for ep in (1, 2))
@@ -311,7 +311,8 @@ def accounts(ep, stage, exact, accumulate, experts="exact"):
 
 
 @pytest.mark.parametrize(("ep", "stage", "exact", "accumulate"), [
-    (2, 3, False, 1), (2, 1, False, 2), (4, 2, True, 2), (4, 0, True, 1),
+    (2, 3, False, 1), (4, 2, True, 2),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 1, False, 2), (4, 0, True, 1)]),
 ])  # fmt: skip
 def test_messages_and_bytes_are_what_formulas_say_and_no_rank_asks_for_others_experts(
     ranks, ep, stage, exact, accumulate

@@ -122,7 +122,8 @@ def widths(family, shape, loss, sequence):
 
 
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
-    ("llama", (1, 2, 1), False), ("qwen3", (1, 2, 1), True), ("moe", (1, 2, 1), False), ("qwen3", (1, 2, 2), False),
+    ("llama", (1, 2, 1), False), ("qwen3", (1, 2, 1), True), ("moe", (1, 2, 1), False),
+    pytest.param("qwen3", (1, 2, 2), False, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_no_rank_ever_has_logits_of_the_whole_vocabulary(ranks, family, shape, sequence):
     found = ranks(world_of(shape), widths, family, shape, PLAIN, sequence)
@@ -242,7 +243,9 @@ def train_both(folder, shape):
     return found
 
 
-@pytest.mark.parametrize(("family", "shape"), [("qwen3", (1, 2, 1)), ("gpt2", (1, 2, 1)), ("moe", (1, 2, 2))])
+@pytest.mark.parametrize(("family", "shape"), [
+    ("qwen3", (1, 2, 1)), ("gpt2", (1, 2, 1)), pytest.param("moe", (1, 2, 2), marks=pytest.mark.long),
+])  # fmt: skip
 def test_slices_read_from_files_train_like_slices_of_the_whole_model(ranks, tmp_path, family, shape):
     tiny(family, kv_heads=4).save_pretrained(tmp_path, max_shard_size="20KB")
     for whole, slices in ranks(world_of(shape), train_both, tmp_path, shape):

@@ -43,7 +43,7 @@ FEW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_wherever_states_are_the_bits_are_those_of_states_on_the_device(ranks, dp):
     ranks(dp, compare, [pair for pair in FEW if pair[0].dp == dp], FEW_STEPS)
 

@@ -135,7 +135,13 @@ def interrupted_and_not(model, shape, stage, schedule, folder):
 
 
 @pytest.mark.parametrize(
-    ("shape", "stage", "schedule"), [((2, 2), 3, "1f1b"), ((1, 2), 1, "interleaved"), ((1, 2), 2, "zbv")]
+    ("shape", "stage", "schedule"),
+    [
+        pytest.param((2, 2), 3, "1f1b", marks=pytest.mark.long),
+        ((1, 2), 3, "1f1b"),
+        ((1, 2), 1, "interleaved"),
+        ((1, 2), 2, "zbv"),
+    ],
 )
 def test_resume_on_the_same_mesh_is_bitwise_with_dropout(ranks, tmp_path, shape, stage, schedule):
     model = "tied" if schedule == "zbv" else "net"
@@ -184,7 +190,7 @@ def with_buffers(shape, schedule, folder=None, source=None):
     return str(engine.save(f"{folder}/states"))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zbv"])
 def test_buffers_come_back_on_any_mesh_and_are_exported_once(ranks, tmp_path, schedule):
     source = ranks(4, with_buffers, (2, 2), schedule, str(tmp_path))[0]
     for rank, values in enumerate(ranks(4, with_buffers, (2, 2), schedule, None, source)):

@@ -44,7 +44,9 @@ def gathers_of_a_step(schedule):
     return steps_by_release, {number: chunk_units(engine, chunk) for number, chunk in engine.chunks.items()}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [
+    pytest.param(schedule, marks=pytest.mark.long) if schedule in ("gpipe", "zbv") else schedule for schedule in SCHEDULES
+])  # fmt: skip
 def test_a_step_gathers_what_its_action_list_says(ranks, schedule):
     uses = 3 if Schedule.of(schedule).splits_backward else 2
     for steps_by_release, chunks in ranks(4, gathers_of_a_step, schedule):

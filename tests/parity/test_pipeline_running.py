@@ -1,11 +1,12 @@
 """Pipelines beyond a step of equal micro-batches: evaluation, generation, overflow, experts, leaks, failures, refusals."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from models import batch
-from pipelines import build, engine_of, layers_for, micro_batches, modules_of, schedule_of, weights_of
+from pipelines import SCHEDULES, build, engine_of, layers_for, micro_batches, modules_of, schedule_of, weights_of
 
 import zero3d.engine.options
 from zero3d.errors import ConfigError
@@ -57,7 +58,8 @@ def evaluate_and_generate(family, dp, pp, stage, schedule):
 
 
 @pytest.mark.parametrize(("family", "dp", "pp", "stage", "schedule"), [
-    ("net", 1, 2, 3, "1f1b"), ("net", 2, 2, 3, "zbv"), ("llama", 1, 2, 2, "interleaved"), ("net", 1, 4, 0, "gpipe"),
+    ("net", 1, 2, 3, "1f1b"), ("net", 2, 2, 3, "zbv"), ("llama", 1, 2, 2, "interleaved"),
+    pytest.param("net", 1, 4, 0, "gpipe", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_evaluation_and_generation_in_a_pipeline_equal_none(ranks, whole, family, dp, pp, stage, schedule):
     wanted = whole(evaluate_and_generate, family, dp, 1, 0, "1f1b", dp=dp)
@@ -119,8 +121,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(("pp", "schedule"), [
+    *product((2,), SCHEDULES), (4, "1f1b"), (4, "interleaved"),
+    *(pytest.param(4, schedule, marks=pytest.mark.long) for schedule in ("gpipe", "zero-bubble", "zbv")),
+])  # fmt: skip
 def test_every_number_of_micro_batches_is_right_or_refused(ranks, whole, pp, schedule):
     counts = COUNTS[pp] + MORE[pp] * (schedule in ROUNDS)
     refused = REFUSED.get((pp, "rounds" if schedule in ROUNDS else schedule), {})

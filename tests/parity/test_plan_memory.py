@@ -59,10 +59,10 @@ def dry_run(tied, plan):
 
 
 @pytest.mark.parametrize(("tied", "plan"), [
-    (False, ParallelPlan(dp=8, stage=2)),
     (True, ParallelPlan(dp=4, stage=1, accumulate=2, activations="full")),
     (False, ParallelPlan(tp=4, stage=1, micro_batch=4, activations="full", partition_activations=True)),
     *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (False, ParallelPlan(dp=8, stage=2)),
         (True, ParallelPlan(dp=2, stage=0, micro_batch=2)),
         (False, ParallelPlan(dp=4, tp=2, stage=2, activations="selective")),
         (False, ParallelPlan(dp=2, tp=4, stage=1, micro_batch=4, activations="every:2")),

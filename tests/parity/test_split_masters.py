@@ -92,7 +92,7 @@ def check(ranks, cases):
                     assert planned == measured, (category, case)
 
 
-@pytest.mark.parametrize("dp", DP)
+@pytest.mark.parametrize("dp", [pytest.param(dp, marks=pytest.mark.long) if dp == 4 else dp for dp in DP])
 def test_whatever_else_an_engine_does_the_bits_are_those_of_fp32_masters(ranks, dp):
     check(ranks, [case for case in FEW if case[0] == dp])
 
@@ -137,7 +137,9 @@ def check_mesh(ranks, tmp_path, family, shape, stage, schedule):
         assert written != before
 
 
-@pytest.mark.parametrize(("family", "shape", "stage", "schedule"), MESHES)
+@pytest.mark.parametrize(("family", "shape", "stage", "schedule"), [
+    MESHES[0], pytest.param(*MESHES[1], marks=pytest.mark.long),
+])  # fmt: skip
 def test_on_a_mesh_the_bits_are_those_of_fp32_masters(ranks, tmp_path, family, shape, stage, schedule):
     check_mesh(ranks, tmp_path, family, shape, stage, schedule)
 

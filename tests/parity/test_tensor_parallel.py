@@ -113,8 +113,8 @@ def recomputed_bits(name, options, policies=POLICIES):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("llama", {"dropout": 0.2}), ("llama", {"dropout": 0.2, "sequence": True, "lora": True}), ("qwen3", {"sequence": True}),
-    ("moe", {}),
+    ("llama", {"dropout": 0.2, "sequence": True, "lora": True}), ("moe", {}),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [("llama", {"dropout": 0.2}), ("qwen3", {"sequence": True})]),
 ])  # fmt: skip
 def test_recomputed_blocks_give_the_same_bits(ranks, name, options):
     for results, _ in ranks(2, recomputed_bits, name, options):

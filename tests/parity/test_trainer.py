@@ -55,7 +55,7 @@ def plain(trained):
     return trained("plain", 1)[1][0][0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_a_trainer_on_two_ranks_has_the_curve_of_a_plain_one(trained, plain, stage):
     for found, _ in trained(stage, 2)[1]:
         assert_same(found, plain)

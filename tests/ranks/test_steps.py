@@ -218,7 +218,7 @@ def norm_and_gradients(stage, precision):
     return float(result.grad_norm), float(total.sqrt()), bits(weights_of(engine))
 
 
-@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), (4, "bf16")])
+@pytest.mark.parametrize(("world", "precision"), [(2, "fp32"), pytest.param(4, "bf16", marks=pytest.mark.long)])
 def test_the_norm_is_pre_clip_and_equal_on_all_ranks_and_stages(ranks, world, precision):
     results = [ranks(world, norm_and_gradients, stage, precision) for stage in STAGES]
     norms = {norm for stage in results for norm, _, _ in stage}

@@ -230,7 +230,7 @@ def test_autocast_is_the_same_in_the_recomputation(policy):
     assert train(recomputed(model, policy), loss) == train(clone(model), loss)
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.long), "every:2"])
 def test_a_dry_run_recomputes_without_data(policy):
     with FakeTensorMode():
         model = deep("llama", layers=3)
@@ -355,8 +355,10 @@ def test_models_without_blocks_or_attention_are_refused():
 # --- compiled blocks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "every:2"])
-@pytest.mark.parametrize("name", ["net", "gpt2"])
+@pytest.mark.parametrize(("name", "policy"), [
+    ("net", "none"), ("net", "full"), ("net", "every:2"), ("gpt2", "full"),
+    *(pytest.param("gpt2", policy, marks=pytest.mark.long) for policy in ("none", "every:2")),
+])  # fmt: skip
 def test_compiled_blocks_share_one_graph_without_a_break_and_draw_the_same_dropout(name, policy):
     from torch._dynamo.utils import counters
 
