@@ -13,8 +13,9 @@ last call returned; else, and after K calls, a new segment begins. A model that 
 two blocks therefore gets shorter segments, never wrong ones.
 
 Note 1, two calls. The last block of a segment, whose backward reads a MissingTensor, has its weights
-gathered. A replay of the others goes through their `__call__`, for an engine's hooks gather weights
-there; but a block is given the recorded arguments, whatever its hooks make of them.
+gathered, unless that backward came to it otherwise than through its outputs. A replay of the others goes
+through their `__call__`, for an engine's hooks gather weights there; but a block is given the recorded
+arguments, whatever its hooks make of them.
 Note 2, ownership. A graph owns its MissingTensors, they own the segment; the recorder only looks on. What
 is never run backward dies with its graph.
 Note 3, kept tensors are saved by a node of autograd: a later write in place is an error there, and
@@ -229,7 +230,7 @@ class Recorder:
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
-                if last:  # Note 1
+                if last and not _is_released(call.block):  # Note 1
                     replay.run()
                 else:
                     call.block(*args, **kwargs)
@@ -237,6 +238,11 @@ class Recorder:
         finally:
             self._replay = None
             replay.outputs = []  # Note 4
+
+
+def _is_released(block: nn.Module) -> bool:
+    """Return whether an engine has released weights of a block: one element stands for each."""
+    return any(p.numel() > 1 and not any(p.stride()) for p in block.parameters())
 
 
 class AllFilled(Exception):

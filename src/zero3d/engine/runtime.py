@@ -151,7 +151,9 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     for root in chunks.values():
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
-        hooks.append(Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype)))
+        hooks.append(
+            Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined)
+        )
         if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)

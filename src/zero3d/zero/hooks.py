@@ -8,9 +8,10 @@
     a parameter is read outside of it         its unit is one of the root's from now on (stage 3)
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
+    a node reads a saved weight (saved.py)    acquire a backward token, if its unit is released (stage 3)
     a parameter's gradient is accumulated     take it
     the root's forward ends                   wait for new weights of units that were not called
-    a gradient reaches an output of the root  a backward begins (once per graph task)
+    a gradient reaches an output of the root  a backward begins (once per graph task), if it reaches parameters
     the backward ends                         flush reductions; drop backward and turn tokens
 
 Note 1, leaf inputs. The AccumulateGrad node of a leaf jumps autograd's queue; a view of it waits
@@ -34,13 +35,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
 from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.reductions import Reductions
+from zero3d.zero.saved import SavedWeights
 from zero3d.zero.traffic import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
@@ -54,21 +56,26 @@ class Hooks:
     uses   user module -> the units its forward needs, in layout order
     cast   applied to the root's floating inputs
     aside  is given the gradients of forwards and backwards that belong to no step; None in steps
+    scheduled  backwards are those of a pipeline's schedule (Note 6)
     """
 
     aside: Callable[[Unit, int, Tensor], None] | None = None
 
     def __init__(
         self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
-        accumulation: Accumulation, cast: Callable[[Tensor], Tensor],
+        accumulation: Accumulation, cast: Callable[[Tensor], Tensor], scheduled: bool = False,
     ) -> None:  # fmt: skip
         self.keep_full = True
         self._gathers, self._reductions, self._accumulation, self._cast = gathers, reductions, accumulation, cast
+        self._scheduled = scheduled
         self._calls = count()
         self._open: dict[nn.Module, list[int]] = {}
         self._mode: str | None = None  # of the root forward under way: "train" | "eval"
         self._task: int | None = None  # of the backward under way
+        self._dropping: int | None = None  # the backward under way drops tokens at its end
+        self._last_call: dict[Unit, int] = {}
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
+        self._trainable = [unit for unit in units if unit.grads is not None]
         self._persistent = [unit for unit in units if not unit.weights.sharded]
         self._with_root = [unit for unit in uses.get(root, ()) if unit.weights.sharded]
         self._without_grad = Order()
@@ -89,10 +96,23 @@ class Hooks:
                     watch(module, sharded[0], self._read_outside)
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
+        self._follow_saved(root, uses)
         for unit in units:
             if unit.grads is not None:
                 for index, p in enumerate(unit.weights.params):
                     p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
+
+    def _follow_saved(self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]]) -> None:
+        """Follow weights that autograd saves (saved.py) in modules that use units, and of the root's in their own."""
+        sharded = {unit for group in uses.values() for unit in group if unit.weights.sharded}
+        if not sharded:
+            return
+        saved = SavedWeights(sharded, self._node_needs)
+        of_root = {p for unit in self._with_root for p in unit.weights.params}
+        for module in root.modules():
+            uses_unit = module is not root and any(unit in sharded for unit in uses.get(module, ()))
+            if uses_unit or not of_root.isdisjoint(module.parameters(recurse=False)):
+                saved.follow(module)
 
     # --- a unit's users -------------------------------------------------------------------------
 
@@ -107,6 +127,7 @@ class Hooks:
             token = KEEP if self._keeps else ("forward", call)
             for unit in units:
                 self._gathers.acquire(unit, token)
+                self._last_call[unit] = call
             if not (torch.is_grad_enabled() and needed_in_backward):
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
@@ -120,6 +141,8 @@ class Hooks:
                 return
             call = self._open[module].pop()
             for unit in units:
+                if torch._C._current_graph_task_id() != -1 and not any(_is(token, "backward") for token in unit.users):
+                    self._node_needs(unit)  # Note 7
                 self._gathers.release(unit, ("forward", call))
             outputs = [t for t in tensors_out(output) if t.requires_grad]
             if torch.is_grad_enabled() and needed_in_backward and outputs:
@@ -146,6 +169,11 @@ class Hooks:
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
             self._gathers.release(unit, TURN)  # the turn has served its purpose
+
+    def _node_needs(self, unit: Unit) -> None:
+        """Gather a unit for a node that runs though no gradient came through its module's outputs."""
+        self._drop_at_end()
+        self._backward_needs([unit], self._last_call[unit])
 
     def _backward_done(self, units: list[Unit], call: int) -> None:
         for unit in units:
@@ -221,10 +249,17 @@ class Hooks:
         fresh = [True]
 
         def begins(_: Tensor) -> None:
-            first, fresh[0] = fresh[0], False
-            self._through_root(first)
+            if self._scheduled or self._reaches_parameters():
+                first, fresh[0] = fresh[0], False
+                self._through_root(first)
+            else:
+                self._drop_at_end()
 
         register_multi_grad_hook(outputs, begins, mode="any")
+
+    def _reaches_parameters(self) -> bool:
+        """Return whether the backward under way accumulates gradients of parameters (Note 6)."""
+        return any(_is_accumulated(p) for unit in self._trainable for p in unit.weights.params)
 
     def _through_root(self, fresh: bool) -> None:
         task = torch._C._current_graph_task_id()
@@ -237,6 +272,17 @@ class Hooks:
         if self.aside is None:
             self._reductions.due = self._accumulation.through_root(fresh)
 
+    def _drop_at_end(self) -> None:
+        """Drop the tokens of a backward at its end, also of one that does not go through the root's outputs."""
+        task = torch._C._current_graph_task_id()
+        if task not in (self._task, self._dropping):
+            self._dropping = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._drop_tokens)
+
+    def _drop_tokens(self) -> None:
+        self._dropping = None
+        self._gathers.drop(lambda token: _is(token, "backward"))
+
     def _backward_ends(self) -> None:
         if self.aside is None:
             self._reductions.flush()
@@ -245,7 +291,7 @@ class Hooks:
 
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""
-        self._task = None
+        self._task = self._dropping = None
         for calls in self._open.values():
             calls.clear()
         self._mode = None
@@ -257,6 +303,13 @@ class Hooks:
 
 def _is(token: object, kind: str) -> bool:
     return isinstance(token, tuple) and token[0] == kind
+
+
+def _is_accumulated(p: nn.Parameter) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
+    except RuntimeError:  # torch.autograd.grad returns this parameter's gradient instead
+        return False
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

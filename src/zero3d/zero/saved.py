@@ -1,0 +1,109 @@
+"""Weights that autograd saves at stage 3: their unit is gathered when the node that saved them runs.
+
+The hooks on a module's outputs gather its unit before a gradient enters (hooks.py). A gradient may come by a way that
+they do not see: from a tensor inside an object of the caller's own class or a closure, from an inner activation that
+the loss uses, or through a gradient of a gradient. Then the unit is gathered here.
+
+    pack      a saved tensor -> (the tensor, its version, its unit; None for what is no weight)
+    unpack    gather the unit if it is released; return the tensor
+
+Note 1, versions. torch does not look at versions of tensors that hooks pack: a write in place between forward and
+backward would go unnoticed, so `unpack` looks.
+Note 2, gradients of gradients (create_graph=True). Nodes made by a backward save weights, too. `unpack` pushes the
+hooks: they are in force until its node has run, since autograd restores the state of its thread after every node.
+Note 3, hooks around ours, such as those of torch's checkpoint, pack what they would have packed without ours.
+Note 4, one operation's output would hold the operation that holds it: a detached tensor is kept. It shares memory
+and version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.zero.policy import State
+from zero3d.zero.unit import Unit
+
+RELEASED = (State.SHARDED, State.GATHERING)
+
+
+class Saved(NamedTuple):
+    """What stands for a saved tensor. value: what hooks around ours made of it, or the tensor; version: None then."""
+
+    value: Any
+    version: int | None
+    unit: Unit | None
+
+
+class SavedWeights:
+    """Hooks on what autograd saves in forwards of modules that have weights of their own.
+
+    units    those that are released
+    gather   brings back a unit's weights
+    """
+
+    def __init__(self, units: Iterable[Unit], gather: Callable[[Unit], None]) -> None:
+        self._gather = gather
+        self._units = {unit.weights.full.untyped_storage()._cdata: unit for unit in units}
+        self._calls: list[tuple[nn.Module, bool]] = []  # under way, and which of them has pushed the hooks
+
+    def follow(self, module: nn.Module) -> None:
+        """Have the hooks in force during a module's forwards."""
+
+        def begins(module: nn.Module, args: Any) -> None:
+            outermost = not any(pushed for _, pushed in self._calls)
+            pushes = outermost and torch._C._current_graph_task_id() == -1 and _are_possible()
+            if pushes:
+                self._push()
+            self._calls.append((module, pushes))
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            known = self._calls and self._calls[-1][0] is module  # else a hook before `begins` raised
+            if known and self._calls.pop()[1]:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+
+        module.register_forward_pre_hook(begins)
+        module.register_forward_hook(ends, always_call=True)
+
+    def _push(self) -> None:
+        """Put the hooks in force, inside of those that are."""
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if around is None:
+            _push(self._pack, self._unpack)
+        else:
+            pack, unpack = around
+            _push(lambda t: Saved(pack(t), None, self._unit_of(t)), lambda saved: unpack(self._value(saved)))  # Note 3
+
+    def _unit_of(self, t: Tensor) -> Unit | None:
+        return self._units.get(t.untyped_storage()._cdata)
+
+    def _pack(self, t: Tensor) -> Saved:
+        kept = t.detach()  # Note 4
+        return Saved(kept, kept._version, self._unit_of(kept))
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        value: Tensor = self._value(saved)
+        if value._version != saved.version:  # Note 1
+            raise RuntimeError(
+                f"one of the tensors needed for gradient computation has been modified by an inplace operation: "
+                f"{list(value.shape)} {value.dtype} is at version {value._version}; version {saved.version} was saved."
+            )
+        if torch.is_grad_enabled():
+            _push(self._pack, self._unpack)  # Note 2
+        return value
+
+    def _value(self, saved: Saved) -> Any:
+        if saved.unit is not None and saved.unit.weights.state in RELEASED:
+            self._gather(saved.unit)
+        return saved.value
+
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+def _are_possible() -> bool:
+    """Return whether a forward saves anything, and may be followed: torch.func's gradients allow no hooks."""
+    return torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()
