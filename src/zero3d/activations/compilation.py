@@ -7,8 +7,7 @@ So compiled code holds no hook.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from zero3d.activations.segments import Recomputed
 from zero3d.activations.targets import Blocks, blocks_of
 from zero3d.errors import ConfigError
+from zero3d.models.wrappers import Compiled
 
 
 def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
@@ -27,25 +27,10 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
     for name, block in blocks_of(model, blocks, "compile").items():
         if isinstance(block.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call compile_blocks() first, or prepare_blocks().")
-        block.forward = Compiled(block, options)
+        block.forward = Compiled(block, partial(torch.compile, **options))
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module's own forward is compiled, inside recomputation perhaps."""
     forward: Any = module.forward
     return isinstance(forward.inner if isinstance(forward, Recomputed) else forward, Compiled)
-
-
-class Compiled:
-    """Calls a module's own forward, compiled."""
-
-    def __init__(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        self._module, self._options = module, options
-        self._forward = torch.compile(module.forward, **options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        """Compile the copied module's forward: the compiled function would go on calling the original."""
-        return Compiled(copy.deepcopy(self._module, memo), self._options)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from zero3d.activations.compilation import Compiled, compile_blocks
+from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.policy import Policy
 from zero3d.activations.segments import Recomputed, Recorder
 from zero3d.activations.targets import Blocks, attentions_in, blocks_of
 from zero3d.errors import ConfigError
+from zero3d.models.wrappers import Compiled
 
 
 def prepare_blocks(

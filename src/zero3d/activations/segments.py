@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.activations.buffers import Before, as_before, buffers_of, written
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors, own_containers, tensors_in
 from zero3d.rng import set_torch_rng, torch_rng
@@ -97,6 +98,7 @@ class BlockCall:
     keeper   an empty tensor whose node keeps the others: in torch 2.11 the node lives no longer than it
     missing  what autograd saved inside, in order
     input    its place among the kept tensors and what it is, where it is kept otherwise (Note 6)
+    buffers  those that it wrote, as they were before
     """
 
     name: str
@@ -110,6 +112,7 @@ class BlockCall:
     autocast: list[tuple[str, torch.dtype, bool]]
     missing: list[weakref.ref[MissingTensor]] = field(default_factory=list)
     input: tuple[int, Kept] | None = None
+    buffers: list[Before] = field(default_factory=list)
 
     @property
     def linked(self) -> bool:
@@ -203,8 +206,10 @@ class Recorder:
             call.missing.append(weakref.ref(absent))
             return absent
 
+        before = buffers_of(block)
         with saved_tensors_hooks(pack, self._unpack):
             output = forward(*args, **kwargs)
+        call.buffers = written(before)
         segment.calls.append(call)
         segment.last = [(weakref.ref(t), t._version) for t in tensors_in(output)]
         if len(segment.calls) < self.length:
@@ -230,6 +235,7 @@ class Recorder:
                 for kind, dtype, enabled in call.autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
+                stack.enter_context(as_before(call.buffers))
                 if last and not _is_released(call.block):  # Note 1
                     replay.run()
                 else:

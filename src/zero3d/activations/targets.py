@@ -8,13 +8,15 @@ from torch import nn
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
+from zero3d.models.wrappers import unwrap
 
 Blocks = Mapping[str, nn.Module]
 
 
 def blocks_of(model: nn.Module, blocks: Blocks | None, option: str) -> Blocks:
     """Return `blocks`, or where none are given the model's. Raises ConfigError where `option` finds none."""
-    blocks = find_blocks(model) if blocks is None else blocks
+    if blocks is None:
+        blocks = find_blocks(unwrap(model, lambda whole: find_blocks(whole).values()))
     if not blocks:
         raise ConfigError(
             f"{option} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more "

@@ -13,6 +13,7 @@ execution   direct, or through pipeline stages                       execution.p
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,13 +40,15 @@ from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
+from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.memory.offload import DEVICE
-from zero3d.models.blocks import partition_all
+from zero3d.models.blocks import find_blocks, partition_all
+from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
@@ -88,6 +91,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
 
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
+    model = unwrap(model, _blocks)
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
@@ -100,6 +104,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
+    compile_by_block(module, _blocks)
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
@@ -144,6 +149,10 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     )  # fmt: skip
 
 
+def _blocks(model: nn.Module) -> Iterable[nn.Module]:
+    return find_blocks(model).values()
+
+
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
     offload = base.options.zero.offload
     if tiers is None:
@@ -155,7 +164,8 @@ def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None, load
     return Stepper(
         base.axes.dp, base.order, runtime.accumulation, runtime.gathers, runtime.reductions, runtime.hooks,
         runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
-        runtime.loss_scale, runtime.health, base.resolved.policy.master, load, averages,
+        runtime.loss_scale, runtime.health, base.resolved.policy.master, load,
+        RunningStatistics(base.division.chunks.values(), base.axes.dp), averages,
     )  # fmt: skip
 
 

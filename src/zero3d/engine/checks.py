@@ -44,11 +44,7 @@ def is_dtensor(parameter: nn.Parameter) -> bool:
 
 def check_model(model: nn.Module, weights: Source | None) -> None:
     """Refuse a model that cannot be trained."""
-    if "_orig_mod" in dict(model.named_children()):
-        raise ConfigError(
-            "Engine(torch.compile(model)): its graph would hold the engine's hooks. Pass the model itself, and compile "
-            "its blocks before: zero3d.activations.compile_blocks(model), or train.compile: true in a file."
-        )
+    _refuse_untrainable(model)
     parameters = dict(model.named_parameters())
     if is_guarded(model) or any(map(is_dtensor, parameters.values())):
         raise ConfigError(
@@ -72,6 +68,28 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
             f"{len(on_meta)} parameters have no data (meta device), first {on_meta[0]!r}: load weights first, or pass "
             "weights= with their values (zero3d.models.open.open_model gives both)."
         )
+
+
+def _refuse_untrainable(model: nn.Module) -> None:
+    """Refuse modules and weights that torch cannot train, or not yet."""
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or kind} was compiled by torch.jit, whose weights cannot be pointed elsewhere: pass the plain "
+                "module, and torch.compile its blocks (zero3d.activations.compile_blocks)."
+            )
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet (a lazy module of {kind}): call the model once on an example, "
+                "without gradient, before the Engine is built."
+            )
+        if p.is_inference():
+            raise ConfigError(
+                f"parameter {name!r} was made under torch.inference_mode(), which autograd refuses for ever: build the "
+                "model outside of it, or copy it: model.load_state_dict({k: v.clone() for k, v in ...})."
+            )
 
 
 def check_experts(model: nn.Module, mesh: Mesh, how: str, exact: bool, sequence: bool, splits_backward: bool) -> None:

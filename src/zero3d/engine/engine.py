@@ -36,6 +36,7 @@ from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
+from zero3d.engine.registry import Registry
 from zero3d.engine.saving import copy_entry, open_saves
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
@@ -168,6 +169,7 @@ class Engine:
         self.offload, self.offload_why = assembly.offload
         self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
         self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
+        self._registry = Registry(division.module)
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
@@ -223,6 +225,7 @@ class Engine:
             with self.mesh.heartbeat.phase("save"):
                 self._saves.await_copy()
         self._refuse_averages("step()")
+        self._registry.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
@@ -318,6 +321,7 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
+        self._registry.check()
         self._saves.await_copy()
         self.optimizer.settle()
         return self._assembly.whole_parameters.opened(modules)
@@ -367,6 +371,13 @@ class Engine:
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
         self._refuse_averages("save()")
+        self._registry.check()
+        if self.accumulation.count:
+            raise CheckpointError(
+                f"save() after {self.accumulation.count} micro-batches of a step that is not applied yet: a checkpoint "
+                "holds no gradients, so they would be lost. Save after the step() that applies it, or forget them with "
+                "engine.zero_grad()."
+            )
         with self.mesh.heartbeat.phase("save"):
             self.optimizer.settle()
             save = self._saves.now if wait else self._saves.begin
@@ -466,6 +477,7 @@ class Engine:
 
         kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, or "merged"
         """
+        self._registry.check()
         self.optimizer.settle()
         return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
 

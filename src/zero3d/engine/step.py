@@ -18,6 +18,7 @@ from torch import Tensor
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.averages import Averages
 from zero3d.engine.health import Health
+from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.summation import SumOrder
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.load import ExpertLoad
@@ -63,6 +64,7 @@ class Stepper:
     health: Health
     master: torch.dtype
     expert_load: ExpertLoad
+    statistics: RunningStatistics
     averages: Averages | None = None
     count: int = 0
     figures: StepFigures | None = None
@@ -94,6 +96,7 @@ class Stepper:
             self.expert_load.close(trained=outcome.reason == APPLIED)
         finally:
             self.reset()  # whatever is still gathered holds the weights of before
+        self.statistics.share()
         self.health.count(outcome.reason)
         self.loss_scale.update(outcome.reason == OVERFLOW)
         if outcome.reason == APPLIED:

@@ -106,4 +106,5 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 
 def _are_possible() -> bool:
     """Return whether a forward saves anything, and may be followed: torch.func's gradients allow no hooks."""
-    return torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return torch.is_grad_enabled() and allowed

@@ -1,0 +1,86 @@
+"""Refuse a model whose parameters were added, removed or replaced after its engine was built.
+
+An engine trains, saves and exports the parameters that it found. A module put in afterwards has others, which nobody
+updates and which differ from rank to rank.
+
+    a new head            model.lm_head = nn.Linear(...)       another parameter under a known name
+    an adapter            get_peft_model(engine.module, ...)   new names
+    a new norm weight     norm.weight = nn.Parameter(...)      another parameter under a known name
+    a buffer              module.register_buffer(...)          a new name
+
+Looked at in every step, so cheaply: modules hold what they register in dicts, whose values are compared by identity.
+Buffers are compared by name alone: forwards assign new ones to old names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from zero3d.errors import LayoutError
+
+
+class Registered(NamedTuple):
+    """What a module has of its own: identities of its parameters and modules, names of its buffers."""
+
+    parameters: tuple[int, ...]
+    modules: tuple[int, ...]
+    buffers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Registered:
+        """Return what a module has now."""
+        parameters, modules = map(id, module._parameters.values()), map(id, module._modules.values())
+        return cls(tuple(parameters), tuple(modules), tuple(module._buffers))
+
+
+class Registry:
+    """Knows the parameters, persistent buffers and modules of a model as they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = dict(_parameters(module))
+        self._buffers = _buffers(module)
+        self._known = _registered(module)
+
+    def check(self) -> None:
+        """Raise LayoutError where the model has other parameters, or persistent buffers, than it had."""
+        if all(Registered.of(inner) == known for inner, known in self._known):
+            return
+        found, buffers = dict(_parameters(self._module)), _buffers(self._module)
+        replaced = [name for name, p in self._parameters.items() if name in found and found[name] is not p]
+        added = [name for name in found if name not in self._parameters] + sorted(buffers - self._buffers)
+        removed = [name for name in self._parameters if name not in found] + sorted(self._buffers - buffers)
+        changes = [("replaced", replaced), ("added", added), ("removed", removed)]
+        if any(names for _, names in changes):
+            told = "; ".join(f"{what}: {_some(names)}" for what, names in changes if names)
+            raise LayoutError(
+                f"the model has other parameters than when its Engine was built ({told}): the engine would neither "
+                "train nor save them. Change modules first (new heads, adapters, more tokens), then build the Engine; "
+                "new values for the same parameters are written inside `with engine.full_params():`."
+            )
+        self._known = _registered(self._module)  # modules without parameters came or went
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _buffers(module: nn.Module) -> set[str]:
+    """Return the names of persistent buffers."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._buffers
+        if name not in inner._non_persistent_buffers_set
+    }
+
+
+def _registered(module: nn.Module) -> list[tuple[nn.Module, Registered]]:
+    return [(inner, Registered.of(inner)) for inner in module.modules()]
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,41 @@
+"""Running statistics of normalisation layers, which every rank counts from its own micro-batches.
+
+At the end of every step all dp ranks take the first one's, as DistributedDataParallel's ranks do before every forward:
+evaluation, exports and checkpoints then have one model, whichever rank they ask. Other buffers stay each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from zero3d.distributed.collectives import Comm
+
+
+class RunningStatistics:
+    """Shares those of a model's modules."""
+
+    def __init__(self, roots: Iterable[nn.Module], dp: Comm) -> None:
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        self._layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
+        self._dp = dp
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Take rank 0's: a broadcast for each dtype, 8 bytes a channel and 8 a layer."""
+        if self._dp.size == 1:
+            return
+        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for layer in self._layers:
+            for buffer in layer._buffers.values():
+                if buffer is not None:
+                    by_dtype[buffer.dtype].append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self._dp.broadcast(flat, "-")
+            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))

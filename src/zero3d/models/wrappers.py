@@ -1,0 +1,90 @@
+"""The model inside its wrappers, so that names are those of the original module in checkpoints and exports.
+
+    DistributedDataParallel(model)   its parameters are named module.*; its hooks rest while it is not called itself
+    torch.compile(block)             its parameters are named _orig_mod.*
+    block.compile()                  no wrapper: compiles the call, with the hooks that an engine adds later
+    block.forward = Compiled(...)    no wrapper: compiles the forward, inside the hooks
+
+`unwrap` takes the first away and makes the last of the second.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
+
+
+class Compiled:
+    """Calls a module's own forward, compiled."""
+
+    def __init__(self, module: nn.Module, compile: Compile) -> None:
+        self._module, self._compile = module, compile
+        self._forward = compile(module.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """Compile the copied module's forward: the compiled function would go on calling the original."""
+        return Compiled(copy.deepcopy(self._module, memo), self._compile)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def unwrap(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]]) -> nn.Module:
+    """Return the model without wrappers; what torch.compile's compiled is compiled by its forward.
+
+    blocks  returns the blocks of a model: of one that is wrapped as a whole each is compiled by itself, since a graph
+            of all would hold the hooks of an engine
+    """
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return unwrap(model.module, blocks)
+    compiled = _compile_of(model)
+    if compiled is not None:
+        model = unwrap(model._modules["_orig_mod"], blocks)  # type: ignore[arg-type]
+        found = list(blocks(model))
+        for block in found:
+            _compile_forward(block, compiled)
+        if not found:
+            warnings.warn(
+                f"torch.compile({type(model).__name__}) without effect: the model has no list of blocks to compile one "
+                "by one. Compile parts of it: model.part = torch.compile(model.part).",
+                stacklevel=2,
+            )
+        return model
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if child is not None and (compiled := _compile_of(child)) is not None:
+                original = child._modules["_orig_mod"]
+                assert original is not None
+                module._modules[name] = original
+                _compile_forward(original, compiled)
+    return model
+
+
+def compile_by_block(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]]) -> None:
+    """Have `model.compile()` compile each block's forward: compiled as one, its graph would hold an engine's hooks."""
+
+    def compile_blocks(*args: Any, **options: Any) -> None:
+        for block in blocks(model):
+            _compile_forward(block, partial(torch.compile, *args, **options))
+
+    model.compile = compile_blocks  # type: ignore[method-assign]
+
+
+def _compile_of(module: nn.Module) -> Compile | None:
+    """Return what has compiled a module that is a wrapper of torch.compile. Only who has imported dynamo has one."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return module.dynamo_ctx if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+
+
+def _compile_forward(module: nn.Module, compile: Compile) -> None:
+    if "forward" not in vars(module):  # compiled or recomputed already
+        module.forward = Compiled(module, compile)
