@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
+from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import Lane
@@ -156,6 +159,12 @@ class Gathers:
 
     def _issue(self, unit: Unit) -> None:
         if unit.weights.state is State.SHARDED:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise ConfigError(
+                    f"torch.func or vmap reached the released weights of unit {unit.name!r}, which cannot be gathered "
+                    "inside of its transforms: put `with engine.full_params():` around the forward and its backward, "
+                    "or pass stage=2."
+                )
             unit.weights.settle()
             with self._lane.issue(unit.name):
                 unit.weights.gather()

@@ -74,6 +74,7 @@ class Hooks:
         self._task: int | None = None  # of the backward under way
         self._dropping: int | None = None  # the backward under way drops tokens at its end
         self._last_call: dict[Unit, int] = {}
+        self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         self._trainable = [unit for unit in units if unit.grads is not None]
         self._persistent = [unit for unit in units if not unit.weights.sharded]
@@ -206,6 +207,8 @@ class Hooks:
 
     def take(self, unit: Unit, index: int, grad: Tensor | None) -> None:
         """Take a gradient as `Reductions.take` does."""
+        if self._task is None and self._fresh[0] and not self._scheduled:
+            self._through_root(self._fresh)  # of a loss of inner activations: no output of the root is on its way
         if self.aside is None:
             self._reductions.take(unit, index, grad)
         elif grad is not None:
@@ -241,17 +244,18 @@ class Hooks:
             self._gathers.end_forward()
         for unit in self._persistent:
             unit.weights.ready()
+        if mode != "train":
+            return
+        self._fresh = fresh = [True]
         outputs = [t for t in tensors_out(output) if t.requires_grad]
-        if mode != "train" or not outputs:
+        if not outputs:
             return
         for unit in self._with_root:
             self._gathers.acquire(unit, ROOT_TURN)
-        fresh = [True]
 
         def begins(_: Tensor) -> None:
             if self._scheduled or self._reaches_parameters():
-                first, fresh[0] = fresh[0], False
-                self._through_root(first)
+                self._through_root(fresh)
             else:
                 self._drop_at_end()
 
@@ -261,7 +265,8 @@ class Hooks:
         """Return whether the backward under way accumulates gradients of parameters (Note 6)."""
         return any(_is_accumulated(p) for unit in self._trainable for p in unit.weights.params)
 
-    def _through_root(self, fresh: bool) -> None:
+    def _through_root(self, fresh: list[bool]) -> None:
+        """Begin a backward, or go on with it. fresh: of the root's forward that it goes through."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -270,7 +275,8 @@ class Hooks:
                 self._reductions.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # Note 4
         if self.aside is None:
-            self._reductions.due = self._accumulation.through_root(fresh)
+            first, fresh[0] = fresh[0], False
+            self._reductions.due = self._accumulation.through_root(first)
 
     def _drop_at_end(self) -> None:
         """Drop the tokens of a backward at its end, also of one that does not go through the root's outputs."""

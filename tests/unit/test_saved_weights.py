@@ -1,0 +1,304 @@
+"""Stage 3: a backward that does not come through a module's outputs finds its weights all the same (zero/saved.py)."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zero3d
+from zero3d.activations import recompute
+from zero3d.activations.recomputation import Recomputed
+from zero3d.errors import ConfigError
+
+WIDTH = 6
+STEPS = range(3)
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Chain(nn.Module):
+    """Blocks one after the other, whose outputs `pack` hides and `unpack` finds."""
+
+    def __init__(self, blocks, pack=lambda x: x, unpack=lambda x: x):
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+        self.out = nn.Linear(WIDTH, 1)
+        self.pack, self.unpack = pack, unpack
+        for block in self.layers:
+            block.pack, block.unpack = pack, unpack
+
+    def forward(self, x):
+        hidden = self.pack(x)
+        for block in self.layers:
+            hidden = block(hidden)
+        return self.out(self.unpack(hidden))
+
+
+class Block(nn.Module):
+    """A kernel between two linear layers. kept: what the last forward left on the module, for a loss of its own."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.first, self.kernel, self.last = nn.Linear(WIDTH, WIDTH), kernel, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        x = self.unpack(hidden)
+        self.kept = self.kernel(torch.tanh(self.first(x)))
+        return self.pack(x + self.last(self.kept))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.bilinear(x, x)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.line(x[:, None])[:, 0]
+
+
+KERNELS = {
+    "PReLU": lambda: nn.PReLU(WIDTH), "GroupNorm": lambda: nn.GroupNorm(2, WIDTH), "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+    "RMSNorm": lambda: nn.RMSNorm(WIDTH), "BatchNorm": lambda: nn.BatchNorm1d(WIDTH), "Bilinear": Twice, "scale": Scale,
+    "Conv": Convolution,
+}  # fmt: skip
+HIDDEN = {
+    "slots": (Slots, lambda box: box.value),
+    "object in a list": (lambda x: [Slots(x)], lambda box: box[0].value),
+    "deque": (lambda x: collections.deque([x]), lambda box: box[0]),
+    "set": (lambda x: {x}, lambda box: next(iter(box))),
+    "generator": (lambda x: (each for each in [x]), lambda box: next(iter(box))),
+    "closure": (lambda x: lambda: x, lambda box: box()),
+}
+
+
+def chain(kernel="LayerNorm", *hidden):
+    torch.manual_seed(0)
+    return Chain([Block(KERNELS[kernel]()) for _ in range(3)], *hidden)
+
+
+def batch(step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def of_output(model, module, x):
+    return model(x).pow(2).mean()
+
+
+def of_kept(model, module, x):
+    """A loss of inner activations alone."""
+    model(x)
+    return sum(block.kept.pow(2).mean() for block in module.layers)
+
+
+def of_both(model, module, x):
+    return model(x).pow(2).mean() + module.layers[1].kept.pow(2).mean()
+
+
+def penalty(model, module, x):
+    """The norm of the gradient of inputs (WGAN-GP)."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.mean() + (grad.norm(dim=1) - 1).pow(2).mean()
+
+
+def third(model, module, x):
+    """Three derivatives, as of equations that networks solve."""
+    x = x.clone().requires_grad_()
+    value = model(x).sum()
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(value, x, create_graph=True)
+        value = grad.pow(2).sum()
+    return value
+
+
+def two_graphs(model, module, x):
+    """Two forwards and their inner gradients before either's backward."""
+    return penalty(model, module, x) + penalty(model, module, x + 1)
+
+
+def trained(model, loss, **options):
+    engine = zero3d.Engine(
+        model, stage=3, units=[Block], clip_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05),
+        **{"precision": "fp32"} | options,
+    )  # fmt: skip
+    for step in STEPS:
+        engine.backward(loss(engine, engine.module, batch(step)))
+        assert engine.step().reason == "applied"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return engine
+
+
+def reference(model, loss):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in STEPS:
+        optimizer.zero_grad()
+        loss(model, model, batch(step)).backward()
+        optimizer.step()
+    return model
+
+
+def check(model, loss, change=lambda model: None, **options):
+    plain = reference(copy.deepcopy(model), loss)
+    change(model)
+    engine = trained(model, loss, **options)
+    with engine.full_params():
+        for name, p in engine.module.named_parameters():
+            torch.testing.assert_close(p, dict(plain.named_parameters())[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("loss", [of_kept, penalty])
+def test_every_kernel_has_its_weights(kernel, loss):
+    check(chain(kernel), loss)
+
+
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+def test_outputs_may_be_hidden(hidden):
+    check(chain("LayerNorm", *hidden), of_output)
+
+
+@pytest.mark.parametrize("loss", [of_both, third, two_graphs])
+def test_losses_may_go_other_ways(loss):
+    check(chain(), loss)
+
+
+@pytest.mark.parametrize("policy", ["full", "every:2"])
+@pytest.mark.parametrize("loss", [of_output, of_both])
+def test_recomputed_blocks_have_theirs(policy, loss):
+    if loss is of_both:  # what a forward leaves elsewhere is left twice: its gradient goes to the first one's graph
+        policy = "full"
+    check(chain(), loss, lambda model: recompute(model, policy))
+
+
+@pytest.mark.parametrize("hidden", ["slots", "closure"])
+def test_recomputed_blocks_may_hide_their_outputs(hidden):
+    model = chain("GroupNorm", *HIDDEN[hidden])
+    check(model, of_output, lambda model: recompute(model, "full"))
+    assert isinstance(model.layers[0].forward, Recomputed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_under_torchs_checkpoint_have_theirs(reentrant):
+    class Checkpointed(Chain):
+        def forward(self, x):
+            for block in self.layers:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.out(x)
+
+    torch.manual_seed(0)
+    model = Checkpointed([Block(nn.LayerNorm(WIDTH)) for _ in range(2)])
+    check(model, lambda model, module, x: model(x.requires_grad_()).pow(2).mean())
+
+
+def test_a_gradient_penalty_counts_one_micro_batch_and_may_be_fp16_or_exact():
+    engine = trained(chain(), penalty, precision="bf16", exact=True)
+    assert engine.steps == len(STEPS)
+    engine = zero3d.Engine(chain(), stage=2, precision="fp16", units=[Block])
+    engine.backward(penalty(engine, engine.module, batch(0).half()))
+    assert engine.accumulation.count == 1
+    assert engine.step().reason in ("applied", "overflow")
+
+
+def test_gradients_of_parameters_may_be_asked_for():
+    engine = zero3d.Engine(chain(), stage=3, precision="fp32", units=[Block])
+    weight = engine.module.layers[0].first.weight
+    (grad,) = torch.autograd.grad(of_output(engine, engine.module, batch(0)), [weight])
+    plain = chain()
+    (wanted,) = torch.autograd.grad(of_output(plain, plain, batch(0)), [plain.layers[0].first.weight])
+    torch.testing.assert_close(grad, wanted)
+    assert engine.accumulation.count == 0
+
+
+def test_a_write_in_place_is_an_error_as_in_torch():
+    class Writes(Block):
+        def forward(self, x):
+            hidden = torch.sigmoid(self.first(x))
+            y = self.last(hidden)
+            hidden.mul_(2)
+            return y
+
+    engine = zero3d.Engine(Chain([Writes(nn.Identity()) for _ in range(2)]), stage=3, precision="fp32", units=[Writes])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(engine(batch(0)).pow(2).mean())
+    assert engine.accumulation.count == 0
+
+
+def test_hooks_of_the_caller_are_kept():
+    model = chain()
+    seen = []
+
+    def pack(t):
+        seen.append(t.shape)
+        return t.detach()
+
+    def loss(model, module, x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return of_kept(model, module, x)
+
+    check(model, loss)
+    assert len(seen) > 2 * 20
+
+
+def test_functional_gradients_inside_a_forward_need_whole_weights():
+    class Forces(Chain):
+        def forward(self, x):
+            return torch.func.grad(lambda x: super(Forces, self).forward(x).sum())(x)
+
+    def forces():
+        torch.manual_seed(0)
+        return Forces([Block(nn.LayerNorm(WIDTH)) for _ in range(2)])
+
+    model = forces()
+    plain = reference(forces(), of_output)
+    engine = zero3d.Engine(
+        model,
+        stage=3,
+        units=[Block],
+        clip_norm=None,
+        precision="fp32",
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05),
+    )
+    with pytest.raises(ConfigError, match=r"torch\.func or vmap reached .*full_params"):
+        engine(batch(0))
+    engine.zero_grad()
+    for step in STEPS:
+        with engine.full_params():
+            engine.backward(engine(batch(step)).pow(2).mean())
+        assert engine.step().reason == "applied"
+    with engine.full_params():
+        for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_evaluation_saves_nothing():
+    engine = trained(chain(), of_output)
+    with torch.no_grad():
+        assert F.mse_loss(engine(batch(0)), engine(batch(0))) == 0
