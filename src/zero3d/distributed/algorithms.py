@@ -237,12 +237,12 @@ class Pairwise(Native):
             source, peer = (self._rank - step) % self._size, (self._rank + step) % self._size
             receive = partial(dist.irecv, targets[source], group=call.group, group_src=source, tag=tag)
             send = partial(dist.isend, sends[peer], group=call.group, group_dst=peer, tag=tag)
-            works += [call.run(receive)] if targets[source].numel() else []
-            works += [call.run(send)] if sends[peer].numel() else []
+            works += [(call.run(receive), source)] if targets[source].numel() else []
+            works += [(call.run(send), peer)] if sends[peer].numel() else []
 
         def wait() -> None:
-            for work in works:
-                call.run(work.wait)
+            for work, rank in works:
+                call.run(work.wait, rank)
             for peer, (part, host) in enumerate(zip(receives, targets, strict=True)):
                 if host is not part and peer != self._rank:
                     part.copy_(host)

@@ -23,7 +23,7 @@ from zero3d.errors import FAULT, OrderError, Zero3dError
 if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
 
-_NOTE = "zero3d/why a rank went away"
+_NOTE, _ENDED = "zero3d/why a rank went away", "zero3d/a rank that ended without an error"
 ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
@@ -87,16 +87,17 @@ class Axis:
     def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int | None = None) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
         with self.inside(op, unit, number, peer):
-            return self.guarded(op, unit, call)
+            return self.guarded(op, unit, call, peer)
 
-    def guarded(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
+    def guarded(self, op: str, unit: str, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Run what makes torch.distributed calls, among others, with the same errors."""
         begun = time.monotonic()
         try:
             return call()
         except RuntimeError as error:
             waited = time.monotonic() - begun
-            lost = _lost(f"{self._waited(waited)} in {op} of unit {unit!r}", error)
+            whom = "" if peer is None else f" for rank {peer} of that axis"
+            lost = _lost(f"{self._waited(waited)}{whom} in {op} of unit {unit!r}", error)
             if lost is None:
                 raise
             raise lost from error
@@ -166,9 +167,9 @@ class Call(NamedTuple):
     unit: str
     number: int = 0
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
-        return self.axis.call(self.op, self.unit, call, self.number)
+    def run(self, call: Callable[[], Any], peer: int | None = None) -> Any:
+        """Run a torch.distributed call, for one peer perhaps; a timeout or a lost peer becomes an error that says so."""
+        return self.axis.call(self.op, self.unit, call, self.number, peer)
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
@@ -179,8 +180,10 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
                 for peer, into in receives.items()}  # fmt: skip
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
-    for work in axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer):
-        axis.call(op, unit, work.wait, number, peer)
+    works = axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer)
+    whom = [*sends, *arriving] if len(works) == len(calls) else [peer] * len(works)  # NCCL has one for all
+    for work, one in zip(works, whom, strict=True):
+        axis.call(op, unit, work.wait, number, one)
     for peer, into in receives.items():
         if arriving[peer] is not into:
             into.copy_(arriving[peer])
@@ -195,6 +198,21 @@ def leave_note(text: str, code: int = FAULT) -> None:
         store = _get_default_store()
         if not store.check([_NOTE]):
             store.set(_NOTE, json.dumps([text[:_TEXT], code]))
+
+
+def say_ended() -> None:
+    """Say that this rank ends without an error: peers that still wait for it have more to do. The last one stays."""
+    with suppress(RuntimeError, ValueError):
+        _get_default_store().set(_ENDED, str(dist.get_rank()))
+
+
+def _has_ended() -> str:
+    """Return the number of a rank that has ended without an error; nothing where none has said so."""
+    with suppress(RuntimeError, ValueError):
+        store = _get_default_store()
+        if store.check([_ENDED]):
+            return str(store.get(_ENDED).decode())
+    return ""
 
 
 def read_note() -> str:
@@ -258,5 +276,10 @@ def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
         return OrderError(
             f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
+        )
+    if ended := _has_ended():
+        return Zero3dError(
+            f"{where}: rank {ended} has no more batches, and ended without an error. All ranks must run equally many "
+            "micro-batches."
         )
     return Zero3dError(f"{where}: look at the first rank that failed. ({message[:_SHOWN]})")

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
-from zero3d.distributed.axis import Axis, backends_of, read_note
+from zero3d.distributed.axis import Axis, backends_of, read_note, say_ended
 from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
@@ -33,7 +33,10 @@ from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 
-PATIENCE, GLOO_PATIENCE = timedelta(minutes=10), timedelta(minutes=30)  # torch's own defaults
+# Until a rank that waits for a peer is given up. On gloo torch's own default is 30 minutes, which a run has under a
+# watchdog (zero3d train), who is earlier; of an Engine alone nobody else would say who waits for whom.
+PATIENCE, WATCHED = timedelta(minutes=10), timedelta(minutes=30)
+TIMEOUT = "ZERO3D_TIMEOUT"  # seconds in the place of PATIENCE
 A_DAY = 24 * 3600.0  # seconds that ranks wait for one that tokenizes, or writes a checkpoint
 # By these a launcher shows a rank some of its host's devices alone.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -203,16 +206,28 @@ def start_distributed(device: torch.device | None = None) -> None:
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     atexit.register(_end)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, world = shared_store(os.environ, GLOO_PATIENCE if backend == "gloo" else PATIENCE)
+        patience = _patience(backend)
+        store, rank, world = shared_store(os.environ, patience)
         if backend != "gloo":
             claim_device(store, device, rank)
-        options = backend_options(backend, options_of("world"), PATIENCE)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=options)
+        options = backend_options(backend, options_of("world"), patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=options, timeout=patience)
         if backend == "gloo":  # it connects rank by rank: one that leaves at once would fail those still connecting
             dist.barrier()
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _patience(backend: str) -> timedelta:
+    """Return how long a rank waits for a peer. Raises MeshError for a time that is none."""
+    given = os.environ.get(TIMEOUT, "")
+    if not given:
+        return WATCHED if backend == "gloo" and WATCH in os.environ else PATIENCE
+    with suppress(ValueError, OverflowError):
+        if (seconds := float(given)) > 0:
+            return timedelta(seconds=seconds)
+    raise MeshError(f"{TIMEOUT}={given[:40]!r} is no number of seconds above 0, for which ranks wait for each other.")
 
 
 def _launched() -> Launched:
@@ -239,6 +254,8 @@ def _loopback() -> Iterator[None]:
 
 def _close(axis: weakref.ref[Axis]) -> None:
     """Close an axis at exit, before `_end`: an engine's references would keep a destroyed group's threads running."""
+    if getattr(sys, "last_value", None) is None:
+        say_ended()
     alive = axis()
     if alive is not None:
         alive.close()

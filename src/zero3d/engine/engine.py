@@ -31,6 +31,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, notes_memory
 from zero3d.engine.assembly import assemble
 from zero3d.engine.checks import bind_scheduler, check_step
+from zero3d.engine.counts import Counts
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.generation import Ending, check_options, generate
@@ -169,7 +170,7 @@ class Engine:
         self.offload, self.offload_why = assembly.offload
         self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
         self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
-        self._registry = Registry(division.module)
+        self._registry, self._counts = Registry(division.module), Counts(resolved.mesh)
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
@@ -250,6 +251,7 @@ class Engine:
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
+        self._counts.check(batches)
         self._order.begin(batches)
         with self._execution.together():
             try:
@@ -267,13 +269,15 @@ class Engine:
     @notes_memory
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
-        """Return the global mean loss without update, in eval mode; ranks run equally many micro-batches.
+        """Return the global mean loss without update, in eval mode.
 
+        Ranks run equally many micro-batches: ConfigError on all of them else. They tell each other how many they have,
+        at the beginning or, where that has no length, before each.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
         number = count()
-        counted = (batch for batch, _ in zip(micro_batches, number, strict=False))
         with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
+            counted = (batch for batch, _ in zip(self._counts.even(micro_batches), number, strict=False))
             sums = self._execution.evaluate(counted)
             return self._mean(self._order.sum_of(sums, next(number), trained=False))
 

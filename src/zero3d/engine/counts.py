@@ -1,0 +1,80 @@
+"""Whether all ranks have equally many micro-batches: one that has more would wait for its peers for ever.
+
+train_batch   has a list: on the CPU, where that costs no wait for a device, all tell each other how long it is
+evaluate      has a list, or something that gives batches one by one: then all tell each other before each that there is
+              one more
+
+What they tell is apart from the ledger, which counts what a step moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.mesh import Mesh
+from zero3d.errors import ConfigError
+from zero3d.memory.arena import Arena
+
+UNKNOWN = -1
+SHOWN = 4  # ranks in a message
+
+
+class Counts:
+    """Compares numbers of micro-batches over all ranks of a mesh; 8 bytes to each other rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._comm = Comm(mesh.everyone, Arena(mesh.device), Ledger())
+        self._device = mesh.device
+        self._alone = mesh.everyone.backend in ("none", "fake")  # a dry run has no peers
+
+    def check(self, batches: Sized) -> None:
+        """Raise ConfigError on all ranks where they have lists of different lengths; not on an accelerator."""
+        if self._device.type == "cpu" and not self._alone:
+            _refuse(self._exchange(len(batches)))
+
+    def even(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches; raises ConfigError on all ranks where they have different numbers, at the latest then."""
+        if self._alone:
+            return batches
+        counts = self._exchange(len(batches) if isinstance(batches, Sized) else UNKNOWN)
+        if UNKNOWN in counts:
+            return self._one_by_one(batches)
+        _refuse(counts)
+        return batches
+
+    def _one_by_one(self, batches: Iterable[Any]) -> Iterator[Any]:
+        over = object()
+        for number, batch in enumerate(_with_end(batches, over)):
+            counts = self._exchange(number + (batch is not over))
+            _refuse(counts, more=True)
+            if batch is over:
+                return
+            yield batch
+
+    def _exchange(self, count: int) -> list[int]:
+        told = self._comm.exchange(torch.tensor([count], dtype=torch.int64, device=self._device))
+        return [int(each) for each in self._comm.read(told.view(-1), [count] * self._comm.size)]
+
+
+def _with_end(batches: Iterable[Any], over: object) -> Iterator[Any]:
+    yield from batches
+    yield over
+
+
+def _refuse(counts: list[int], more: bool = False) -> None:
+    least = min(counts)
+    if least == max(counts):
+        return
+    fewer = [rank for rank, count in enumerate(counts) if count == least]
+    named = ", ".join(f"rank {rank}" for rank in fewer[:SHOWN]) + (" and others" if len(fewer) > SHOWN else "")
+    others = "others have more" if more else f"others have up to {max(counts)}"
+    raise ConfigError(
+        f"{named} {'has' if len(fewer) == 1 else 'have'} no more batches after {least}, and {others}: all ranks must "
+        "run equally many micro-batches, or those that have more wait for ever. Drop the last ones, or give a rank "
+        "that has none left a batch whose targets are all masked: its weight is 0."
+    )
