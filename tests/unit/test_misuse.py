@@ -421,6 +421,11 @@ def test_buffers_and_mappings_as_inputs(tmp_path, wrap):
     assert torch.equal(engine.module.norm.running_mean, other.module.norm.running_mean)
 
 
+def of_inference():
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
 def named(kind):
     """A builder of an optimizer whose class has a name."""
     return type(kind, (torch.optim.SGD,), {})
@@ -430,10 +435,9 @@ BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
     "a class as units": (lambda: make(units=Block), "pass a list"),
-    "a compiled model": (
-        lambda: make(torch.compile(build("net"))),
-        "compile its blocks before: zero3d.activations.compile_blocks",
-    ),
+    "a model of torch.jit": (lambda: make(torch.jit.script(nn.Linear(2, 2))), "whose weights cannot be pointed elsewhere: pass the plain module"),
+    "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
+    "weights of inference": (lambda: make(of_inference()), "build the model outside of it"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "looks at whole tensors": (
         lambda: make(optimizer=named("SOAP")),

@@ -178,7 +178,13 @@ def record(
 
 
 class Recorder:
-    """Runs the blocks of one model, cut into segments of `length` calls. keep: their inputs, otherwise (Note 6)."""
+    """Runs the blocks of one model, cut into segments of `length` calls.
+
+    keep    their inputs, otherwise (Note 6)
+    revive  is shown what a node is about to read: it may be a weight that an engine has released since
+    """
+
+    revive: Callable[[Tensor], None] | None = None
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -224,6 +230,8 @@ class Recorder:
                     outputs = self._repeat(call, outputs, last=call is absent.segment.calls[-1])
         if absent.value is None:
             raise ConfigError("A block raised in the forward of this loss, so its backward has nothing to recompute.")
+        if self.revive is not None:
+            self.revive(absent.value)
         return absent.value
 
     def _repeat(self, call: BlockCall, outputs: list[Tensor], last: bool) -> list[Tensor]:

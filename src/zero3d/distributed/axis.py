@@ -168,7 +168,7 @@ class Call(NamedTuple):
     number: int = 0
 
     def run(self, call: Callable[[], Any], peer: int | None = None) -> Any:
-        """Run a torch.distributed call, for one peer perhaps; a timeout or a lost peer becomes an error that says so."""
+        """Run a torch.distributed call, perhaps for one peer; a timeout or a lost peer becomes an error."""
         return self.axis.call(self.op, self.unit, call, self.number, peer)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero3d.activations.kept_inputs import recorders_of
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.health import Health
@@ -154,6 +155,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         hooks.append(
             Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined)
         )
+        for recorder in recorders_of(root) if hooks[-1].saved is not None else ():
+            recorder.revive = hooks[-1].saved.revive
         if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)

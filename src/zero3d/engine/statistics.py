@@ -37,5 +37,7 @@ class RunningStatistics:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self._dp.broadcast(flat, "-")
-            for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
+            start = 0
+            for buffer in buffers:
+                buffer.copy_(flat[start : start + buffer.numel()].view_as(buffer))
+                start += buffer.numel()

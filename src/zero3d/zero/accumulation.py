@@ -55,6 +55,11 @@ class Accumulation:
         self.reached = False
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether the backward under way is one whose weight the caller gave."""
+        return self._announced is not None
+
     @contextmanager
     def counting(self, announced: Contribution) -> Iterator[None]:
         """Run a backward inside, whose weight and place in the step the caller gives."""

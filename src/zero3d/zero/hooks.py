@@ -29,6 +29,7 @@ not, and for one tensor, as most blocks have, it is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from itertools import count
 from typing import Any, Literal
 from weakref import ref
@@ -60,6 +61,7 @@ class Hooks:
     """
 
     aside: Callable[[Unit, int, Tensor], None] | None = None
+    saved: SavedWeights | None = None
 
     def __init__(
         self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
@@ -74,6 +76,7 @@ class Hooks:
         self._task: int | None = None  # of the backward under way
         self._dropping: int | None = None  # the backward under way drops tokens at its end
         self._last_call: dict[Unit, int] = {}
+        self._inputs: list[ref[Tensor]] = []  # of the last forward, leaves that need a gradient
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         self._trainable = [unit for unit in units if unit.grads is not None]
@@ -108,7 +111,7 @@ class Hooks:
         sharded = {unit for group in uses.values() for unit in group if unit.weights.sharded}
         if not sharded:
             return
-        saved = SavedWeights(sharded, self._node_needs)
+        self.saved = saved = SavedWeights(sharded, self._node_needs)
         of_root = {p for unit in self._with_root for p in unit.weights.params}
         for module in root.modules():
             uses_unit = module is not root and any(unit in sharded for unit in uses.get(module, ()))
@@ -141,8 +144,9 @@ class Hooks:
             if not self._open.get(module):  # a hook before `begins` raised: its error is on the way
                 return
             call = self._open[module].pop()
+            again = torch._C._current_graph_task_id() != -1 and not getattr(module.forward, "replaying", False)
             for unit in units:
-                if torch._C._current_graph_task_id() != -1 and not any(_is(token, "backward") for token in unit.users):
+                if again and not any(_is(token, "backward") for token in unit.users):
                     self._node_needs(unit)  # Note 7
                 self._gathers.release(unit, ("forward", call))
             outputs = [t for t in tensors_out(output) if t.requires_grad]
@@ -229,6 +233,7 @@ class Hooks:
                 self._gathers.begin()
             else:
                 self._gathers.begin_forward(self._without_grad)
+            self._inputs = [ref(t) for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad]
         awaited, self._called = self._called, set()
         for unit in self._persistent:
             # Without grad torch's encoders ask whether a parameter has operations of its own, and take another path.
@@ -254,16 +259,25 @@ class Hooks:
             self._gathers.acquire(unit, ROOT_TURN)
 
         def begins(_: Tensor) -> None:
-            if self._scheduled or self._reaches_parameters():
-                self._through_root(fresh)
-            else:
+            if self._is_of_inputs():
                 self._drop_at_end()
+            else:
+                self._through_root(fresh)
 
         register_multi_grad_hook(outputs, begins, mode="any")
 
-    def _reaches_parameters(self) -> bool:
-        """Return whether the backward under way accumulates gradients of parameters (Note 6)."""
-        return any(_is_accumulated(p) for unit in self._trainable for p in unit.weights.params)
+    def _is_of_inputs(self) -> bool:
+        """Return whether what is under way are gradients of inputs, by torch.autograd.grad (Note 6)."""
+        if self._scheduled or self._accumulation.is_announced:
+            return False
+        inputs = (known() for known in self._inputs)
+        asked_for = any(_Reached.of(t) is _Reached.ASKED_FOR for t in inputs if t is not None)
+        for p in (p for unit in self._trainable for p in unit.weights.params):
+            reached = _Reached.of(p)
+            if reached is _Reached.ACCUMULATED:
+                return False
+            asked_for = asked_for or reached is _Reached.ASKED_FOR
+        return asked_for or torch.is_grad_enabled()
 
     def _through_root(self, fresh: list[bool]) -> None:
         """Begin a backward, or go on with it. fresh: of the root's forward that it goes through."""
@@ -311,11 +325,21 @@ def _is(token: object, kind: str) -> bool:
     return isinstance(token, tuple) and token[0] == kind
 
 
-def _is_accumulated(p: nn.Parameter) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(p).node))
-    except RuntimeError:  # torch.autograd.grad returns this parameter's gradient instead
-        return False
+class _Reached(Enum):
+    """What the backward under way does with the gradient of a leaf."""
+
+    NOT = auto()
+    ACCUMULATED = auto()
+    ASKED_FOR = auto()
+
+    @classmethod
+    def of(cls, leaf: Tensor) -> _Reached:
+        """Return what happens to a leaf's gradient."""
+        try:
+            executed = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        except RuntimeError:  # torch.autograd.grad returns it
+            return cls.ASKED_FOR
+        return cls.ACCUMULATED if executed else cls.NOT
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

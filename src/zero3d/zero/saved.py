@@ -68,6 +68,11 @@ class SavedWeights:
         module.register_forward_pre_hook(begins)
         module.register_forward_hook(ends, always_call=True)
 
+    def revive(self, t: Tensor) -> None:
+        """Gather the unit of a tensor that others have saved, if it is a released weight."""
+        if (unit := self._unit_of(t)) is not None and unit.weights.state in RELEASED:
+            self._gather(unit)
+
     def _push(self) -> None:
         """Put the hooks in force, inside of those that are."""
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
