@@ -34,6 +34,7 @@ from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
+from zero3d.engine.freezing import Freezing
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
@@ -170,6 +171,7 @@ class Engine:
         self.offload, self.offload_why = assembly.offload
         self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
         self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
+        self._freezing = Freezing(base, runtime)
         self._registry, self._counts = Registry(division.module), Counts(resolved.mesh)
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
@@ -227,6 +229,7 @@ class Engine:
                 self._saves.await_copy()
         self._refuse_averages("step()")
         self._registry.check()
+        self._freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._stepper.step(besides)
 
@@ -316,9 +319,11 @@ class Engine:
 
     # --- whole parameters -----------------------------------------------------------------------
 
-    def full_params(self, modules: nn.Module | Sequence[nn.Module] | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def full_params(self, modules: nn.Module | Sequence[nn.Module] | None = None) -> Iterator[None]:
         """Inside, the parameters of `modules` (None: all) are whole; writes are kept on exit.
 
+        `requires_grad_` inside freezes and unfreezes parameters, as `freeze` and `unfreeze` do.
         All ranks enter and leave together and write the same values (where they differ, the
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
         gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
@@ -328,7 +333,26 @@ class Engine:
         self._registry.check()
         self._saves.await_copy()
         self.optimizer.settle()
-        return self._assembly.whole_parameters.opened(modules)
+        with self._assembly.whole_parameters.opened(modules):
+            yield
+            self._registry.check()
+            self._freezing.follow()
+
+    def freeze(self, pattern: str) -> None:
+        """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
+
+        The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
+        """
+        self._freezing.set(self.module, pattern, trained=False)
+
+    def unfreeze(self, pattern: str) -> None:
+        """Train the parameters that a pattern of names matches, from the next forward on; all ranks call it.
+
+        Those that were frozen when the engine was built get masters, gradients and states of zeros, with all of their
+        unit, as if trained from the start; under pp, ep, exact, offload, Muon and ema that is a ConfigError.
+        """
+        self.optimizer.settle()
+        self._freezing.set(self.module, pattern, trained=True)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -155,8 +155,9 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         hooks.append(
             Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined)
         )
-        for recorder in recorders_of(root) if hooks[-1].saved is not None else ():
-            recorder.revive = hooks[-1].saved.revive
+        if (saved := hooks[-1].saved) is not None:
+            for recorder in recorders_of(root):
+                recorder.revive = saved.revive
         if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)

@@ -26,9 +26,11 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
     assembly.execution.check()
     base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
     axes, division = base.axes, base.division
+    full, trained = division.full_model, [unit for unit in runtime.units if unit.grads is not None]
+    names = {full.owner(slot.name) for unit in trained for slot in unit.layout.slots}
     return EngineState(
         modules=list(division.chunks.values()),
-        full_model=division.full_model,
+        full_model=full._replace(trainable=full.trainable | names),
         units=runtime.units,
         optimizer=runtime.optimizer,
         dp=axes.dp,

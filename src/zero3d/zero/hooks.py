@@ -101,10 +101,23 @@ class Hooks:
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         self._follow_saved(root, uses)
+        self._of_root = set(root.parameters())
         for unit in units:
             if unit.grads is not None:
-                for index, p in enumerate(unit.weights.params):
-                    p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
+                self._take_from(unit)
+
+    def train(self, unit: Unit) -> None:
+        """Take gradients of a unit that was frozen, if it is one of the root's."""
+        if not self._of_root.isdisjoint(unit.weights.params):
+            self._trainable.append(unit)
+            self._take_from(unit)
+
+    def _take_from(self, unit: Unit) -> None:
+        for index, p in enumerate(unit.weights.params):
+            trained = p.requires_grad
+            p.requires_grad_(True)  # a hook stays while its parameter is frozen, but does not come to one that is
+            p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
+            p.requires_grad_(trained)
 
     def _follow_saved(self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]]) -> None:
         """Follow weights that autograd saves (saved.py) in modules that use units, and of the root's in their own."""

@@ -148,6 +148,10 @@ class ModelGroup:
         self.longest = 0  # the most norms that one rank of the group has; known from the first step on
         self.summed = 0  # elements of partial gradients that a step sums; likewise
 
+    def forget(self) -> None:
+        """Ask the ranks of the group anew, in the next step, which norms they have."""
+        self._table, self.longest = None, 0
+
     @property
     def traded(self) -> list[Unit]:
         """Units whose gradients are sent to another rank."""

@@ -108,13 +108,25 @@ class ShardedOptimizer(OptimizerStates):
         groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
     ) -> None:  # fmt: skip
         super().__init__(units, order, build, groups, arena)
-        self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
         self._comm, self.clip_norm, self._model_group = comm, clip_norm, model_group
         self.tallied = torch.zeros(0, dtype=torch.float64, device=arena.device)
+        self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
+        self._names = {place: name for name, place in reversed(order.items())}
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Find what follows from units and their pieces."""
         self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self._reduced = self._places_of_reduced()
-        self._names = {place: name for name, place in reversed(order.items())}
         self._portions = portions_of([owned for owned in self.pieces if owned.records is None])
+
+    def extend(
+        self, new: Sequence[Unit], units: Sequence[Unit], order: dict[str, int], group_of: Callable[[str], int]
+    ) -> None:
+        """Update units that were frozen, too, and take their norms."""
+        super().extend(new, units, order, group_of)
+        self._model_group.forget()
+        self._arrange()
 
     def _places_of_reduced(self) -> list[tuple[MasterPiece, int]]:
         """Return, in model order, where the piece of each reduced gradient stands in its unit's shard."""

@@ -8,6 +8,7 @@ spans      where in a unit a state is, if not all groups have it (state_spans.py
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ class OptimizerStates:
     ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.grads is not None]
         self._arena = arena
-        self.pieces = sorted(self._own(order), key=lambda piece: piece.order)
+        self.pieces = sorted(self._own(self._units, order), key=lambda piece: piece.order)
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._flat: dict[tuple[str, str], Tensor] = {}
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
@@ -52,15 +53,28 @@ class OptimizerStates:
         self._coded: Collection[str] = getattr(self.torch, "coded", ())  # states that it stores in a form of its own
         self._check_blocks()
         self._store_first()
-        self._prefill()
+        self._prefill(self.pieces)
+
+    def extend(
+        self, new: Sequence[Unit], units: Sequence[Unit], order: dict[str, int], group_of: Callable[[str], int]
+    ) -> None:
+        """Update units that were frozen, too, with states of zeros. group_of: a parameter's group by name."""
+        self._units = [unit for unit in units if unit.grads is not None]
+        pieces = [replace(owned, group=group_of(owned.name)) for owned in self._own(new, order)]
+        self.pieces = sorted([*self.pieces, *pieces], key=lambda piece: piece.order)
+        for number, group in enumerate(self.torch.param_groups):
+            group["params"] += [owned.master for owned in pieces if owned.group == number]
+        self._check_blocks()
+        self._prefill(pieces)
+        self._adopted = []
 
     @property
     def units(self) -> Sequence[Unit]:
         """The trainable ones."""
         return self._units
 
-    def _own(self, order: dict[str, int]) -> Iterator[MasterPiece]:
-        for unit in self._units:
+    def _own(self, units: Sequence[Unit], order: dict[str, int]) -> Iterator[MasterPiece]:
+        for unit in units:
             for place, piece in enumerate(unit.weights.update_pieces(unit.comm.rank)):
                 slot = unit.layout.slots[piece.slot]
                 about = unit, slot.name, slot.shape, order[slot.name], slot.group
@@ -77,10 +91,10 @@ class OptimizerStates:
                 "itself as optimizer."
             )
 
-    def _prefill(self) -> None:
+    def _prefill(self, pieces: Sequence[MasterPiece]) -> None:
         """Make the states that are known (`state_names`) at the start: memory does not grow at the first step."""
         wide = torch.get_default_dtype() == torch.float64
-        for owned in self.pieces:
+        for owned in pieces:
             group, names = self.torch.param_groups[owned.group], self._state_names[owned.group]
             if names is None:
                 continue

@@ -23,12 +23,14 @@ class OptimizerChoice:
     """What the caller chose. group_of: parameter name -> group; build: pieces per group -> optimizer over them.
 
     block  elements of which no shard may have a part
+    group  of any parameter by name, also of one that is frozen
     """
 
     group_of: dict[str, int]
     groups: int
     build: Callable[[list[list[Tensor]]], Optimizer]
     block: int = GROUP
+    group: Callable[[str], int] = lambda name: 0
 
 
 def choose_optimizer(
@@ -66,7 +68,7 @@ def choose_optimizer(
     def build(pieces: list[list[Tensor]]) -> Optimizer:
         return make([{"params": part, **extra} for part, extra in zip(pieces, options, strict=True)])
 
-    return OptimizerChoice({name: index(name) for name in names}, len(options), build, block)
+    return OptimizerChoice({name: index(name) for name in names}, len(options), build, block, index)
 
 
 def fused_adamw(params: Any) -> Optimizer:
@@ -99,5 +101,10 @@ def _existing(model: nn.Module, optimizer: Optimizer) -> OptimizerChoice:
             group["params"] = part
         return optimizer
 
-    groups = {name: group_of_param[p] for name, p in trainable.items()}
-    return OptimizerChoice(groups, len(optimizer.param_groups), build, getattr(optimizer, "block", GROUP))
+    known = {name: group_of_param[p] for name, p in model.named_parameters() if p in group_of_param}
+    groups = {name: known[name] for name in trainable}
+
+    def group(name: str) -> int:
+        return known.get(name, 0)
+
+    return OptimizerChoice(groups, len(optimizer.param_groups), build, getattr(optimizer, "block", GROUP), group)

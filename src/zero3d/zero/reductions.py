@@ -59,18 +59,22 @@ class Reductions:
     def __init__(
         self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
     ) -> None:
-        self._closes, self._gathered = closes, gathered
-        trainable = [unit for unit in units if unit.grads is not None]
-        self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
-        self._lane = lane
+        self._closes, self._lane = closes, lane
+        self.extend(units, gathered)
         self._arrived: dict[Unit, set[int]] = {}
         self._next = 0
         self._in_flight: deque[Unit] = deque()
         self._completed: list[Unit] = []
         self._done: set[Unit] = set()  # of this backward
-        self.adopted = False  # rank 0's order is in use
         self.due = False  # this backward ends in a reduction
         self._backwards = 0  # since the last reduction: the same on all ranks
+
+    def extend(self, units: Sequence[Unit], gathered: Collection[Unit]) -> None:
+        """Reduce these units from now on, at first in reverse layout order: those that are trained."""
+        trainable = [unit for unit in units if unit.grads is not None]
+        self._order = [u for u in reversed(trainable) if not u.deferred] + [u for u in trainable if u.deferred]
+        self._gathered = gathered
+        self.adopted = False  # rank 0's order is in use
 
     def begin(self) -> None:
         """Begin a backward."""
@@ -101,7 +105,7 @@ class Reductions:
             unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
-        if len(arrived) == len(unit.weights.params) * unit.sources and unit not in self._completed:
+        if len(arrived) >= unit.trained * unit.sources and unit not in self._completed:
             self._completed.append(unit)
             if self.due:
                 self._drain()
@@ -124,7 +128,7 @@ class Reductions:
     def _drain(self) -> None:
         while self._next < len(self._order):
             unit = self._order[self._next]
-            if unit.deferred or unit not in self._completed:
+            if unit.deferred or (unit not in self._completed and unit.trained):  # of frozen ones nothing comes
                 return
             self._next += 1
             self._reduce(unit)

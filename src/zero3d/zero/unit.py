@@ -33,8 +33,21 @@ class Unit:
         self.comm, self.sources, self.part = setting.comm, setting.sources, setting.part
         self.stage = setting.policy.stage.number
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
-        owner = setting.gradients or Gradients
-        self.grads = owner(name, layout, dtype, setting) if self.weights.trainable else None
+        self._setting = setting
+        self.grads = self._own_gradients() if self.weights.trainable else None
+
+    def _own_gradients(self) -> Gradients:
+        return (self._setting.gradients or Gradients)(self.name, self.layout, self.dtype, self._setting)
+
+    def train(self) -> None:
+        """Make masters and gradients of a unit that was frozen."""
+        self.weights.train()
+        self.grads = self._own_gradients()
+
+    @property
+    def trained(self) -> int:
+        """How many of its parameters are not frozen now."""
+        return sum(p.requires_grad for p in self.weights.params)
 
     def slot_of(self, index: int) -> Slot:
         """Return the slot of a gradient's parameter, by its number among those of all sources."""

@@ -59,6 +59,11 @@ class MasterPiece:
         self.unit.weights.masters.write(self.piece.offset, values)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether its parameter is not frozen now."""
+        return self.unit.weights.params[self.piece.slot].requires_grad
+
+    @property
     def records(self) -> UnitRecords | None:
         """What its unit has in records, where its states are in one."""
         return self.unit.weights.records
@@ -105,9 +110,9 @@ class Portion:
         return self.buckets[-1].at + self.buckets[-1].stop - self.buckets[-1].start if self.buckets else 0
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step a torch optimizer over these pieces, which alone have gradients."""
+        """Step a torch optimizer over these pieces, which alone have gradients, but for frozen parameters'."""
         for owned in self.pieces:
-            owned.master.grad = owned.gradient
+            owned.master.grad = owned.gradient if owned.is_trained else None
         optimizer.step()
         for owned in self.pieces:
             owned.master.grad = None

@@ -73,6 +73,16 @@ class Weights:
         if self.sharded:
             self.release()
 
+    def train(self) -> None:
+        """Make masters of weights that were frozen, from these."""
+        self.trainable = True
+        self.masters = self._own_masters(self.full.dtype)
+        if isinstance(self.masters, SplitMasters):
+            self.masters.remainder.zero_()
+        elif self.masters.cast is not None:
+            masters, weights = self.masters.cast
+            masters.copy_(weights)
+
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
             device = self._setting.arena.device
@@ -198,9 +208,12 @@ class Weights:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
         targets = self.views if self.state is State.FULL else self._placeholders
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
-            if p.requires_grad != self.trainable and torch.is_grad_enabled():  # without grad it may be off for a while
-                what = "was frozen" if self.trainable else "was unfrozen"
-            elif p._version != version:
+            if p.requires_grad and not self.trainable and torch.is_grad_enabled():
+                raise LayoutError(
+                    f"parameter {slot.name!r} was unfrozen outside engine.full_params(), and has no optimizer states: "
+                    f"call engine.unfreeze({slot.name!r}), or requires_grad_(True) inside `with engine.full_params():`."
+                )
+            if p._version != version:
                 what = "was written in place" if same_memory(p, target) else "was replaced"
             elif not same_memory(p, target):
                 what = "has other data than its unit gave it"

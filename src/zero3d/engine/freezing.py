@@ -1,0 +1,107 @@
+"""Parameters that are frozen and unfrozen between steps.
+
+    trained at first   freezing switches `requires_grad` off: no gradient comes, and the optimizer leaves the parameter
+                       and its states alone, as torch's do. They stay where they are; unfreezing goes on with them
+    frozen at first    its unit has no masters, gradients and states. Unfreezing makes them: masters from the weights,
+                       states as zeros. Other parameters of that unit stay frozen
+
+The layout stays, so no parameter moves. What decides is `requires_grad` when a step is applied, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zero3d.engine.foundation import Foundation
+from zero3d.engine.runtime import Runtime
+from zero3d.errors import ConfigError
+from zero3d.zero.unit import Unit
+
+
+class Freezing:
+    """Owns what is done to an engine's units when parameters are frozen or unfrozen."""
+
+    def __init__(self, base: Foundation, runtime: Runtime) -> None:
+        self._base, self._runtime = base, runtime
+
+    def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
+        """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
+        parts = [part.strip() for part in pattern.split("|")]
+        named = module.named_parameters(remove_duplicate=False)
+        chosen = {p for name, p in named if any(fnmatch.fnmatchcase(name, part) for part in parts)}
+        world, device = self._base.axes.world, self._base.axes.arena.device
+        found = world.read(world.exchange(torch.tensor([float(bool(chosen))], device=device)).view(-1), [1.0])
+        if not any(found):
+            first = next(iter(dict(module.named_parameters())), "-")
+            raise ConfigError(
+                f"{pattern!r} matches no parameter: pass names or patterns of them, such as {first!r} or "
+                "'model.layers.0.*|*norm*'."
+            )
+        if trained:
+            self.open([unit for unit in self._runtime.units if not chosen.isdisjoint(unit.weights.params)])
+        for p in chosen:
+            p.requires_grad_(trained)
+
+    def follow(self) -> None:
+        """Give units what training needs of which a parameter has been unfrozen. Raises ConfigError."""
+        self.open([unit for unit in self._runtime.units if any(p.requires_grad for p in unit.weights.params)])
+
+    def open(self, units: Sequence[Unit]) -> None:
+        """Make masters, gradients and states of units that were frozen when the engine was built."""
+        new = [unit for unit in units if unit.grads is None]
+        if not new:
+            return
+        self._refuse(new[0])
+        runtime = self._runtime
+        for unit in new:
+            unit.train()
+            for hooks in runtime.hooks:
+                hooks.train(unit)
+        runtime.reductions.extend(runtime.units, runtime.model_group.untouched(runtime.units))
+        groups = self._base.resolved.groups
+        runtime.optimizer.extend(new, runtime.units, self._base.division.places, groups.group)
+
+    def check(self) -> None:
+        """Raise ConfigError where something is frozen that the step would update all the same."""
+        frozen = next((name for name, p in self._trained() if not p.requires_grad), None)
+        if frozen is None:
+            return
+        for what, remedy, there in (
+            ("states off the device", "offload='none'", self._runtime.tiers is not None),
+            ("Muon", "AdamW", bool(self._base.resolved.matrices)),
+        ):
+            if there:
+                raise ConfigError(
+                    f"parameter {frozen!r} was frozen after the engine was built, which is not built together with "
+                    f"{what}: freeze it before, or pass {remedy}."
+                )
+
+    def _trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+        units = [unit for unit in self._runtime.units if unit.grads is not None]
+        return [
+            (slot.name, p) for unit in units for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
+        ]
+
+    def _refuse(self, unit: Unit) -> None:
+        options, axes = self._base.options, self._base.axes
+        reasons: Mapping[str, bool] = {
+            "exact=True": options.zero.exact,
+            f"pp={axes.pp.size}": axes.pp.size > 1,
+            f"ep={axes.ep.size}": axes.ep.size > 1,
+            "states or weights off the device": self._runtime.tiers is not None,
+            "Muon": bool(self._base.resolved.matrices),
+            "ema": options.optimizer.ema is not None,
+            "replay": options.step.replay > 0,
+            "gather_budget": bool(self._base.division.full_model.tiles),
+        }
+        if why := next((reason for reason, there in reasons.items() if there), None):
+            name = unit.layout.slots[0].name
+            raise ConfigError(
+                f"parameter {name!r} was frozen when the engine was built, and unfreezing such a one is not built "
+                f"together with {why}: build the engine with requires_grad_(True), and freeze it with "
+                f"engine.freeze({name!r}) until it is to be trained."
+            )

@@ -1,0 +1,206 @@
+"""Parameters are frozen and unfrozen between steps, with the bits of plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from models import net
+from torch import nn
+
+import zero3d
+from zero3d.errors import CheckpointError, ConfigError
+
+WIDTH = 24
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, **{"lr": 0.05, "weight_decay": 0.1, "foreach": False} | options)
+
+
+def batch(step):
+    return torch.randint(0, 61, (2, 5), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, step):
+    return model(batch(step)).float().pow(2).mean()
+
+
+def set_trained(module, names, trained):
+    for name, p in module.named_parameters():
+        if any(name.startswith(part) for part in names):
+            p.requires_grad_(trained)
+
+
+def plain(model, schedule, steps=6):
+    """Train in torch's words; schedule: step -> (names, trained)."""
+    optimizer, norms = adamw(model.parameters()), []
+    for step in range(steps):
+        if step in schedule:
+            set_trained(model, *schedule[step])
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model, step).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return model, norms
+
+
+def sharded(engine, schedule, way, steps=range(6)):
+    norms = []
+    for step in steps:
+        if step in schedule:
+            names, trained = schedule[step]
+            if way == "full_params":
+                with engine.full_params():
+                    set_trained(engine.module, names, trained)
+            else:
+                (engine.unfreeze if trained else engine.freeze)("|".join(f"{name}*" for name in names))
+        engine.backward(loss_of(engine, step))
+        result = engine.step()
+        assert result.reason == "applied"
+        norms.append(result.grad_norm.item())
+    return norms
+
+
+SCHEDULES = {
+    "frozen, then trained": (["layers.0", "head"], {2: (["layers.0"], True), 4: (["head"], True)}),
+    "a part of a unit": (["layers.1.up.weight", "layers.1.norm"], {3: (["layers.1.up"], True)}),
+    "trained, then frozen": ([], {2: (["layers", "norm"], False), 4: (["layers.2"], True)}),
+    "there and back": (["layers.2"], {1: (["layers.2"], True), 3: (["layers.2"], False), 5: (["layers.2"], True)}),
+}
+
+
+def engine_of(frozen, stage, **options):
+    model = net()
+    set_trained(model, frozen, False)
+    options = {"precision": "fp32", "optimizer": adamw, "clip_norm": 0.5} | options
+    return zero3d.Engine(model, stage=stage, **options)
+
+
+@pytest.mark.parametrize("way", ["full_params", "names"])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("frozen", "schedule"), SCHEDULES.values(), ids=SCHEDULES)
+def test_the_bits_are_those_of_torch(frozen, schedule, stage, way):
+    model = net()
+    set_trained(model, frozen, False)
+    wanted, norms = plain(model, schedule)
+    engine = engine_of(frozen, stage)
+    assert sharded(engine, schedule, way) == pytest.approx(norms, rel=1e-6)
+    with engine.full_params():
+        for (name, p), other in zip(engine.module.named_parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(p, other, rtol=1e-6, atol=1e-7, msg=name)
+    uneven = [(e.category, e.planned, e.measured) for e in engine.memory if e.planned not in (None, e.measured)]
+    assert uneven == []
+
+
+def test_groups_and_ready_optimizers_have_places_for_what_comes_later():
+    model = net()
+    model.head.requires_grad_(False)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.0},
+              {"params": [p for p in model.parameters() if p.ndim < 2]}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    engine = zero3d.Engine(model, stage=3, optimizer=optimizer, precision="bf16")
+    before = len(optimizer.param_groups[0]["params"])
+    engine.unfreeze("head.*")
+    assert len(optimizer.param_groups[0]["params"]) == before + 1
+    sharded(engine, {}, "names", range(2))
+    engine = engine_of(["head"], 2, optimizer=adamw, param_groups=[{"match": "head*", "lr": 0.0}])
+    with engine.full_params():
+        head = engine.module.head.weight.detach().clone()
+    engine.unfreeze("head*")
+    sharded(engine, {}, "names", range(2))
+    with engine.full_params():
+        assert torch.equal(engine.module.head.weight, head)
+
+
+def test_a_checkpoint_of_an_unfrozen_model_goes_on_bit_for_bit(tmp_path):
+    schedule = {1: (["layers.0"], True)}
+    engine = engine_of(["layers.0", "head"], 3, precision="bf16", master="split")
+    sharded(engine, schedule, "names", range(3))
+    engine.save(tmp_path)
+    straight = sharded(engine, {}, "names", range(3, 5))
+    other = engine_of(["layers.0", "head"], 3, precision="bf16", master="split")
+    with pytest.raises(CheckpointError, match="were frozen in one run and trained in the other"):
+        other.load(tmp_path)
+    other.unfreeze("layers.0*")
+    other.load(tmp_path)
+    assert sharded(other, {}, "names", range(3, 5)) == straight
+    assert other.fingerprint() == engine.fingerprint()
+
+
+def test_on_two_ranks_over_tp_and_dp_states_go_on(ranks):
+    alone = ranks(1, staged, (1, 1))[0]
+    for shape in ((2, 1), (1, 2)):
+        for found in ranks(2, staged, shape):
+            assert found == [pytest.approx(each, rel=1e-9) for each in alone]
+
+
+def staged(shape):
+    """Losses and norms of a llama whose first layer is unfrozen, and whose last is frozen."""
+    from models import LiftCasts
+    from tensors import tiny
+
+    dp, tp = shape
+    with LiftCasts():
+        model = tiny("llama", kv_heads=4)
+        model.model.layers[0].requires_grad_(False)
+        mesh = zero3d.Mesh(dp=dp, tp=tp)
+        engine = zero3d.Engine(model, mesh=mesh, stage=3, precision="fp64", optimizer=adamw, clip_norm=0.5)
+        found = []
+        for step in range(4):
+            if step == 2:
+                engine.unfreeze("model.layers.0.*")
+                engine.freeze("model.layers.1.*|lm_head*")
+            ids = torch.randint(0, 60, (4, 6), generator=torch.Generator().manual_seed(step))
+            own = ids.chunk(dp)[mesh.place.dp]
+            loss = engine.train_batch([{"input_ids": own, "labels": own}])
+            found.append((float(loss), float(engine.last_step.grad_norm)))
+        return found
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"exact": True}, "exact=True"), ({"offload": {"optimizer": "host"}}, "off the device"), ({"ema": 0.9}, "ema"),
+    ({"optimizer": zero3d.optim.muon(lr=0.1)}, "Muon"),
+])  # fmt: skip
+def test_what_cannot_be_unfrozen_has_a_remedy_that_works(options, words):
+    engine = engine_of(["head"], 3, **options)
+    with pytest.raises(ConfigError, match=f"(?s){words}.*engine.freeze\\('head.weight'\\)"):
+        engine.unfreeze("head*")
+    if options.keys() & {"exact", "ema"}:
+        other = engine_of([], 3, **options)
+        other.freeze("head.weight")
+        with other.full_params():
+            head = other.module.head.weight.detach().clone()
+        sharded(other, {}, "names", range(1))
+        with other.full_params():
+            assert torch.equal(other.module.head.weight, head)
+
+
+def test_names_that_are_not_there_and_changes_outside():
+    engine = engine_of(["head"], 3)
+    with pytest.raises(ConfigError, match=r"'lm_head\*' matches no parameter: .*'embed.weight'"):
+        engine.freeze("lm_head*")
+    engine.module.head.requires_grad_(True)
+    with pytest.raises(zero3d.LayoutError, match=r"call engine.unfreeze\('head.weight'\)"):
+        engine(batch(0))
+
+
+def test_a_loss_through_a_model_that_is_frozen_for_a_while():
+    """A GAN's generator: its loss goes through the other's engine, whose parameters are frozen meanwhile."""
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+    plain_first, plain_second = copy.deepcopy(first), copy.deepcopy(second)
+    engines = [zero3d.Engine(m, stage=3, precision="fp32", units=[nn.Linear], optimizer=adamw) for m in (first, second)]
+    x = torch.randn(3, 4)
+    second.requires_grad_(False)
+    engines[0].backward(engines[1](engines[0](x)).pow(2).mean())
+    engines[0].step()
+    second.requires_grad_(True)
+    plain_second(plain_first(x)).pow(2).mean().backward()
+    optimizer = adamw(plain_first.parameters())
+    torch.nn.utils.clip_grad_norm_(plain_first.parameters(), 1.0)
+    optimizer.step()
+    with engines[0].full_params():
+        for p, other in zip(first.parameters(), plain_first.parameters(), strict=True):
+            torch.testing.assert_close(p, other)
+    engines[1].backward(engines[1](x).pow(2).mean())
+    assert engines[1].step().reason == "applied"
