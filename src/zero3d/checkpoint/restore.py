@@ -42,6 +42,7 @@ from zero3d.checkpoint.manifest import (
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.checkpoint.manifest_parts import part_of_rank, read_contents
 from zero3d.checkpoint.resume_contract import EMA, resume_guarantee
+from zero3d.checkpoint.save import STEP_OF
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
@@ -252,11 +253,21 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         engine.optimizer.updates.replace(manifest.step)
     for unit in engine.units:
         _restore_frozen(checkpoint, unit, engine)
+    counts = {
+        key.removeprefix(STEP_OF): value for key, value in optimizer["scalars"].items() if key.startswith(STEP_OF)
+    }
+    scalars = {key: value for key, value in optimizer["scalars"].items() if not key.startswith(STEP_OF)}
+    names = {engine.full_model.owner(owned.name): owned.name for owned in engine.optimizer.pieces}
+    missed = {names.get(name, name): int(scalars["step"] - count) for name, count in counts.items()}
+    engine.optimizer.count_from(int(scalars.get("step", manifest.step)), missed)
     for batch in engine.optimizer.in_batches():
         for owned in batch:
             saved = checkpoint.states.get(engine.full_model.owner(owned.name), ())
             states = [state for state in saved if state != AVERAGE or EMA in engine.about]
-            _restore_piece(reader, states, optimizer["scalars"], engine, owned)
+            own = (
+                scalars if missed.get(owned.name) is None else scalars | {"step": scalars["step"] - missed[owned.name]}
+            )
+            _restore_piece(reader, states, own, engine, owned)
     for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=False):
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:

@@ -59,6 +59,7 @@ from zero3d.memory.commit_file import sync
 from zero3d.precision import Halves
 from zero3d.rng import rng_state
 
+STEP_OF = "step of "  # how the count of one parameter is named
 ENTRIES = ("step-", "best")  # how names in a directory of checkpoints begin, behind a dot perhaps
 
 
@@ -304,12 +305,21 @@ def _loadable(folder: Path) -> Iterator[None]:
 
 
 def optimizer_scalars(engine: EngineState) -> dict[str, float]:
-    """Return per-parameter scalars of the optimizer ("step"), one value for all: pieces are updated together."""
-    for owned in engine.optimizer.pieces:
-        state = engine.optimizer.torch.state.get(owned.master, {})
-        return {
+    """Return per-parameter scalars of the optimizer ("step"), one value for all: pieces are updated together.
+
+    Parameters that were frozen for some steps have a count of their own, "step of NAME".
+    """
+    optimizer = engine.optimizer
+    for owned in optimizer.pieces:
+        state = optimizer.torch.state.get(owned.master, {})
+        scalars = {
             k: float(v)
             for k, v in state.items()
             if isinstance(v, (int, float)) or (isinstance(v, Tensor) and v.dim() == 0)
         }
+        if "step" in scalars and optimizer.missed:
+            scalars["step"] += optimizer.missed[owned.name]
+            names = [(engine.full_model.owner(name), missed) for name, missed in optimizer.missed.items()]
+            scalars |= {f"{STEP_OF}{name}": scalars["step"] - missed for name, missed in sorted(names) if missed}
+        return scalars
     return {}

@@ -24,7 +24,8 @@ parameter for the same reason: one flat fused update differs in its vector tails
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from typing import NamedTuple, Protocol, TypeVar
@@ -98,6 +99,7 @@ class ShardedOptimizer(OptimizerStates):
     clip_norm  largest norm of a step's gradient, or None; may be set between steps
     build      groups of pieces -> torch optimizer
     groups     options per parameter group; None: the pieces are passed as a plain list
+    missed     applied steps that were not one of a parameter, being frozen, by name; the same on all ranks
     """
 
     orthogonal: Callable[[], None] | None = None
@@ -112,6 +114,8 @@ class ShardedOptimizer(OptimizerStates):
         self.tallied = torch.zeros(0, dtype=torch.float64, device=arena.device)
         self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
         self._names = {place: name for name, place in reversed(order.items())}
+        self.missed: Counter[str] = Counter()
+        self._applied = 0
         self._arrange()
 
     def _arrange(self) -> None:
@@ -125,6 +129,8 @@ class ShardedOptimizer(OptimizerStates):
     ) -> None:
         """Update units that were frozen, too, and take their norms."""
         super().extend(new, units, order, group_of)
+        for unit in new:
+            self.missed.update({slot.name: self._applied for slot in unit.layout.slots if self._applied})
         self._model_group.forget()
         self._arrange()
 
@@ -255,7 +261,19 @@ class ShardedOptimizer(OptimizerStates):
         """Return the norms of all dp ranks [N, k] in the order in which they are combined."""
         return norms.flatten()
 
+    def count_from(self, applied: int, missed: Mapping[str, int]) -> None:
+        """Go on after so many applied steps, of which parameters have missed some."""
+        self._applied, self.missed = applied, Counter(missed)
+
+    def _count(self) -> None:
+        self._applied += 1
+        for unit in self._units:
+            if unit.trained < len(unit.weights.params):
+                frozen = zip(unit.layout.slots, unit.weights.params, strict=True)
+                self.missed.update(slot.name for slot, p in frozen if not p.requires_grad)
+
     def _update(self) -> None:
+        self._count()
         self.wait()  # masters may be what is sent
         if self.updates is not None:
             self.updates.begin(frozen_options(self.torch))
