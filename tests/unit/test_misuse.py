@@ -435,7 +435,10 @@ BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
     "a class as units": (lambda: make(units=Block), "pass a list"),
-    "a model of torch.jit": (lambda: make(torch.jit.script(nn.Linear(2, 2))), "whose weights cannot be pointed elsewhere: pass the plain module"),
+    "a model of torch.jit": (
+        lambda: make(torch.jit.script(nn.Linear(2, 2))),
+        "whose weights cannot be pointed elsewhere: pass the plain module",
+    ),
     "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
     "weights of inference": (lambda: make(of_inference()), "build the model outside of it"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),

@@ -131,7 +131,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if pipeline is None:
         execution: Execution = Direct(
             module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
-            resolved.mesh.heartbeat.work, replay,
+            resolved.mesh.heartbeat.work, replay, runtime.hooks[0].refuse_released,
         )  # fmt: skip
     else:
         execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
@@ -162,7 +162,8 @@ def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Set
 
 def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None, load: ExpertLoad) -> Stepper:
     return Stepper(
-        base.axes.dp, base.order, runtime.accumulation, runtime.gathers, runtime.reductions, runtime.hooks,
+        base.axes.dp, base.axes.world, base.order, runtime.accumulation, runtime.gathers, runtime.reductions,
+        runtime.hooks,
         runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
         runtime.loss_scale, runtime.health, base.resolved.policy.master, load,
         RunningStatistics(base.division.chunks.values(), base.axes.dp), averages,

@@ -64,6 +64,7 @@ class Direct:
     only      the option that has a forward make logits of the last position alone
     announce  tells the heartbeat what comes next
     replay    computes a micro-batch of some steps once more
+    examine   is shown a loss that is NaN, on the CPU: raises where it knows why
     """
 
     vocabulary = None
@@ -71,8 +72,9 @@ class Direct:
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
         abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None], replay: Replay | None,
+        examine: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
-        self._announce = announce
+        self._announce, self._examine = announce, examine
         self._module, self._losses, self._accumulation = module, losses, accumulation
         self._loss_scale, self._abandon, self._only, self._replay = loss_scale, abandon, only, replay
 
@@ -94,7 +96,10 @@ class Direct:
         self._announce(b"a backward")
         total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
+        self._accumulation.note_loss(total, weight)
         try:
+            if total.device.type == "cpu" and bool(total.isnan().any()):  # elsewhere that would wait for the device
+                self._examine(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:

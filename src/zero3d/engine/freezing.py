@@ -66,7 +66,8 @@ class Freezing:
         runtime.optimizer.extend(new, runtime.units, self._base.division.places, groups.group)
 
     def check(self) -> None:
-        """Raise ConfigError where something is frozen that the step would update all the same."""
+        """Raise ConfigError where something is frozen that the step would update all the same, or never trained."""
+        self._runtime.optimizer.check_groups()
         frozen = next((name for name, p in self._trained() if not p.requires_grad), None)
         if frozen is None:
             return

@@ -26,7 +26,7 @@ from zero3d.precision import LossScale
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.hooks import Hooks
-from zero3d.zero.optimizer import APPLIED, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
+from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.reductions import Reductions
 
 
@@ -53,6 +53,7 @@ class Stepper:
     """
 
     dp: Comm
+    world: Comm
     order: SumOrder
     accumulation: Accumulation
     gathers: Gathers
@@ -83,8 +84,9 @@ class Stepper:
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
             return self._result(NOT_DUE, self._constant("no norm", math.nan, self.master), lr)
+        nan = self.accumulation.nan
         try:
-            weight = self.order.end(self.accumulation)
+            weight = self.accumulation.poison(self.order.end(self.accumulation))
         except ConfigError:
             self.abandon()
             raise
@@ -108,7 +110,23 @@ class Stepper:
                 self.scheduler.step()
         applied = outcome.reason == APPLIED
         self.figures = StepFigures(applied, outcome.host_norm, self.loss_scale.value, lr, outcome.besides)
-        return self._result(outcome.reason, outcome.norm, lr)
+        reason = self._why(nan) if outcome.reason == OVERFLOW else outcome.reason
+        return self._result(reason, outcome.norm, lr)
+
+    def _why(self, nan: Tensor | None) -> str:
+        """Say why a norm is not finite: ranks whose loss was NaN, if any; 8 bytes to each other rank."""
+        mine = torch.zeros((), dtype=torch.float64, device=self.dp.device) if nan is None else nan.double()
+        told = self.world.read(self.world.exchange(mine.view(1)).view(-1), [0.0] * self.world.size)
+        ranks = [str(rank) for rank, flag in enumerate(told) if flag]
+        if not ranks:
+            return OVERFLOW
+        named = (
+            f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks[:4])}{' and others' * (len(ranks) > 4)}"
+        )
+        return (
+            f"{NAN_LOSS} on {named}: all labels there may be -100, and a mean over no targets is NaN (pass the "
+            "number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
+        )
 
     def reset(self) -> None:
         """Forget the gradients and micro-batches of this step, and release all units."""

@@ -19,7 +19,7 @@ class SilentAxis(Axis):
         """Name of the backend of a dry run."""
         return "fake"
 
-    def guarded(self, op: str, unit: str, call: Callable[[], Any]) -> Any:
+    def guarded(self, op: str, unit: str, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Leave the call out; there is nothing to wait for."""
         return Pending()
 

@@ -7,10 +7,12 @@ further backward of the same forward adds gradients only. The boundary is reache
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError
@@ -30,6 +32,7 @@ class Accumulation:
     count    micro-batches so far
     usual    micro-batches of the last step; `accumulate` before there was one
     weight   sum of their weights, which are in `weights`
+    nan      whether a loss of the step that has a weight is NaN, on its device; None where none was seen
     reached  the boundary: `step()` will apply
     draw     in exact mode: called with the number of a micro-batch before its forward. It has one backward then
     """
@@ -49,6 +52,7 @@ class Accumulation:
         if self.reached:
             self.usual = self.count
         self.count = 0
+        self.nan: Tensor | None = None
         self.weight: float | Tensor = 0.0
         self.weights: list[float | Tensor] = []
         self._drawn = -1  # the last micro-batch whose forward began
@@ -72,6 +76,19 @@ class Accumulation:
                 self._count(announced)
         finally:
             self._announced = None
+
+    def note_loss(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Note whether a loss that has a weight is NaN before its backward; nothing is read of a device."""
+        nan = loss.detach().isnan().any() & torch.as_tensor(weight != 0, device=loss.device)
+        self.nan = nan if self.nan is None else self.nan | nan
+
+    def poison(self, weight: float | Tensor) -> float | Tensor:
+        """Return a step's weight, NaN where a loss is: its gradients may be zeros, and would count for the mean."""
+        if self.nan is None or (self.nan.device.type == "cpu" and not self.nan):
+            return weight
+        if self.nan.device.type == "cpu":
+            return weight * math.nan
+        return torch.where(self.nan, math.nan, torch.as_tensor(weight, dtype=torch.float64, device=self.nan.device))
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
         """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""

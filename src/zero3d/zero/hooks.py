@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
+from zero3d.errors import ReleasedParameterError
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
@@ -77,6 +78,7 @@ class Hooks:
         self._dropping: int | None = None  # the backward under way drops tokens at its end
         self._last_call: dict[Unit, int] = {}
         self._inputs: list[ref[Tensor]] = []  # of the last forward, leaves that need a gradient
+        self._last_node = 0  # the number of autograd's nodes when the last forward ended
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         self._trainable = [unit for unit in units if unit.grads is not None]
@@ -266,6 +268,7 @@ class Hooks:
             return
         self._fresh = fresh = [True]
         outputs = [t for t in tensors_out(output) if t.requires_grad]
+        self._last_node = max((t.grad_fn._sequence_nr() for t in outputs if t.grad_fn is not None), default=0)
         if not outputs:
             return
         for unit in self._with_root:
@@ -321,6 +324,28 @@ class Hooks:
             self._reductions.flush()
         self._task = None
         self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward"))
+
+    def refuse_released(self, loss: Tensor) -> None:
+        """Raise ReleasedParameterError where a loss uses a released parameter behind the root's forward, as NaN."""
+        names = {
+            get_gradient_edge(p).node: slot.name
+            for unit in self._trainable
+            if unit.weights.sharded and "full_params" not in unit.users
+            for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
+        }
+        seen, left = set(), [loss.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in seen or node._sequence_nr() < self._last_node:
+                continue
+            seen.add(node)
+            following = [child for child, _ in node.next_functions]
+            if name := next((names[child] for child in following if child in names), None):
+                raise ReleasedParameterError(
+                    f"the loss is NaN: it uses parameter {name!r} outside of a forward, where at stage 3 it has no "
+                    "values. Put `with engine.full_params():` around forward, loss and backward, or pass stage=2."
+                )
+            left += following
 
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""

@@ -48,6 +48,7 @@ from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
 
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
+NAN_LOSS = "NaN loss"  # how the reason of an overflow begins that was there before the backward
 
 
 class InForward(Protocol):
@@ -67,7 +68,8 @@ class StepResult(NamedTuple):
     grad_norm   fp32 (fp64 under fp64), before clipping, equal on all ranks and stages; NaN off the boundary
     loss_scale  fp32, the scale of the next step
     lr          fp64, of the first parameter group as used in this step
-    reason      on the host: "applied", "overflow" (a norm that is not finite), "no targets" (all weights 0), "not due"
+    reason      on the host: "applied", "overflow" (a norm that is not finite), "no targets" (all weights 0), "not due";
+                "NaN loss on rank 1: ..." where the loss itself was NaN
     """
 
     applied: Tensor

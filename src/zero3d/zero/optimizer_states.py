@@ -52,8 +52,19 @@ class OptimizerStates:
         self._known = {key for names in self._state_names for key in names or ()}
         self._coded: Collection[str] = getattr(self.torch, "coded", ())  # states that it stores in a form of its own
         self._check_blocks()
+        self._in_groups = _count_in_groups(self.torch)
         self._store_first()
         self._prefill(self.pieces)
+
+    def check_groups(self) -> None:
+        """Raise ConfigError where the torch optimizer's groups have other parameters than they were given."""
+        if _count_in_groups(self.torch) != self._in_groups:
+            raise ConfigError(
+                f"the optimizer's groups have {_count_in_groups(self.torch)} parameters, and the engine gave them "
+                f"{self._in_groups}, which are pieces of the model's (add_param_group after the Engine was built?): "
+                "the others would not be trained. Give the groups to the optimizer before, and freeze and unfreeze "
+                "parameters with engine.freeze(pattern) and engine.unfreeze(pattern)."
+            )
 
     def extend(
         self, new: Sequence[Unit], units: Sequence[Unit], order: dict[str, int], group_of: Callable[[str], int]
@@ -64,6 +75,7 @@ class OptimizerStates:
         self.pieces = sorted([*self.pieces, *pieces], key=lambda piece: piece.order)
         for number, group in enumerate(self.torch.param_groups):
             group["params"] += [owned.master for owned in pieces if owned.group == number]
+        self._in_groups = _count_in_groups(self.torch)
         self._check_blocks()
         self._prefill(pieces)
         self._adopted = []
@@ -248,6 +260,10 @@ class OptimizerStates:
             span = self.span(unit, key) if name == unit.name else None
             if span is not None:
                 yield span, Fraction(flat.numel() * flat.dtype.itemsize, span.stop - span.start)
+
+
+def _count_in_groups(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def state_names(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -6,6 +6,7 @@ Layout follows the groups: parameters of one group lie together in their unit.
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ def choose_optimizer(
         )
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     block: int = getattr(make, "block", GROUP)
+    make = _explained(make)
     if param_groups is None:
         return OptimizerChoice(dict.fromkeys(names, 0), 1, lambda pieces: make(pieces[0] or [torch.empty(0)]), block)
     for group in param_groups:
@@ -69,6 +71,23 @@ def choose_optimizer(
         return make([{"params": part, **extra} for part, extra in zip(pieces, options, strict=True)])
 
     return OptimizerChoice({name: index(name) for name in names}, len(options), build, block, index)
+
+
+def _explained(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Return a builder whose ValueError, as torch's optimizers raise it, says what it was given."""
+
+    @functools.wraps(make, updated=())
+    def build(params: Any) -> Optimizer:
+        try:
+            return make(params)
+        except ValueError as error:
+            raise ConfigError(
+                f"the optimizer's builder raised {type(error).__name__}: {error} (It is given pieces of parameters, "
+                "1-D tensors, in lists or groups: one that chooses by shape or name cannot. Pass param_groups=[{"
+                "'match': '*norm*', ...}], for matrices zero3d.optim.muon(...), or freeze what is not to be trained.)"
+            ) from error
+
+    return build
 
 
 def fused_adamw(params: Any) -> Optimizer:

@@ -1,0 +1,177 @@
+"""A model that is changed after its engine was built, wrapped before it, or compiled, is trained as it is or refused."""
+
+import pytest
+import torch
+from models import build, net
+from torch import nn
+
+import zero3d
+from zero3d.activations import recompute
+from zero3d.activations.recomputation import Recomputed
+from zero3d.engine.registry import Registry
+from zero3d.errors import CheckpointError, ConfigError, LayoutError
+from zero3d.models.wrappers import Compiled
+
+
+def engine_of(model=None, **options):
+    return zero3d.Engine(net() if model is None else model, **{"stage": 2, "precision": "fp32"} | options)
+
+
+def backward(engine):
+    ids = torch.arange(10).view(2, 5)
+    engine.backward(engine(ids).float().pow(2).mean())
+
+
+def head(model):
+    model.head = nn.Linear(24, 61, bias=False)
+
+
+def block(model):
+    model.layers[0].extra = nn.Linear(24, 24)
+
+
+def norm(model):
+    model.norm.weight = nn.Parameter(torch.ones(24))
+
+
+def gone(model):
+    del model.layers[2]
+
+
+def buffer(model):
+    model.register_buffer("mean", torch.zeros(3))
+
+
+CHANGES = {head: "replaced: head.weight", block: "added: layers.0.extra.weight, layers.0.extra.bias",
+           norm: "replaced: norm.weight", gone: "removed: layers.2.norm.weight", buffer: "added: mean"}  # fmt: skip
+VERBS = {
+    "step": lambda engine, folder: (backward(engine), engine.step()),
+    "save": lambda engine, folder: engine.save(folder),
+    "export": lambda engine, folder: engine.export(folder),
+    "full_params": lambda engine, folder: engine.full_params().__enter__(),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
+@pytest.mark.parametrize("verb", VERBS)
+def test_other_parameters_are_refused_by_name(change, words, verb, tmp_path):
+    engine = engine_of()
+    change(engine.module)
+    with pytest.raises(LayoutError, match=f"other parameters than when its Engine was built .*{words}"):
+        VERBS[verb](engine, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_what_changes_inside_full_params_is_refused_on_leaving():
+    engine = engine_of()
+    with pytest.raises(LayoutError, match=r"replaced: head\.weight"), engine.full_params():
+        head(engine.module)
+
+
+def test_modules_without_parameters_and_buffers_of_forwards_may_change():
+    model = net()
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    registry = Registry(model)
+    model.layers[0].dropout = nn.Identity()
+    model.cache = torch.ones(3)
+    model.register_buffer("mask", torch.ones(2), persistent=False)
+    registry.check()
+    head(model)
+    with pytest.raises(LayoutError, match=r"replaced: head\.weight"):
+        registry.check()
+
+
+def test_a_half_window_is_not_saved(tmp_path):
+    engine = engine_of(accumulate=3)
+    backward(engine)
+    with pytest.raises(CheckpointError, match=r"save\(\) after 1 micro-batches .*engine.zero_grad\(\)"):
+        engine.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    engine.zero_grad()
+    engine.save(tmp_path)
+
+
+def names_of(engine):
+    return [name for name, _ in engine.module.named_parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["blocks", "whole", "later", "blocks, recomputed"])
+def test_compiled_models_keep_their_names_and_bits(how, stage):
+    plain, model = build("net"), build("net")
+    if how == "whole":
+        model = torch.compile(model, backend="eager")
+    elif how != "later":
+        for number, each in enumerate(model.layers):
+            model.layers[number] = torch.compile(each, backend="eager")
+    if how == "blocks, recomputed":
+        recompute(model, "full")
+    engine, other = engine_of(model, stage=stage), engine_of(plain, stage=stage)
+    if how == "later":
+        engine.module.compile(backend="eager")
+    assert names_of(engine) == names_of(other)
+    for each in (engine, other):
+        backward(each)
+        each.step()
+    assert engine.fingerprint() == other.fingerprint()
+    forwards = [block.forward.inner if "recomputed" in how else block.forward for block in engine.module.layers]
+    assert all(isinstance(forward, Compiled) for forward in forwards)
+    assert all(isinstance(block.forward, Recomputed) == ("recomputed" in how) for block in engine.module.layers)
+
+
+def test_a_compiled_model_without_blocks_says_that_it_is_not_compiled():
+    with pytest.warns(UserWarning, match=r"torch.compile\(Linear\) without effect"):
+        engine = engine_of(torch.compile(nn.Linear(3, 3), backend="eager"))
+    assert type(engine.module) is nn.Linear
+
+
+def test_data_parallel_wrappers_are_taken_off():
+    engine = engine_of(nn.DataParallel(net()))
+    assert names_of(engine)[0] == "embed.weight"
+    backward(engine)
+    assert engine.step().reason == "applied"
+
+
+def test_groups_that_grow_later_are_refused():
+    model = net()
+    model.head.requires_grad_(False)
+    engine = engine_of(model)
+    engine.optimizer.torch.add_param_group({"params": list(model.head.parameters())})
+    backward(engine)
+    with pytest.raises(ConfigError, match=r"add_param_group after .*engine.unfreeze\(pattern\)"):
+        engine.step()
+
+
+def test_a_builder_that_finds_no_matrices_is_told_what_it_gets():
+    with pytest.raises(ConfigError, match=r"1-D tensors.*zero3d.optim.muon"):
+        engine_of(optimizer=lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]))
+
+
+def test_a_nan_loss_names_the_rank_and_the_likely_reason():
+    engine = engine_of()
+    logits = engine(torch.arange(4)[None]).float()[0]
+    loss = nn.functional.cross_entropy(logits, torch.full((4,), -100))  # whose gradients are zeros
+    engine.backward(loss, weight=0)
+    assert engine.step().reason == "no targets"
+    engine.backward(nn.functional.cross_entropy(engine(torch.arange(4)[None]).float()[0], torch.full((4,), -100)))
+    result = engine.step()
+    assert not result.applied
+    assert result.reason.startswith("NaN loss on rank 0: all labels there may be -100")
+    backward(engine)
+    assert engine.step().reason == "applied"
+
+
+def test_a_regulariser_over_released_weights_is_refused_by_name():
+    engine = engine_of(stage=3, units=["layers.*"])
+    ids = torch.arange(10).view(2, 5)
+
+    def loss():
+        return engine(ids).float().pow(2).mean() + sum(p.float().pow(2).sum() for p in engine.module.parameters())
+
+    with pytest.raises(
+        zero3d.ReleasedParameterError, match=r"uses parameter '.*' outside of a forward.*full_params\(\)"
+    ):
+        engine.backward(loss())
+    with engine.full_params():
+        engine.backward(loss())
+    assert engine.step().reason == "applied"
