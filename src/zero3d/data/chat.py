@@ -19,7 +19,8 @@ from operator import itemgetter
 from typing import Any
 
 from zero3d.data.tokenizers import HfTokenizer, Tokenizer
-from zero3d.errors import ConfigError, DataError
+from zero3d.data.trial import in_short, is_panic, told, try_template
+from zero3d.errors import ConfigError, DataError, Zero3dError
 
 Tokens = tuple[list[int], list[int]]  # ids, and 1 where a token is a target
 Span = tuple[int, int]  # characters of a text
@@ -39,7 +40,8 @@ class ChatTemplate:
             raise ConfigError(f"chat messages need a fast tokenizer (tokenizer.json), and {tokenizer.name} is none.")
         self._name = tokenizer.name
         self._inner = tokenizer.inner
-        self.source: str = template or tokenizer.inner.get_chat_template()
+        self.source: str = template or _template_of(tokenizer)
+        try_template(self.source, tokenizer.inner.special_tokens_map, tokenizer.name)
         self._marked = bool(GENERATION.search(self.source))
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
@@ -65,7 +67,8 @@ class ChatTemplate:
 
     def tokens(self, text: str, answers: Sequence[Span], start: bool = False) -> Tokens:
         """Return ids and targets of a rendered text; if `start`, with the special tokens that it may lack."""
-        encoded = self._inner(text, add_special_tokens=start, return_offsets_mapping=True, verbose=False)
+        with told(self._name):
+            encoded = self._inner(text, add_special_tokens=start, return_offsets_mapping=True, verbose=False)
         targets = [int(any(a <= first < b for a, b in answers)) for first, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), targets
 
@@ -102,12 +105,33 @@ class ChatTemplate:
         return str(self._inner.apply_chat_template(messages, chat_template=self.source, tokenize=False, **options))
 
 
+def _template_of(tokenizer: HfTokenizer) -> str:
+    """Return the template of a tokenizer. Raises ConfigError where it has several, and none by default."""
+    try:
+        return str(tokenizer.inner.get_chat_template())
+    except Exception as error:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name} cannot be used ({in_short(error)}): give it one, in "
+            "chat_template.jinja, or set data.tokenizer to that of another chat model."
+        ) from error
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise ValueError for what a template raises."""
+    """Raise ValueError for what a template raises: a program of others may raise anything."""
     from jinja2 import TemplateError
 
     try:
         yield
+    except Zero3dError:
+        raise
     except (TemplateError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
+    except ValueError:
+        raise
+    except BaseException as error:
+        if is_panic(error):  # of a tokenizer that is called with the template
+            raise ValueError(f"the tokenizer fails on it ({in_short(error)})") from error
+        if not isinstance(error, Exception):
+            raise
+        raise ValueError(f"the chat template refuses it: {in_short(error)}") from error
