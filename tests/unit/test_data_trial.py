@@ -1,6 +1,8 @@
 """Tokenizers and chat templates of others: whatever they do, one error of ours, and no rank that hangs or is gone."""
 
 import json
+import os
+import pickle
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from corpora import APPENDS, CHAT, MARKS, opened, save_tokenizer, tiny_tokenizer, write_lines
 
 from zero3d.data import trial
+from zero3d.data.patience import Patience, TookTooLong
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
 
@@ -71,6 +74,48 @@ def test_whatever_a_template_raises_makes_a_bad_line_of_the_conversation(tmp_pat
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     assert encoded(tmp_path, template, skip_bad_lines=True).documents == 1
+
+
+@pytest.mark.parametrize("template", [APPENDS, pytest.param(MARKS, marks=pytest.mark.long)])
+def test_a_template_that_loops_over_a_conversation_of_the_data_makes_a_bad_line_of_it(tmp_path, template):
+    template = "{% if messages[0].content == 'what is one and one' %}" + FOREVER + "{% endif %}" + template
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the chat template takes more than 1 s of a processor for it"):
+        encoded(tmp_path, template)
+
+
+def endless():
+    while True:
+        pass
+
+
+def test_what_is_over_is_not_ended_and_what_is_ended_may_begin_again():
+    patience = pickle.loads(pickle.dumps(Patience(0.01)))
+    for _ in range(3):
+        with pytest.raises(TookTooLong), patience.limited():
+            endless()
+        assert patience.began == {}
+        for _ in range(3000):
+            with patience.limited():
+                pass
+
+
+def ended_after_a_fork():
+    """Whether a fork of a process whose thread looks has one, too."""
+    patience = Patience(0.01)
+    with patience.limited():
+        pass
+    process = os.fork()
+    if process == 0:
+        try:
+            with patience.limited():
+                endless()
+        except TookTooLong:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_fork_is_as_patient(alone):
+    assert alone(ended_after_a_fork) == 7
 
 
 @pytest.mark.parametrize("template", [APPENDS, MARKS, "{{ raise_exception('never') }}", "{% if %}", ""])

@@ -8,7 +8,8 @@ panics in Rust, or has the system abort. Whatever a template refuses of a sample
 other roles. The process is started anew, never forked, and has neither torch nor transformers: it takes some tenths of
 a second, once for each content.
 
-A text that only the data have may still go wrong: `told` makes panics and other failures of encoding a DataError.
+A text that only the data have may still go wrong: `told` makes panics and other failures of encoding a DataError, and
+patience.py ends a template that loops.
 """
 
 from __future__ import annotations
