@@ -23,6 +23,7 @@ import zero3d
 import zero3d.train.run
 from zero3d.checkpoint import slots
 from zero3d.errors import CheckpointError
+from zero3d.memory import commit_file
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.offload import Offload
 from zero3d.train.folder import Folder
@@ -347,6 +348,66 @@ def test_slots_of_one_step_that_two_runs_have_written_are_no_place_to_go_on_from
     assert ranks(2, mixed, str(tmp_path)) == [[1, None]] * 2
 
 
+def flip(states, commit):
+    """Flip 64 bytes in the middle of the committed slot."""
+    at = states.stat().st_size * (1 + 2 * json.loads(commit.read_text())["slot"]) // 4
+    with states.open("r+b") as file:
+        file.seek(at)
+        data = file.read(64)
+        file.seek(at)
+        file.write(bytes(byte ^ 255 for byte in data))
+
+
+def older(_, commit):
+    """Make a commit what one of format 1 was, before records had checksums."""
+    entries = json.loads(commit.read_text())
+    entries = {k: v for k, v in entries.items() if k not in ("sha256", "sums", "sums_before")} | {"format": 1}
+    commit.write_text(json.dumps(entries | {"sha256": commit_file._checksum(entries)}))
+
+
+def spoilt(folder, damage):
+    """Let rank 1's slots be damaged, try to go on from them, and go on from a checkpoint if that is refused."""
+    slots, mine = Path(folder, "slots"), dist.get_rank() == 1
+    engine = engine_of(TWO, {**PLACES["disk"], "directory": str(slots)})
+    for number in range(2):
+        engine.train_batch(two_of(number))
+        engine.note({"number": number})
+    saved, trained_so_far = engine.save(f"{folder}/saved"), engine.fingerprint()
+    del engine
+    if mine:
+        damage(*(slots / f"rank-00001.{kind}" for kind in ("states", "commit")))
+    engine = engine_of(TWO, {**PLACES["disk"], "directory": str(slots)})
+    before, refused = engine.fingerprint(), None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            engine.load_slots()
+        except CheckpointError as error:
+            refused = error
+            assert engine.fingerprint() == before != trained_so_far
+            engine.load(saved)
+    assert engine.fingerprint() == trained_so_far
+    told = [str(each.message) for each in said if "without checksums" in str(each.message)]
+    return None if refused is None else (str(refused), refused.exit_code), told
+
+
+def test_a_damaged_record_of_one_rank_is_an_error_of_all_before_anything_is_changed(ranks, tmp_path):
+    (first, second) = ranks(2, spoilt, str(tmp_path), flip)
+    assert first == second
+    (message, code), told = first
+    assert (code, told) == (2, [])
+    assert message.startswith(f"{tmp_path}/slots/rank-00001.states: record layers.")
+    assert message.endswith(f"remove {tmp_path}/slots, and go on from the last checkpoint with --resume auto.")
+
+
+def test_slots_of_a_version_that_had_no_checksums_are_gone_on_from_with_a_word(ranks, tmp_path):
+    (refused, told), other = ranks(2, spoilt, str(tmp_path), older)
+    assert refused is None
+    assert other == (None, [])
+    assert len(told) == 1
+    assert f"step 2 in {tmp_path}/slots was written by an older zero3d, without checksums" in told[0]
+
+
 # --- zero3d train ---------------------------------------------------------------------------------
 
 
@@ -507,6 +568,42 @@ def check_damaged(ranks_or_alone, folder, names):
     for name, (same, origin, expected) in ranks_or_alone(damaged, str(folder), names).items():
         assert all(same), name
         assert origin == expected, name
+
+
+def refused(made):
+    try:
+        trained(made)
+    except CheckpointError as error:
+        return [str(error), error.exit_code]
+    return None
+
+
+def spoilt_run(folder):
+    """Kill a run of 6 steps in the sixth, flip bytes of what it has left, and do what it says."""
+    folder = Path(folder)
+    named = prepared(folder, 6, evaluate={"every": 0})
+    assert forked(trained, named("alone"))
+    (folder / "origins").unlink(missing_ok=True)
+    made = named("spoilt")
+    assert forked(trained, made, None, 5) is None
+    slots = Path(made["output"]) / "offload"
+    flip(*(slots / f"rank-00000.{kind}" for kind in ("states", "commit")))
+    said = [forked(refused, made) for _ in range(2)]
+    shutil.rmtree(slots)
+    assert forked(trained, made)
+    same = [a == b for a, b in zip(left(made), left(named("alone")), strict=True)]
+    return said, same, (folder / "origins").read_text().split()
+
+
+@pytest.mark.long
+def test_a_run_whose_slots_have_a_damaged_record_says_so_until_they_are_removed(alone, tmp_path):
+    said, same, origin = alone(spoilt_run, str(tmp_path))
+    for message, code in said:
+        assert f"{tmp_path}/spoilt/offload/rank-00000.states: record " in message
+        assert f"remove {tmp_path}/spoilt/offload, and go on from the last checkpoint" in message
+        assert code == 2
+    assert all(same)
+    assert origin == ["load", "3"]
 
 
 FEW_DAMAGES = ("a cut note",)

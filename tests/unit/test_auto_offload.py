@@ -1,11 +1,12 @@
 """What `auto` in offload becomes for an engine: by the bytes that it will hold, alike on all ranks."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import adamw, build
+from models import adamw, batch, build, loss_of
 
 import zero3d
 from zero3d.engine import auto_offload
@@ -13,6 +14,7 @@ from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
 from zero3d.memory.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
 from zero3d.memory.offload import Offload
 from zero3d.models.blocks import partition_all
+from zero3d.optim import muon
 
 GB = 10**9
 
@@ -41,6 +43,63 @@ def test_what_an_engine_needs_is_what_it_then_holds(options):
     assert held == {category: planned[category] for category in held}
     assert need.record <= need.states
     assert need.passing >= 3 * need.record
+
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "AdamW": adamw,
+    "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "Muon": muon(lr=0.02),
+}
+
+
+def need_of(engine):
+    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    return bytes_needed(engine._assembly.base, specs)
+
+
+def held_states(name, stage, precision):
+    """Bytes of optimizer states that an engine needs before its first step, and has planned and holds after it."""
+    engine = zero3d.Engine(build("net"), stage=stage, precision=precision, optimizer=OPTIMIZERS[name])
+    need = need_of(engine)
+    engine.backward(loss_of(engine, batch(0)))
+    assert engine.step().applied
+    (held,) = (entry for entry in engine.memory if entry.category == "optimizer")
+    assert held.planned == held.measured
+    return need.states, held.planned
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (3, "fp32")])
+def test_states_are_counted_as_each_optimizer_has_them(name, stage, precision):
+    need, held = held_states(name, stage, precision)
+    assert need == held
+
+
+@pytest.mark.parametrize("name", ["Muon", "amsgrad"])
+def test_states_are_counted_as_each_rank_has_them(ranks, name):
+    for need, held in ranks(2, held_states, name, 2, "bf16"):
+        assert need == held
+
+
+def test_an_optimizer_of_fewer_states_does_not_leave_and_one_of_more_does(monkeypatch):
+    """There is room for two moments of each parameter, beside fp32 masters, and not for three; and for what Muon has."""
+    for fits, leaves in (("AdamW", "amsgrad"), ("Muon", "AdamW"), ("momentum", "AdamW"), ("SGD", "momentum")):
+        need = need_of(engine_of(optimizer=OPTIMIZERS[fits]))
+        with_room(monkeypatch, Room(need.states + sum(need.others.values()) + 1, GB, False))
+        found = [
+            engine_of({"optimizer": "auto", "executor": "device"}, optimizer=OPTIMIZERS[name]).offload.optimizer
+            for name in (fits, leaves)
+        ]
+        assert found == ["none", "host"], (fits, leaves)
+
+
+def test_records_of_an_optimizer_of_two_kinds_are_as_long_as_the_longest():
+    need = {name: need_of(engine_of(optimizer=OPTIMIZERS[name])).record for name in OPTIMIZERS}
+    assert need["SGD"] < need["momentum"] <= need["Muon"] <= need["AdamW"] < need["amsgrad"]
+    assert need["amsgrad"] * 3 == need["AdamW"] * 4 == need["SGD"] * 12
 
 
 def test_what_is_off_the_device_anyway_is_not_counted():

@@ -318,6 +318,158 @@ def test_a_step_that_cannot_be_committed_leaves_the_one_before(tmp_path, monkeyp
         assert holds(slab, 0)
 
 
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def overwrite(path, offset, data):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def places():
+    """Where each record is in its slot, and a slot's bytes."""
+    starts = [0]
+    for nbytes in RECORDS.values():
+        starts.append(starts[-1] + padded(nbytes))
+    return dict(zip(RECORDS, starts, strict=False)), starts[-1]
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_records_are_what_was_committed_in_either_slot_and_stay_so_while_others_are_written(tmp_path, io, step):
+    with open_slab(committed(tmp_path, 2)) as slab:
+        slab.resume(2)
+        write_step(slab, 3)
+        slab.commit(3)
+    with open_slab(tmp_path) as slab:
+        slab.resume(step)
+        for _ in range(2):
+            assert slab.verify()
+            for index, nbytes in enumerate(RECORDS.values()):
+                slab.write(index, memory(nbytes))
+        slab.resume(step)
+        assert slab.verify()
+        assert holds(slab, step)
+    with open_slab(tmp_path) as slab:
+        assert slab.steps == (step,)
+        assert slab.verify()
+
+
+DAMAGES = {
+    "a bit": lambda draw, data: bytes([data[0] ^ 1 << draw.randrange(8)]) + data[1:],
+    "4 kB flipped": lambda draw, data: bytes(byte ^ 255 for byte in data[:BLOCK]) + data[BLOCK:],
+    "a page of zeros": lambda draw, data: bytes(min(BLOCK, len(data))) + data[BLOCK:],
+    "all zeros": lambda draw, data: bytes(len(data)),
+    "another record's": lambda draw, data: draw.randbytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_record_is_one_error_with_file_record_and_what_to_type(tmp_path, monkeypatch, kind, name):
+    monkeypatch.setattr(disk_slab, "AT_ONCE", 2 * BLOCK)
+    (starts, whole), draw = places(), random.Random(f"{kind} {name}")
+    with open_slab(committed(tmp_path, 4)) as slab:
+        first = slab._commit.slot * whole + starts[name]
+    at = draw.randrange(RECORDS[name])
+    data = slab.path.read_bytes()[first + at : first + RECORDS[name]]
+    overwrite(slab.path, first + at, DAMAGES[kind](draw, data))
+    with open_slab(tmp_path) as slab:
+        slab.resume(4)
+        with pytest.raises(CheckpointError) as caught:
+            slab.verify()
+    message = str(caught.value)
+    where = f"{slab.path}: record {name} of step 4 (bytes {first} to {first + RECORDS[name]})"
+    assert message.startswith(f"{where} is not what was written: its checksum is ")
+    assert message.endswith(f"remove {tmp_path}, and go on from the last checkpoint with --resume auto.")
+    assert caught.value.exit_code == 2
+
+
+def test_damage_in_the_other_slot_or_behind_a_record_is_none(tmp_path):
+    starts, whole = places()
+    with open_slab(committed(tmp_path, 4)) as slab:
+        here = slab._commit.slot
+    for name, nbytes in RECORDS.items():
+        overwrite(slab.path, (1 - here) * whole + starts[name], bytes([99]))
+        if nbytes % BLOCK:
+            overwrite(slab.path, here * whole + starts[name] + nbytes, bytes([99]))
+    with open_slab(tmp_path) as slab:
+        slab.resume(4)
+        assert slab.verify()
+
+
+def test_a_file_that_is_cut_is_refused_and_one_that_is_filled_up_again_is_damaged(tmp_path):
+    with open_slab(committed(tmp_path, 3)) as slab:
+        whole = slab.nbytes
+    os.truncate(slab.path, 3 * BLOCK)
+    with pytest.raises(
+        CheckpointError, match=f"rank-00000.states has {3 * BLOCK} bytes where its commit means {whole}"
+    ):
+        open_slab(tmp_path)
+    os.truncate(slab.path, whole)
+    with open_slab(tmp_path) as slab:
+        slab.resume(3)
+        with pytest.raises(CheckpointError, match=r"record .* of step 3 .* is not what was written"):
+            slab.verify()
+
+
+def test_a_record_that_cannot_be_read_is_the_same_error_and_the_disks_fault(tmp_path, monkeypatch):
+    with open_slab(committed(tmp_path, 1)) as slab:
+        slab.resume(1)
+
+        def broken(*_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(CheckpointError, match=r"record embed of step 1 .* cannot be read \(Input/output") as caught:
+            slab.verify()
+        assert caught.value.exit_code == 1
+
+
+def rewrite_commit(folder, change):
+    """Change a commit, its checksum with it."""
+    path = folder / "rank-00000.commit"
+    entries = json.loads(path.read_text())
+    del entries["sha256"]
+    change(entries)
+    path.write_text(json.dumps(entries | {"sha256": disk_slab.commit_file._checksum(entries)}))
+
+
+def as_format_1(entries):
+    entries["format"] = 1
+    for key in ("sums", "sums_before"):
+        del entries[key]
+
+
+def test_of_a_folder_without_checksums_nobody_knows_and_the_next_step_has_them(tmp_path):
+    rewrite_commit(committed(tmp_path, 2), as_format_1)
+    with open_slab(tmp_path) as slab:
+        assert slab.steps == (2, 1)
+        slab.resume(2)
+        assert not slab.verify()
+        assert holds(slab, 2)
+        write_step(slab, 3)
+        slab.commit(3)
+    with open_slab(tmp_path) as slab:
+        slab.resume(3)
+        assert slab.verify()
+
+
+@pytest.mark.parametrize("lost", [{"sums": None}, {"sums_before": 7}, {"format": 3}, {"format": None}])
+def test_a_commit_that_says_nothing_of_checksums_where_it_should_is_damaged(tmp_path, lost):
+    rewrite_commit(committed(tmp_path, 2), lambda entries: entries.update(lost))
+    with pytest.raises(CheckpointError, match=r"commit is damaged, or of another version"):
+        open_slab(tmp_path)
+
+
+def test_a_commit_with_too_few_checksums_is_damage_of_the_first_record_without_one(tmp_path):
+    rewrite_commit(committed(tmp_path, 2), lambda entries: entries.update(sums=entries["sums"][:32]))
+    with open_slab(tmp_path) as slab:
+        slab.resume(2)
+        with pytest.raises(CheckpointError, match=r"record block\.1 of step 2 .* is not what was written"):
+            slab.verify()
+
+
 # --- kills ----------------------------------------------------------------------------------------------------------
 
 

@@ -195,6 +195,32 @@ def test_on_an_accelerator_no_stream_touches_what_another_is_at(monkeypatch, ord
     assert bool(streams.model.races) == (without is not None)
 
 
+@pytest.mark.parametrize("inputs", [1, 2, 3])
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("without", [None, "gone"])
+def test_on_an_accelerator_a_1f1b_pipeline_reads_inputs_that_have_been_written(monkeypatch, without, in_flight, inputs):
+    """A forward takes a buffer whose input is still on its way down, and a backward wants that input next."""
+    streams = Streams(monkeypatch, without)
+    slots = HostSlots(Arena(torch.device("meta")), inputs, budget_of(10**9))
+    with Operations(streams.model):
+        for _ in range(3):
+            kept = []
+            for _ in range(8):
+                kept.append([slots.put(torch.empty(1000, device="meta")) for _ in range(inputs)])
+                if len(kept) == in_flight:
+                    backward(slots, kept.pop(0))
+            while kept:
+                backward(slots, kept.pop(0))
+    assert bool(streams.model.races) == (without is not None)
+
+
+def backward(slots, micro_batch):
+    while micro_batch:
+        slot = micro_batch.pop()
+        slots.get(slot, 1000, torch.float32).clone()
+        slots.let_go(slot)
+
+
 def on_the_stand_in(order):
     """Whether three passes on a device with memory of its own give back what they were given."""
     from instruments.accelerator import register

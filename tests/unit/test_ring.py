@@ -341,6 +341,50 @@ def test_on_an_accelerator_what_is_put_waits_for_what_was_in_its_buffer(monkeypa
     assert bool(streams.model.races) == (without is not None)
 
 
+def random_trace(monkeypatch, seed, without=None):
+    """Races of a ring that is asked for anything in any order, as far as there are buffers."""
+    streams, draw = Streams(monkeypatch, without), random.Random(seed)
+    memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]
+    buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(RECORDS)]
+    used = []
+    with Ring(HostTier(memory), RECORDS, buffers) as ring:
+        for _ in range(draw.randrange(10, 60)):
+            index = draw.randrange(len(RECORDS))
+            do = draw.choice(["put", "fetch", "ahead", "give up", "retire", "retire", "drain"])
+            held = index in ring._held or index in ring._wanted
+            if do == "put" and ring.idle and not held:
+                streams.use(ring.put(index))
+                used.append(index)
+                if draw.random() < 0.8:
+                    ring.retire(used.pop())
+            elif do == "fetch" and index not in used and len(used) < DEPTH:
+                streams.use(ring.fetch(index))
+                used.append(index)
+            elif do == "ahead":
+                ring.ahead(index)
+            elif do == "give up" and index in ring._held and index not in used:
+                ring.retire(index, changed=False)
+            elif do == "retire" and used:
+                ring.retire(used.pop(draw.randrange(len(used))), changed=draw.random() < 0.6)
+            elif do == "drain" and draw.random() < 0.1:
+                ring.drain()
+        for index in used:
+            ring.retire(index)
+        ring.drain()
+        streams.model.run("read", memory, [])
+    return streams.model.races
+
+
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 4000), marks=pytest.mark.long)], ids=len)
+def test_on_an_accelerator_random_traces_have_no_races(monkeypatch, seeds):
+    assert {seed: races for seed in seeds if (races := random_trace(monkeypatch, seed))} == {}
+
+
+@pytest.mark.parametrize("without", ["arrived", "used", "gone", "drain"])
+def test_random_traces_find_each_wait_that_is_left_out(monkeypatch, without):
+    assert any(random_trace(monkeypatch, seed, without) for seed in range(20))
+
+
 def test_on_an_accelerator_reads_do_not_wait_for_the_writes_beside_them(monkeypatch):
     streams = Streams(monkeypatch)
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]

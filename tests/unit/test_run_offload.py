@@ -92,6 +92,18 @@ def test_the_clusters_rates_choose_the_executor_of_an_accelerator(monkeypatch, m
         assert f"on the {executor}" in lines[-1]
 
 
+@pytest.mark.parametrize("words", [["optimizer.name=muon"], ["precision=fp64"]])
+def test_what_the_host_cannot_update_is_updated_on_the_device_whatever_is_faster(monkeypatch, words):
+    planned = replace(plan(), cluster=replace(hardware("h100", 8), host_bandwidth=8e12))
+    on_card = SimpleNamespace(device=torch.device("cuda"), world=1)
+    with zero3d.Mesh().waiting_room() as axis:
+        comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
+        monkeypatch.setattr(offload, "room_of", lambda mesh, settings: Room(66 * GB, 40 * GB, False))
+        config, lines = offload.settle(load({}, ["offload.optimizer=host", *words]), on_card, comm, None, planned)
+    assert config.offload.executor == "device"
+    assert "the host updates fp32 states of AdamW alone" in lines[-1]
+
+
 # --- kept ---------------------------------------------------------------------------------------
 
 

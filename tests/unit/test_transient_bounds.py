@@ -56,3 +56,36 @@ def test_no_buffer_exceeds_its_bound_and_what_travels_reaches_it(n, stage, count
         assert {kind: both for kind, both in found.items() if both[0] > both[1]} == {}
     peak, bound = backwards["wire"]
     assert peak == bound or (options == "exact" and (n == 1 or 2 * peak >= bound))  # whose tree is not always full
+
+
+def through_a_ring():
+    """The most that was lent on a stand-in accelerator while an optimizer's records passed, and the bounds."""
+    import torch
+    from buckets import buckets_of
+    from instruments import accelerator
+    from instruments.host_races import AcceleratedMesh, on_accelerator
+
+    device, found = accelerator.register(), {}
+    optimizers = {
+        "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True), "adamw": torch.optim.AdamW,
+        "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "sgd": torch.optim.SGD,
+    }  # fmt: skip
+    for name, optimizer in optimizers.items():
+        with buckets_of(4096), alone_in(1), on_accelerator() as model:
+            engine = engine_of(
+                tiny("llama"), AcceleratedMesh(model), stage=2, precision="bf16", optimizer=optimizer,
+                offload={"optimizer": "host", "executor": "device"},
+            )  # fmt: skip
+            for number in range(2):
+                given = {key: values.to(device) for key, values in micro_batches(number, 1)[0].items()}
+                engine.train_batch([given])
+            found[name] = held(engine, 1)["wire"]
+    return found
+
+
+@pytest.mark.long
+def test_the_ring_is_as_wide_as_the_records_of_the_optimizer(alone):
+    found = alone(through_a_ring)
+    assert {name: both for name, both in found.items() if both[0] > both[1]} == {}
+    bounds = {name: bound for name, (_, bound) in found.items()}
+    assert bounds["sgd"] < bounds["momentum"] < bounds["adamw"] < bounds["amsgrad"]

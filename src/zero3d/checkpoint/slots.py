@@ -11,20 +11,23 @@ have a note of that very step, all of one session, or none is gone back to. A ra
 back to k-1, whose note lies beside that of k.
 
 A note is written beside the one that it replaces, which stays where it cannot be. One whose tensors are of another
-step, or that is damaged, is none: its checksums say so. Records have no checksum of their own; slots are for a process
-that ended, and checkpoints for a disk that errs.
+step, or that is damaged, is none: its checksums say so. Records have theirs in the commit, and are compared with them
+before anything is gone on from: a damaged one is an error, since the step that it belongs to is lost, and the last
+checkpoint may be many steps older.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams
@@ -39,6 +42,7 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.sums import has_checksum
 from zero3d.checkpoint.writing import json_text, write_tensors, write_text
 from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
 from zero3d.reading import Unreadable, read_object
 from zero3d.rng import set_rng_state
@@ -75,6 +79,16 @@ class Note:
     def tensors(self) -> Path:
         """The file of buffers and random states."""
         return self.path.with_suffix(".safetensors")
+
+
+class Committed(Protocol):
+    """Records that an earlier process has committed."""
+
+    def verify(self) -> bool:
+        """Compare them with their checksums; False where there are none. Raises CheckpointError."""
+
+    def go_back(self) -> None:
+        """Have the records be those."""
 
 
 def write_note(stem: Path, engine: EngineState, session: int) -> None:
@@ -121,16 +135,28 @@ def remove_notes(stem: Path, but: Note | None) -> None:
             _path(stem, step).unlink(missing_ok=True)
 
 
-def load_slots(note: Note, engine: EngineState, go_back: Any) -> str:
-    """Go on from the step of a note, whose records `go_back` brings; return whether that is bitwise.
+def load_slots(note: Note, engine: EngineState, records: Committed) -> str:
+    """Go on from the step of a note and its records; return whether that is bitwise.
 
-    Raises CheckpointError on all ranks: before anything is changed where the run is another one.
+    Raises CheckpointError on all ranks: before anything is changed where the run is another one, or a record damaged.
     """
     world = engine.world.patient
     agree(world, lambda: _check(note, engine))
-    agree(world, lambda: _restore(note, engine, go_back))
+    _warn_of_unverified(note, world, agree(world, records.verify))
+    agree(world, lambda: _restore(note, engine, records))
     agree(world, lambda: refresh(engine))
     return resume_guarantee(note.entries["about"], engine.about)
+
+
+def _warn_of_unverified(note: Note, world: Comm, verified: bool) -> None:
+    """Say on rank 0 where records of any rank have no checksums."""
+    of_ranks = world.exchange(torch.tensor([int(verified)])).flatten().tolist()
+    if world.rank == 0 and not all(of_ranks):
+        warnings.warn(
+            f"step {note.step} in {note.path.parent} was written by an older zero3d, without checksums of its records: "
+            "nobody can say whether they are what was written. Checkpoints have checksums, and so has the next step.",
+            stacklevel=4,
+        )
 
 
 def _manifest(note: Note, engine: EngineState) -> Manifest:
@@ -160,10 +186,10 @@ def _remedy(note: Note) -> str:
     return f"remove {note.path.parent} to go on from a checkpoint."
 
 
-def _restore(note: Note, engine: EngineState, go_back: Any) -> None:
+def _restore(note: Note, engine: EngineState, records: Committed) -> None:
     """Go back to the records, make weights of them, and restore all that is beside them."""
     entries, optimizer = note.entries, engine.optimizer
-    go_back()
+    records.go_back()
     for unit in optimizer.units:
         masters = unit.weights.masters
         assert isinstance(masters, RecordMasters)

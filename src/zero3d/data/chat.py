@@ -18,8 +18,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+from zero3d.data import trial
+from zero3d.data.patience import Patience, TookTooLong
 from zero3d.data.tokenizers import HfTokenizer, Tokenizer
-from zero3d.errors import ConfigError, DataError
+from zero3d.data.trial import in_short, is_panic, told, try_template
+from zero3d.errors import ConfigError, DataError, Zero3dError
 
 Tokens = tuple[list[int], list[int]]  # ids, and 1 where a token is a target
 Span = tuple[int, int]  # characters of a text
@@ -39,12 +42,14 @@ class ChatTemplate:
             raise ConfigError(f"chat messages need a fast tokenizer (tokenizer.json), and {tokenizer.name} is none.")
         self._name = tokenizer.name
         self._inner = tokenizer.inner
-        self.source: str = template or tokenizer.inner.get_chat_template()
+        self.source: str = template or _template_of(tokenizer)
+        try_template(self.source, tokenizer.inner.special_tokens_map, tokenizer.name)
         self._marked = bool(GENERATION.search(self.source))
+        self._patience = Patience(trial.SECONDS)
 
     def encode(self, messages: Sequence[dict[str, Any]]) -> Tokens:
         """Return ids and targets of one conversation. Raises ValueError where the template refuses it."""
-        with _refusals():
+        with self._refusals():
             if self._marked:
                 encoded = self._by_marks(messages)
                 return list(encoded["input_ids"]), list(encoded["assistant_masks"])
@@ -55,7 +60,7 @@ class ChatTemplate:
 
         Raises ValueError where the template refuses it.
         """
-        with _refusals():
+        with self._refusals():
             if not self._marked:
                 return self._by_prefixes(messages)
             encoded = self._by_marks(messages, tokenizer_kwargs={"return_offsets_mapping": True})
@@ -65,7 +70,8 @@ class ChatTemplate:
 
     def tokens(self, text: str, answers: Sequence[Span], start: bool = False) -> Tokens:
         """Return ids and targets of a rendered text; if `start`, with the special tokens that it may lack."""
-        encoded = self._inner(text, add_special_tokens=start, return_offsets_mapping=True, verbose=False)
+        with told(self._name):
+            encoded = self._inner(text, add_special_tokens=start, return_offsets_mapping=True, verbose=False)
         targets = [int(any(a <= first < b for a, b in answers)) for first, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), targets
 
@@ -101,13 +107,38 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], **options: bool) -> str:
         return str(self._inner.apply_chat_template(messages, chat_template=self.source, tokenize=False, **options))
 
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raise ValueError for what a template raises: a program of others may raise anything."""
+        from jinja2 import TemplateError
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raise ValueError for what a template raises."""
-    from jinja2 import TemplateError
+        try:
+            with self._patience.limited():
+                yield
+        except TookTooLong:
+            raise ValueError(
+                f"the chat template takes more than {self._patience.seconds:g} s of a processor for it"
+            ) from None
+        except Zero3dError:
+            raise
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+        except ValueError:
+            raise
+        except BaseException as error:
+            if is_panic(error):  # of a tokenizer that is called with the template
+                raise ValueError(f"the tokenizer fails on it ({in_short(error)})") from error
+            if not isinstance(error, Exception):
+                raise
+            raise ValueError(f"the chat template refuses it: {in_short(error)}") from error
 
+
+def _template_of(tokenizer: HfTokenizer) -> str:
+    """Return the template of a tokenizer. Raises ConfigError where it has several, and none by default."""
     try:
-        yield
-    except (TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the chat template refuses it: {error}") from error
+        return str(tokenizer.inner.get_chat_template())
+    except Exception as error:
+        raise ConfigError(
+            f"the chat template of {tokenizer.name} cannot be used ({in_short(error)}): give it one, in "
+            "chat_template.jinja, or set data.tokenizer to that of another chat model."
+        ) from error

@@ -72,8 +72,7 @@ class Encoder:
 
     def encode(self, batch: Sequence[Record]) -> Iterator[Encoded]:
         """Yield the documents of a batch of records, in their order."""
-        texts = iter(self._tokens((text for text, starts in _texts(batch) if starts), starts=True))
-        rest = iter(self._tokens((text for text, starts in _texts(batch) if not starts), starts=False))
+        texts, rest = (iter(self._tokens(batch, starts)) for starts in (True, False))
         for record in batch:
             match record:
                 case Text():
@@ -92,9 +91,22 @@ class Encoder:
                 case BadRecord():
                     self._leave_out(record)
 
-    def _tokens(self, texts: Iterable[str], starts: bool) -> list[list[int]]:
-        batch = list(texts)
-        return self._tokenizer.encode(batch, starts) if batch else []
+    def _tokens(self, batch: Sequence[Record], starts: bool) -> list[list[int]]:
+        texts = [text for text, first in _texts(batch) if first is starts]
+        try:
+            return self._tokenizer.encode(texts, starts) if texts else []
+        except DataError as error:
+            raise self._told(batch, starts, error) from error
+
+    def _told(self, batch: Sequence[Record], starts: bool, error: DataError) -> DataError:
+        """Return the error of a tokenizer with the place of the record that it fails on, if it does so alone."""
+        for record in batch:
+            try:
+                for text in (text for text, first in _texts([record]) if first is starts):
+                    self._tokenizer.encode([text], starts)
+            except DataError as own:
+                return DataError(f"{record.place}: {own}")
+        return error
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from zero3d.data.chat import Span
+from zero3d.data.trial import is_panic, try_tokenizer
 from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
@@ -144,9 +145,12 @@ def open_processor(folder: Path) -> Any:
             f"the data have images, and {folder} has no processor ({' or '.join(FILES)}): give model.path a folder "
             "that the model's processor was saved in, too (processor.save_pretrained)."
         )
+    try_tokenizer(folder)
     try:
         return _build(folder)
-    except Exception as error:  # whatever is odd in its files
+    except BaseException as error:  # whatever is odd in its files
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         line = " ".join(str(error).split())[:LONGEST]
         raise ConfigError(f"the processor of {folder} cannot be used: {type(error).__name__}: {line}") from error
 

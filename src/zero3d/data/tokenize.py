@@ -148,7 +148,8 @@ def _shared(groups: Iterator[Batch], encoder: Encoder, processes: int) -> Iterat
     except BrokenProcessPool as error:
         raise DataError(
             f"a process that tokenizes was ended from outside (data.processes={processes}), as a host that runs out of "
-            "memory does: start again, with a smaller data.processes."
+            "memory does, or a tokenizer that aborts: start again, with a smaller data.processes. If it happens with "
+            "one, too, set data.tokenizer to another folder."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero3d.data.trial import is_panic, told, try_tokenizer
 from zero3d.errors import ConfigError, DataError, short
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
@@ -86,14 +87,16 @@ class HfTokenizer:
 
     def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
         """Return the ids of each text; if `start`, with the tokenizer's special tokens, but never EOS at the end."""
-        encoded = self.inner(list(texts), add_special_tokens=start, verbose=False)["input_ids"]
+        with told(self.name):
+            encoded = self.inner(list(texts), add_special_tokens=start, verbose=False)["input_ids"]
         if not start or self.eos is None:
             return list(encoded)
         return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return text without special tokens."""
-        return str(self.inner.decode(list(ids), skip_special_tokens=True))
+        with told(self.name):
+            return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, so that the folder loads with AutoTokenizer."""
@@ -118,15 +121,18 @@ def load_tokenizer(name: str | None, model: str | None = None) -> Tokenizer:
             f"{_key(name, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
         ) from None
     refuse_code_in(folder)
+    try_tokenizer(folder)
     try:
         with no_foreign_code():
             inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # every kind of broken folder fails in its own way
+        if isinstance(inner, PreTrainedTokenizerBase):
+            return HfTokenizer(inner, str(folder), _fingerprint(folder))
+    except BaseException as error:  # every kind of broken folder fails in its own way
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error
-    if not isinstance(inner, PreTrainedTokenizerBase):
-        raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is no tokenizer: set data.tokenizer.")
-    return HfTokenizer(inner, str(folder), _fingerprint(folder))
+    raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is no tokenizer: set data.tokenizer.")
 
 
 def check_tokenizer(name: str | None) -> None:

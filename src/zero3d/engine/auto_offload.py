@@ -1,6 +1,8 @@
 """What `auto` in `offload` means for an engine, from the bytes that its ranks are about to hold and may take.
 
 place      before the first unit is built: all ranks choose what the rank with the least room must have
+           states are those that the optimizer keeps of each group, as trying it on a few elements shows: Adam two, with
+           amsgrad three, Muon one of its matrices
 gradients  then: on the host where the device has no room for them beside the rest, and they may go there; where the
            device is a CPU that is the same memory, and they stay
 executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
@@ -11,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
 import torch
 
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.foundation import Foundation, lay_out
+from zero3d.engine.tier_records import StateKinds, trains
 from zero3d.memory.auto_place import (
     LINK,
     MEMORY,
@@ -115,18 +119,19 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
     policy, offload = base.resolved.policy, base.options.zero.offload
     states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
+    kinds, moments = StateKinds.of(base), Fraction(0)
     for spec in specs:
         n = (base.axes.edp if spec.experts else base.axes.dp).size
-        share = n if policy.stage.shards_optimizer else 1
         numel = sum(p.numel() for p in spec.params.values())
         sizes[spec.name] = numel * spec.dtype.itemsize
-        if any(p.requires_grad for p in spec.params.values()):
-            width = master_width(policy, spec.dtype) + 2 * policy.master.itemsize  # as Adam has
+        if trains(spec):
+            width = master_width(policy, spec.dtype)
             states += engine_bytes(
                 policy.stage.number, n, NAMES[spec.dtype], policy.release, policy.reduce, policy.accumulate, width,
                 base.options.zero.exact,
             ).times(numel)  # fmt: skip
-            longest = max(longest, width * min(-(-numel // share), update_bucket(base.axes.arena.device.type)))
+            of_unit, record = _moments(base, spec, kinds)
+            moments, longest = moments + of_unit, max(longest, record)
         else:
             states += frozen_bytes(policy.stage.number, n, spec.dtype.itemsize, policy.release).times(numel)
     moving = sizes.get(ROOT, 0) + (2 + WINDOW) * max((size for name, size in sizes.items() if name != ROOT), default=0)
@@ -137,7 +142,25 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
     }
     passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
-    return Need(ceil(states.optimizer), longest, passing, others)
+    return Need(ceil(states.optimizer + moments), longest, passing, others)
+
+
+def _moments(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Fraction, int]:
+    """Return the bytes of a unit's states beside masters, padding apart, and those of its longest record."""
+    policy, bucket = base.resolved.policy, update_bucket(base.axes.arena.device.type)
+    layout, comm = lay_out(base, spec), base.axes.edp if spec.experts else base.axes.dp
+    whole = not policy.stage.shards_optimizer
+    pieces = layout.whole_pieces() if whole else layout.pieces(comm.rank)
+    elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
+    rounded = base.options.zero.offload.moments == "bf16"
+    widths = {name: 2 if rounded else dtype.itemsize for name, dtype in kinds.states.items()}
+    spans = {name: kinds.span(name, layout, pieces, elements, used) for name in widths}
+    moments = sum((Fraction(span.used * widths[name]) for name, span in spans.items() if span), Fraction(0))
+    record = max(
+        (master_width(policy, spec.dtype) + sum(widths[name] for name in names)) * min(stop - start, bucket, ceil(used))
+        for start, stop, names in kinds.segments(layout, pieces, elements)
+    )
+    return moments, record
 
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:

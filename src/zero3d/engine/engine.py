@@ -470,7 +470,7 @@ class Engine:
         self._saves.wait()
         note, store = agree(self.world.patient, self._left)
         self._stepper.reset()
-        self.resumed = load_slots(note, engine_state(self._assembly), store.go_back)
+        self.resumed = load_slots(note, engine_state(self._assembly), store)
         self._stepper.count, self.health.in_a_row = note.step, 0
         return note.loop
 

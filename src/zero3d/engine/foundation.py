@@ -15,8 +15,10 @@ from zero3d.engine.options import Options, Resolved, resolve
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
+from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.zero.initial_weights import hollow
+from zero3d.zero.layout import UnitLayout
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,16 @@ class Foundation:
         )
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, division, order)
+
+
+def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
+    """Return the layout of a unit's parameters."""
+    groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
+    parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
+    block = base.resolved.groups.block
+    if spec.experts:
+        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size, block)
+    return UnitLayout(parameters, base.axes.dp.size, block)
 
 
 def host_share(base: Foundation) -> HostBudget:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.health import Health
 from zero3d.engine.muon import open_orthogonal
 from zero3d.engine.tiers import Tiers, open_tiers
@@ -52,16 +52,6 @@ class Runtime:
     hooks: list[Hooks]
     loss_scale: LossScale
     health: Health
-
-
-def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
-    """Return the layout of a unit's parameters."""
-    groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
-    parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
-    block = base.resolved.groups.block
-    if spec.experts:
-        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size, block)
-    return UnitLayout(parameters, base.axes.dp.size, block)
 
 
 def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | None) -> tuple[list[Unit], Tiers | None]:

@@ -96,15 +96,21 @@ class StateKinds:
         fused = all(bool(group.get("fused")) for group in optimizer.param_groups)
         return cls(type(optimizer), fused, states, list(map(frozenset, of_groups)))
 
+    def span(
+        self, name: str, layout: UnitLayout, pieces: Sequence[Piece], elements: int, used: Fraction | int
+    ) -> Span | None:
+        """Return where a state is in what a rank updates of a unit, pieces among so many elements; None for nowhere.
+
+        used  parameters that all elements stand for
+        """
+        return span_of(pieces, lambda slot: name in self.groups[layout.slots[slot].group], elements, used)
+
     def segments(self, layout: UnitLayout, pieces: Sequence[Piece], elements: int) -> list[tuple[int, int, list[str]]]:
         """Cut what a rank updates of a unit, pieces among so many elements, where their states differ."""
         if not pieces:  # padding has room for all of them
             return [(0, elements, list(self.states))]
 
-        def span(name: str) -> Span | None:
-            return span_of(pieces, lambda slot: name in self.groups[layout.slots[slot].group], elements, 0)
-
-        spans = {name: span(name) for name in self.states}
+        spans = {name: self.span(name, layout, pieces, elements, 0) for name in self.states}
         cuts = sorted({0, elements, *(cut for span in spans.values() if span for cut in (span.start, span.stop))})
         return [
             (start, stop, [name for name, span in spans.items() if span and span.start <= start < span.stop])

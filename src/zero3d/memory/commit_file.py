@@ -1,13 +1,17 @@
 """The file that says which step a rank's disk slab holds whole, and where. No torch.
 
-    {"format": 1, "owner": ..., "records": ..., "step": 7, "slot": 1, "before": 6, "sha256": ...}
+    {"format": 2, "owner": ..., "records": ..., "step": 7, "slot": 1, "before": 6, "sums": "89ab...",
+     "sums_before": "0123...", "sha256": ...}
 
     owner    what the caller calls the run and the rank
     records  SHA-256 of the records' names and sizes
     slot     where `step` is, 0 or 1; `before`, the step committed before it, is in the other one until that is
              overwritten (null: there is none)
+    sums     XXH3 in 64 bits of each record of `step`, 16 hexadecimal digits each in the order of the records, and of
+             the step before; nothing where they are not known
     sha256   of all the rest
 
+Format 1 had no sums: its records can be gone on from, and nobody knows whether they are what was written.
 It is written beside itself, fsynced and renamed: a reader finds the old one or the new one, never a part.
 """
 
@@ -23,15 +27,22 @@ from typing import Any, NamedTuple
 from zero3d.errors import CheckpointError, short
 from zero3d.reading import Unreadable, read_object
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+DIGITS = 16  # of a record's sum
 
 
 class Commit(NamedTuple):
-    """A whole step and its slot, and the step committed before it, which the other slot held then."""
+    """A whole step and its slot, and the step committed before it, which the other slot held then.
+
+    sums  of the records of each, one after the other; "" where they are not known
+    """
 
     step: int
     slot: int
     before: int | None = None
+    sums: str = ""
+    sums_before: str = ""
 
 
 def digest(records: Mapping[str, int]) -> str:
@@ -75,7 +86,9 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
     except Unreadable as error:
         raise CheckpointError(f"{path} {error}: {_remedy(path)}") from error
     checksum = entries.pop("sha256", None)
-    if checksum != _checksum(entries) or entries.get("format") != FORMAT:
+    sums = [entries.get(key) for key in ("sums", "sums_before")] if entries.get("format") == FORMAT else ["", ""]
+    known = entries.get("format") in READABLE and all(isinstance(each, str) for each in sums)
+    if checksum != _checksum(entries) or not known:
         raise CheckpointError(f"{path} is damaged, or of another version of zero3d: {_remedy(path)}")
     if entries["owner"] != owner:
         raise CheckpointError(f"{path} is of {short(entries['owner'])}, and this is {short(owner)}: {_remedy(path)}")
@@ -83,7 +96,7 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
         raise CheckpointError(
             f"{path} is of records of other names or sizes, as another model, mesh or placement has: {_remedy(path)}"
         )
-    return Commit(entries["step"], entries["slot"], entries["before"])
+    return Commit(entries["step"], entries["slot"], entries["before"], *sums)
 
 
 def step_of(path: Path) -> int | None:

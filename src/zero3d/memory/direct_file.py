@@ -74,16 +74,21 @@ class DirectFile:
         self._move(self._readers, os.preadv, memory, offset)
         self._forget(offset, len(memory))
 
-    def write(self, memory: memoryview, offset: int) -> None:
-        """Write memory to the file; `sync` has it on the disk. Raises OSError."""
-        self._move(self._writers, os.pwritev, memory, offset)
+    def write(self, memory: memoryview, offset: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Write memory to the file; `sync` has it on the disk. Calls `meanwhile` while chunks go. Raises OSError."""
+        self._move(self._writers, os.pwritev, memory, offset, meanwhile)
 
-    def _move(self, pool: Threads, transfer: Transfer, memory: memoryview, offset: int) -> None:
+    def _move(
+        self, pool: Threads, transfer: Transfer, memory: memoryview, offset: int,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         starts = range(0, len(memory), CHUNK)
         if len(starts) == 1:
+            meanwhile()
             self._move_all(transfer, memory, offset)
             return
         chunks = [pool.submit(self._move_all, transfer, memory[at : at + CHUNK], offset + at) for at in starts]
+        meanwhile()
         wait(chunks)
         for chunk in chunks:
             chunk.result()

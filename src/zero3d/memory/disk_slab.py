@@ -16,7 +16,9 @@ until all others were as far. Once they are, that step may be half overwritten, 
 Nothing is written before the ranks have agreed on a step (`resume`).
 
 A record is read from where it was written last, be that committed or not. One that cannot be written keeps its former
-contents. Memory begins at a whole block and takes whole blocks (blocks.py), as that of a host slab does.
+contents. Its checksum is taken from the memory that is written, on the way, and committed with its step; whoever goes
+on from a step that another process has left lets `verify` compare. Memory begins at a whole block and takes whole
+blocks (blocks.py), as that of a host slab does.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import mmap
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,18 +36,20 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+import xxhash
 
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
 from zero3d.memory import commit_file
 from zero3d.memory.blocks import BLOCK, padded
 from zero3d.memory.budget import decimal
-from zero3d.memory.commit_file import Commit
+from zero3d.memory.commit_file import DIGITS, Commit
 from zero3d.memory.direct_file import DirectFile
 from zero3d.memory.file_lock import FileLock, holder
 
 IN_MEMORY = ("tmpfs", "ramfs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = "choose another with offload.directory=FOLDER"
+AT_ONCE = 64 << 20  # bytes that are read and compared at once
 
 
 _open_here: set[Path] = set()  # locks that this process has
@@ -88,6 +93,7 @@ class DiskSlab:
         self._target = 0 if self._commit is None else 1 - self._commit.slot  # the slot that is written
         self._newest = [1 - self._target] * len(records)
         self._written: set[int] = set()
+        self._sums = [""] * len(records)  # of those written
         self._confirmed = self._commit is None
         self.resumed: int | None = None
 
@@ -181,10 +187,15 @@ class DiskSlab:
         assert self._confirmed, f"{self.path}: a step is written before all ranks have committed the one before"
         self._written.discard(index)
         self._newest[index] = 1 - self._target  # until it is written whole
+        taken, offset = self._place(index, self._target, memory)
         with self._told("written", index):
-            self._file.write(*self._place(index, self._target, memory))
+            self._file.write(taken, offset, lambda: self._sum(index, taken))
         self._newest[index] = self._target
         self._written.add(index)
+
+    def _sum(self, index: int, memory: memoryview) -> None:
+        """Take the checksum of what is written of a record, without what fills its last block."""
+        self._sums[index] = xxhash.xxh3_64(memory[: self._records[self._names[index]]]).hexdigest()
 
     def newest(self, index: int) -> tuple[Path, int]:
         """Return where what a record holds now begins: the file, and bytes from its beginning."""
@@ -225,12 +236,52 @@ class DiskSlab:
         """Go on from the `common_step` of all ranks; what was written since is void. Raises CheckpointError."""
         assert self._commit is not None, f"{self.path} holds no step"
         assert step in self.steps, f"{self.path} holds steps {self.steps}, not {step}"
-        here = step == self._commit.step
-        self._put(Commit(step, self._commit.slot if here else 1 - self._commit.slot))
+        here, commit = step == self._commit.step, self._commit
+        sums = commit.sums if here else commit.sums_before
+        self._put(Commit(step, self._commit.slot if here else 1 - self._commit.slot, sums=sums))
         self._target = 1 - self._commit.slot
         self._newest = [self._commit.slot] * len(self._names)
         self._written.clear()
         self._confirmed, self.resumed = True, step
+
+    def verify(self) -> bool:
+        """Compare the records of the committed step with their checksums; return False where it has none.
+
+        Reads all of them, and leaves everything as it is. Raises CheckpointError, which names the first damaged one.
+        """
+        commit = self._commit
+        assert commit is not None, f"{self.path} holds no step"
+        if not commit.sums:
+            return False
+        memory = memoryview(mmap.mmap(-1, AT_ONCE))
+        for index, (name, nbytes) in enumerate(self._records.items()):
+            start = commit.slot * self._starts[-1] + self._starts[index]
+            where = f"{self.path}: record {name} of step {commit.step} (bytes {start} to {start + nbytes})"
+            wanted = commit.sums[DIGITS * index : DIGITS * (index + 1)]
+            try:
+                found = self._sum_on_disk(start, nbytes, memory)
+            except OSError as error:
+                raise CheckpointError(f"{where} cannot be read ({error.strerror}): {self._damaged}") from error
+            if found != wanted:
+                raise CheckpointError(
+                    f"{where} is not what was written: its checksum is {found}, and should be {wanted}: {self._damaged}"
+                )
+        return True
+
+    def _sum_on_disk(self, start: int, nbytes: int, memory: memoryview) -> str:
+        hasher = xxhash.xxh3_64()
+        for done in range(0, nbytes, AT_ONCE):
+            part = min(AT_ONCE, nbytes - done)
+            self._file.read(memory[: padded(part)], start + done)
+            hasher.update(memory[:part])
+        return hasher.hexdigest()
+
+    @property
+    def _damaged(self) -> str:
+        """Say what to do about a damaged record."""
+        return (
+            f"have the disk looked at, remove {self.directory}, and go on from the last checkpoint with --resume auto."
+        )
 
     def discard(self) -> None:
         """Say that no step is whole; every record keeps what it holds now. Raises CheckpointError."""
@@ -247,13 +298,13 @@ class DiskSlab:
         """Say that all records of a step are written; the disk has them when this returns. Raises CheckpointError."""
         missing = sorted(set(range(len(self._names))) - self._written)
         assert not missing, f"{self.path}: step {step} is committed without record {self._names[missing[0]]}"
-        before = None if self._commit is None else self._commit.step
+        before, sums_before = (None, "") if self._commit is None else (self._commit.step, self._commit.sums)
         self._confirmed, self.resumed = False, None
         try:
             self._file.sync()
         except OSError as error:
             raise self._uncommitted(step, error) from error
-        self._put(Commit(step, self._target, before))
+        self._put(Commit(step, self._target, before, "".join(self._sums), sums_before))
         self._target = 1 - self._target
         self._written.clear()
 

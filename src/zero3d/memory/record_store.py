@@ -215,6 +215,14 @@ class RecordStore:
                     for values in fields:
                         values.zero_()
 
+    def verify(self) -> bool:
+        """Compare what an earlier process has committed with its checksums; False where there are none.
+
+        Raises CheckpointError.
+        """
+        assert self._slab is not None
+        return self._slab.verify()
+
     def go_back(self) -> None:
         """Have the records be those of the step that an earlier process has committed, and all ranks have agreed on."""
         assert self._slab is not None

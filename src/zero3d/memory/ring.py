@@ -155,7 +155,7 @@ class Ring:
         self._idle = deque(self._buffers)
         self._wanted: deque[int] = deque()
         self._held: dict[int, Buffer] = {}
-        self._used: set[int] = set()  # of those held, fetched
+        self._used: set[int] = set()  # of those held, fetched or put
         self._in, self._out = (None if on_cpu else torch.Stream(self._device) for _ in range(2))
         if not on_cpu:
             for buffer in self._buffers:  # compute may still have to do with what was in this memory
@@ -201,8 +201,10 @@ class Ring:
         if self._in is not None:
             for event in (buffer.arrived, buffer.gone):
                 torch.accelerator.current_stream(self._device).wait_event(event)
+            self._in.wait_event(buffer.gone)  # nobody knows any more which record it was that a read must wait for
         buffer.record = index
         self._held[index] = buffer
+        self._used.add(index)
         return self._records[index].views(buffer.memory)
 
     @property
@@ -213,6 +215,8 @@ class Ring:
     def retire(self, index: int, changed: bool = True) -> None:
         """Take a record back to its tier, and let go of its buffer; one that is not changed is not written."""
         buffer = self._held.pop(index)
+        if index not in self._used:
+            self._give_up(buffer)
         self._used.discard(index)
         if self._out is not None:
             buffer.used.record(torch.accelerator.current_stream(self._device))
@@ -247,8 +251,14 @@ class Ring:
         if unused is not None:
             buffer = self._held.pop(unused)
             buffer.came.result()
+            self._give_up(buffer)
             self._idle.append(buffer)
             self._start()
+
+    def _give_up(self, buffer: Buffer) -> None:
+        """Let writes wait for the read of a record that compute has never waited for."""
+        if self._out is not None:
+            self._out.wait_event(buffer.arrived)
 
     def _start(self) -> None:
         """Begin to bring what is wanted, as far as there are buffers."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from zero3d.config.sections import ADAMW
 from zero3d.memory.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
 from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import REMAINDER, record_widths
@@ -71,6 +72,9 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
     """Choose by the engine's rule; a disk takes as long in both cases."""
+    if plan.optimizer != ADAMW or plan.precision == "fp64":
+        what = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
+        return ExecutorChoice(DEVICE, what)
     rates = Rates.of(cluster)
     return choose_executor(MANY * record_width(plan, HOST), MANY, ExecutorRates(rates.link, rates.memory))
 

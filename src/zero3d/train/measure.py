@@ -241,15 +241,16 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     That is fp32 of what is in 16 bits, and noise, or what a cast takes. A CPU has the ring on the host.
     """
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
-    buckets = [bucket.stop - bucket.start for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
+    buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     if not buckets or engine.offload.executor != DEVICE:
         return 0, 0
-    longest, rounded = max(buckets), engine.offload.moments == "bf16"
+    longest, rounded = max(bucket.stop - bucket.start for bucket in buckets), engine.offload.moments == "bf16"
     narrow = engine.policy.split_master + 2 * rounded
     casts = 0 if engine.policy.split_master else cast_scratch(longest, engine.mesh.device.type)
     device, wide = engine.mesh.device.type, engine.policy.master.itemsize
     passing = device != "cpu" and engine.offload.optimizer != "none"
-    ring = DEPTH * padded(3 * wide * longest) if passing else 0  # at most a master and two moments
+    fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
+    ring = DEPTH * padded(wide * fields) if passing else 0
     return ring, 4 * (narrow * longest + max(rounded * longest, casts))
 
 

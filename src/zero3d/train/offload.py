@@ -22,6 +22,7 @@ import torch
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
+from zero3d.config.sections import MUON
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
@@ -37,8 +38,8 @@ from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
+from zero3d.zero.stages import WIDTHS
 
-WIDEST = 12  # bytes of optimizer states per parameter: fp32 master and moments
 NO_CHOICE: Mapping[str, Any] = {}
 
 
@@ -131,7 +132,8 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     """Return what the fullest rank needs at its fullest instant, as it is planned with everything on the device."""
     parts = {name: int(nbytes) for name, nbytes in plan.estimate.memory.parts.items()}
     states, kind = parts.pop("optimizer", 0), mesh.device.type
-    record = min(states, WIDEST * update_bucket(kind))
+    most = 3 if config.optimizer.name == MUON else 2  # moments: where Muon's matrices and others mix, all have room
+    record = min(states, (1 + most) * WIDTHS[config.precision].reduced * update_bucket(kind))
     passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
     return Need(states, record, passing, parts)
 
