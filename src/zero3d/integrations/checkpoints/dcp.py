@@ -27,7 +27,7 @@ from zero3d.checkpoint.manifest import CODES
 from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.errors import CheckpointError, short
 from zero3d.integrations.checkpoints.archives import Mapped, map_file, read_torch
-from zero3d.integrations.checkpoints.foreign import MOMENTS, Foreign, check_name
+from zero3d.integrations.checkpoints.foreign import MOMENTS, MOST_DIMS, Foreign, check_name
 from zero3d.integrations.checkpoints.restricted import Inert, read_pickle
 
 METADATA = ".metadata"
@@ -176,7 +176,11 @@ def _tensor(folder: Path, key: str, what: Any, places: Mapping[Any, Any], sums: 
 
 def _numbers(key: str, given: Any) -> Shape:
     """Return a shape or a place. Raises CheckpointError."""
-    if not isinstance(given, tuple) or any(type(n) is not int or not 0 <= n < 1 << 53 for n in given):
+    if (
+        not isinstance(given, tuple)
+        or len(given) > MOST_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 53 for n in given)
+    ):
         raise CheckpointError(f"{short(key)} has {short(repr(given))} for a shape or a place: copy the metadata again.")
     return tuple(given)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero3d.errors import CheckpointError, short
 from zero3d.integrations.checkpoints.archives import map_file, read_torch
-from zero3d.integrations.checkpoints.foreign import MOMENTS, Foreign
+from zero3d.integrations.checkpoints.foreign import MOMENTS, MOST_DIMS, Foreign
 from zero3d.reading import Unreadable, read_text
 
 LATEST, LONGEST = "latest", 1 << 12  # bytes of its file
@@ -107,7 +107,11 @@ def _saved(folder: Path, name: str) -> Any:
 
 def _shape(name: str, shape: Any) -> tuple[int, ...]:
     """Return a parameter's shape. Raises CheckpointError."""
-    if not isinstance(shape, (tuple, list)) or any(type(size) is not int or size < 0 for size in shape):
+    if (
+        not isinstance(shape, (tuple, list))
+        or len(shape) > MOST_DIMS
+        or any(type(size) is not int or size < 0 for size in shape)
+    ):
         raise CheckpointError(f"the shape of {short(name)} is {short(repr(shape))}: copy the files again.")
     return tuple(shape)
 

@@ -28,6 +28,7 @@ from zero3d.rng import rng_state
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER = "AdamW"
 LONGEST = 1000  # characters of a parameter's name
+MOST_DIMS = 64  # of a tensor, in torch
 STEPS = 1 << 53  # whole numbers up to here survive any JSON reader
 
 
