@@ -367,7 +367,7 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
 NAMES = [
     ("/etc/passwd", "is not named within"), ("../other.png", "is not named within"), ("a/../../x.png", "is not named within"),
     ("a\0b.png", r"the image a\\x00b\.png is not named within"), ("x" * 5000, r"the image .*xxx\.\.\. does not exist"),
-    ("y/" * 2000, "does not exist"), ("pipe", "does not exist"), ("out.png", r"out\.png is a link to .*, out of"),
+    ("y/" * 2000, "does not exist"), ("pipe", "is no regular file"), (".", "is no regular file"), ("out.png", r"out\.png is a link to .*, out of"),
     ("folder/0.png", "is a link to .*, out of"), ("a\nb", "does not exist"),
 ]  # fmt: skip
 

@@ -139,7 +139,8 @@ def _source(folder: Path, image: str | Mapping[str, Any]) -> tuple[Path | BytesI
                        "images, and write names from there")  # fmt: skip
     path = folder / name
     if len(name) > LONGEST or not os.path.isfile(path):
-        raise BadImage(f"the image {folder / short(name)} does not exist: set data.images to the folder of the images")
+        why = "is no regular file" if os.path.exists(path) else "does not exist"
+        raise BadImage(f"the image {folder / short(name)} {why}: set data.images to the folder of the images")
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BadImage(
             f"the image {short(name)} is a link to {path.resolve()}, out of {folder}: copy it there, or set "

@@ -14,7 +14,7 @@ import collections
 import io
 import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -192,20 +192,17 @@ class RestrictedUnpickler(pickle.Unpickler):
         return make(*given)
 
 
-def _popped() -> dict[str, int]:
-    """Return how many values each instruction takes from the stack, and what lies behind a mark not counted."""
-    mark, behind = pickletools.markobject, pickletools.stackslice
-    return {
-        code.name: sum(kind not in (mark, behind) for kind in code.stack_before)
-        for code in pickletools.opcodes
-    }  # fmt: skip
+def _before_mark(kinds: Sequence[object]) -> int:
+    """Return how many values an instruction takes from the stack, those behind a mark not counted."""
+    return kinds.index(pickletools.markobject) if pickletools.markobject in kinds else len(kinds)
 
 
-POPPED = _popped()
-TO_MARK = {code.name for code in pickletools.opcodes if pickletools.markobject in code.stack_before} - {"OBJ"}
-PUSHES = {code.name for code in pickletools.opcodes if code.stack_after} - {"MARK"}
-PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+POPPED = {code.name: _before_mark(code.stack_before) for code in pickletools.opcodes}
+TO_MARK = {code.name for code in pickletools.opcodes if pickletools.markobject in code.stack_before}
+PUSHES = {code.name for code in pickletools.opcodes if code.stack_after}
 GETS = {"GET", "BINGET", "LONG_BINGET"}
+PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+LEAVES = {code.name for code in pickletools.opcodes if not code.stack_before} & PUSHES - GETS - {"MARK"}
 GROW = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # their first value is what stays
 
 
@@ -218,39 +215,33 @@ def check_pickle(data: bytes) -> None:
     marks: list[int] = []
     memo: dict[int, int] = {}
     for code, argument, _ in pickletools.genops(data):
-        name, number = code.name, argument if isinstance(argument, int) else 0
-        if name in PUTS:
-            place = len(memo) if name == "MEMOIZE" else number
+        name = code.name
+        if name in LEAVES:
+            stack.append(0)
+        elif name in PUTS:
+            place = argument if isinstance(argument, int) else len(memo)
             if place > len(data):
                 raise ValueError(f"it has a memo of {place:,} places in {len(data):,} bytes")
             memo[place] = stack[-1]
-            continue
-        if name in GETS:
-            stack.append(memo[number])
-            continue
-        if name == "MARK":
+        elif name in GETS:
+            assert isinstance(argument, int)
+            stack.append(memo[argument])
+        elif name == "MARK":
             marks.append(len(stack))
-            continue
-        if name == "POP" and marks and marks[-1] == len(stack):
-            marks.pop()
-            continue
-        if name == "DUP":
+        elif name == "DUP":
             stack.append(stack[-1])
-            continue
-        inner = []
-        if name in TO_MARK or name == "OBJ":
-            at = marks.pop()
+        elif name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        else:
+            at = (marks.pop() if name in TO_MARK else len(stack)) - POPPED[name]
             inner = stack[at:]
             del stack[at:]
-        if (count := POPPED[name] - (name == "OBJ")) > 0:
-            inner = stack[-count:] + inner
-            del stack[-count:]
-        if name in GROW:
-            stack.append(max(inner[0], 1 + max(inner[1:], default=0)))
-        elif name in PUSHES:
-            stack.append(1 + max(inner) if inner else 0)
-        if stack and stack[-1] > DEEPEST:
-            raise ValueError(f"it nests more than {DEEPEST} levels of containers")
+            if name in GROW:
+                stack.append(max(inner[0], 1 + max(inner[1:], default=0)))
+            elif name in PUSHES:
+                stack.append(1 + max(inner, default=0))
+            if stack and stack[-1] > DEEPEST:
+                raise ValueError(f"it nests more than {DEEPEST} levels of containers")
 
 
 def read_pickle(path: object, data: bytes, known: dict[tuple[str, str], type[Inert]]) -> Any:
