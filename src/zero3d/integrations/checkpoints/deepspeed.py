@@ -198,7 +198,8 @@ def _joined(parts: Mapping[str, list[Tensor]], shapes: Mapping[str, tuple[int, .
 def _add_frozen(foreign: Foreign, models: Sequence[Mapping[str, Any]]) -> None:
     """Take frozen weights, whole or in a part from every rank, and buffers."""
     shapes = {name: _shape(name, shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
-    parts = {name: [model["frozen_param_fragments"][name] for model in models] for name in shapes}
+    fragments = [dict(model["frozen_param_fragments"]) for model in models] if shapes else []
+    parts = {name: [of_model[name] for of_model in fragments] for name in shapes}
     foreign.frozen |= _joined(parts, shapes)
     for name in models[0].get("buffer_names") or ():
         if isinstance(values := models[0]["module"].get(name), Tensor):
