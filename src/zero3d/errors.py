@@ -35,12 +35,14 @@ SHOWN = 60  # characters of a value in a message
 
 
 def short(text: object) -> str:
-    """Return a value as a message quotes it: the beginning of a long one, without line breaks."""
+    """Return a value as a message quotes it: the beginning of a long one, without breaks and control characters."""
     try:
         quoted = str(text)
     except ValueError:  # a whole number of more digits than Python writes
         quoted = "a huge number"
-    quoted = " ".join(quoted[: 4 * SHOWN].split()) if len(quoted) > SHOWN or not quoted.isprintable() else quoted
+    if len(quoted) > SHOWN or not quoted.isprintable():
+        words = " ".join(quoted[: 4 * SHOWN].split())
+        quoted = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in words)
     return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
 
 

@@ -161,8 +161,8 @@ WITH_TORCH = {
     "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
-    "integrations.checkpoints.restricted", "integrations.transformers", "integrations.transformers.arguments", "integrations.transformers.seams",
-    "integrations.transformers.trainer",
+    "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
+    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer",
 }  # fmt: skip
 
 

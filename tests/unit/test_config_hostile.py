@@ -115,6 +115,7 @@ def test_a_value_is_quoted_short():
     assert short("a" * 60) == "a" * 60
     assert short("a" * 10**7) == "a" * 60 + "..."
     assert short("a\nb" * 99).count("\n") == 0
+    assert short("a\0b\x1b[2J\u2028\ud800") == r"a\x00b\x1b[2J \ud800"
     assert short("a\nb\x85c\u2028d") == "a b c d"
     assert short("a  b") == "a  b"
     assert short(1 << 99999) == "a huge number"

@@ -1,6 +1,7 @@
 """Conversations with images as data: records, tokens, pixels, the order of steps, and what is wrong with them."""
 
 import json
+import os
 import pickle
 from fractions import Fraction
 from types import SimpleNamespace
@@ -361,3 +362,98 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be used"):
         Vision(tmp_path, TAKES)
+
+
+NAMES = [
+    ("/etc/passwd", "is not named within"), ("../other.png", "is not named within"), ("a/../../x.png", "is not named within"),
+    ("a\0b.png", r"the image a\\x00b\.png is not named within"), ("x" * 5000, r"the image .*xxx\.\.\. does not exist"),
+    ("y/" * 2000, "does not exist"), ("pipe", "is no regular file"), (".", "is no regular file"), ("out.png", r"out\.png is a link to .*, out of"),
+    ("folder/0.png", "is a link to .*, out of"), ("a\nb", "does not exist"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "why"), NAMES)
+@pytest.mark.parametrize("form", [str, lambda name: {"path": name}, lambda name: {"bytes": None, "path": name}])
+def test_names_that_leave_the_folder_are_refused(tmp_path, name, why, form):
+    from PIL import Image
+
+    images, other = tmp_path / "images", tmp_path / "other"
+    images.mkdir()
+    other.mkdir()
+    Image.new("RGB", (4, 3)).save(other / "0.png")
+    Image.new("RGB", (4, 3)).save(tmp_path / "other.png")
+    os.mkfifo(images / "pipe")
+    (images / "out.png").symlink_to(other / "0.png")
+    (images / "folder").symlink_to(other)
+    for read in (size_of, decode):
+        with pytest.raises(BadImage, match=why) as told:
+            read(images, form(name))
+        assert str(told.value).isprintable()
+        assert len(str(told.value)) < 600
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link_are_followed(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (4, 3)).save(tmp_path / "images" / "0.png")
+    (tmp_path / "images" / "1.png").symlink_to("0.png")
+    (tmp_path / "linked").symlink_to("images")
+    assert size_of(tmp_path / "linked", "1.png") == (4, 3)
+
+
+def test_only_formats_of_pixels_are_opened(tmp_path, monkeypatch):
+    from PIL import EpsImagePlugin, Image
+
+    def run(*given, **named):
+        raise AssertionError("another program was started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.eps")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.eps").read_bytes())
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "c.pdf")
+    for image in ("a.eps", "b.png", "c.pdf", {"bytes": (tmp_path / "a.eps").read_bytes()}):
+        for read in (size_of, decode):
+            with pytest.raises(BadImage, match="is no image in PNG, JPEG, WEBP"):
+                read(tmp_path, image)
+    for kind in ("png", "jpg", "webp", "gif", "bmp", "tiff", "ppm"):
+        Image.new("RGB", (5, 4), "red").save(tmp_path / f"x.{kind}")
+        assert decode(tmp_path, f"x.{kind}").size == size_of(tmp_path, f"x.{kind}") == (5, 4)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_are_turned_as_their_exif_data_say_and_so_are_sizes(tmp_path, kind, orientation):
+    from PIL import Image, ImageOps
+
+    noise = numpy.random.default_rng(0).integers(0, 255, (6, 9, 3), numpy.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(noise).save(tmp_path / f"a.{kind}", exif=exif)
+    with Image.open(tmp_path / f"a.{kind}") as image:
+        wanted = ImageOps.exif_transpose(image).convert("RGB")
+    for given in (f"a.{kind}", {"bytes": (tmp_path / f"a.{kind}").read_bytes()}):
+        found = decode(tmp_path, given)
+        assert found.size == size_of(tmp_path, given) == wanted.size
+        assert numpy.array_equal(numpy.asarray(found), numpy.asarray(wanted))
+    assert (wanted.size == (6, 9)) == (orientation in (5, 6, 7, 8))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_exif_data_that_are_damaged_turn_nothing(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (9, 6)).save(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\xff" * 40)
+    assert decode(tmp_path, "a.jpg").size == size_of(tmp_path, "a.jpg") == (9, 6)
+
+
+@pytest.mark.parametrize("value", [
+    {"bytes": "abc"}, {"bytes": "abc", "path": "a.png"}, {"bytes": [1, 2]}, {"bytes": 3}, {"path": 3}, {"path": b"a.png"},
+    {"bytes": None}, {"bytes": b"", "path": ""}, {}, "",
+])  # fmt: skip
+def test_what_is_no_image_is_told_by_its_record(value):
+    with pytest.raises(Malformed, match="image is "):
+        from_llava({"conversations": record("a.png")["conversations"], "image": value})
+    asked = [{"role": "user", "content": [{"type": "image", "image": value}]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(Malformed, match="a part of message 0 is neither"):
+        from_messages(asked)

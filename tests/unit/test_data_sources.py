@@ -13,6 +13,8 @@ from zero3d.config import Data
 from zero3d.data import records
 from zero3d.data.dataset import needs_tokenizer, open_data
 from zero3d.data.files import find_sources
+from zero3d.data.json_list import list_items
+from zero3d.data.streamed import StreamedRecords
 from zero3d.data.tokenizers import ByteTokenizer, check_length, check_vocabulary, load_tokenizer
 from zero3d.errors import ConfigError, DataError
 
@@ -284,3 +286,85 @@ def test_where_autotokenizer_takes_another_one_for_a_model_it_is_said(tmp_path):
     assert "AutoTokenizer takes Qwen2Tokenizer" in ByteTokenizer().save(tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path, local_files_only=True)
     assert loaded("e\u0301 <|endoftext|>")["input_ids"] == list("e\u0301 <|endoftext|>".encode())
+
+
+def test_links_are_followed_and_each_real_file_is_read_once(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    (elsewhere / "sub").mkdir(parents=True)
+    data.mkdir()
+    (data / "a.txt").write_text("a")
+    (elsewhere / "sub" / "c.txt").write_text("c")
+    (data / "b.txt").symlink_to("a.txt")
+    (data / "loop").symlink_to(".")
+    (data / "more").symlink_to("../elsewhere")
+    (data / "more-of-it").symlink_to("../elsewhere/sub")
+    (elsewhere / "back").symlink_to(data)
+    assert texts(data) == ["a", "c"]
+    (tmp_path / "linked").symlink_to(data)
+    assert texts(tmp_path / "linked") == ["a", "c"]
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "sub/gone.txt", "gone", "circle.txt"])
+def test_a_link_to_nothing_in_a_folder_is_named(tmp_path, name):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").symlink_to("missing")
+    assert texts(tmp_path) == ["a"]
+    (tmp_path / name).symlink_to("circle.txt" if name == "circle.txt" else "missing")
+    with pytest.raises(
+        DataError, match=rf"{name} is a link to .*, which does not exist: make the link anew, or remove"
+    ):
+        find_sources([str(tmp_path)])
+
+
+def test_a_line_longer_than_any_record_is_bad_and_those_around_it_are_read(tmp_path, monkeypatch):
+    for module in ("records", "streamed", "json_list"):
+        monkeypatch.setattr(f"zero3d.data.{module}.LONGEST", 100)
+    monkeypatch.setattr(records, "PIECE", 30)
+    monkeypatch.setattr("zero3d.data.json_list.PIECE", 30)
+    lines = [json.dumps({"text": "x" * length}) for length in (5, 400, 87, 89, 6)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, " " * 400, lines[0]]))
+    found = list(records.read(find_sources([str(tmp_path / "a.jsonl")])[0]))
+    bad = [isinstance(record, records.BadRecord) for record in found]
+    assert bad == [False, True, False, True, False, True, False]
+    assert [record.place.rpartition(":")[2] for record in found] == list("1234567")
+    assert found[1].why.startswith("a line of more than 100 bytes, which no record is")
+    streamed = StreamedRecords(find_sources([str(tmp_path / "a.jsonl")]))
+    assert streamed.count == 7
+    assert streamed.item(6) == {"text": "xxxxx"}
+    with pytest.raises(DataError, match=r"a\.jsonl:2: a line of more than 100 bytes"):
+        streamed.item(1)
+    (tmp_path / "list.json").write_text("[" + ",".join([lines[0], lines[1], lines[4]]) + "]")
+    with pytest.raises(DataError, match="behind record 1: an item has more than 100 characters"):
+        list(records.read(find_sources([str(tmp_path / "list.json")])[0]))
+
+
+def test_a_long_record_comes_in_pieces_that_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 10)
+    monkeypatch.setattr(records, "LONG", 40)
+    for text in ("word " * 20, "line\n" * 20, "x" * 95, "y" * 40):
+        write_lines(tmp_path / "a.jsonl", [{"text": text}, {"text": "next"}])
+        *pieces, last = records.read(find_sources([str(tmp_path / "a.jsonl")])[0])
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.first for piece in pieces] == [True, *(False for _ in pieces[1:])]
+        assert [piece.last for piece in pieces] == [*(False for _ in pieces[1:]), True]
+        assert all(0 < len(piece.text) <= 40 for piece in pieces)
+        assert (len(pieces) == 1) == (len(text) <= 40)
+        assert (last.text, last.first, last.last) == ("next", True, True)
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 20])
+def test_a_list_is_read_alike_in_pieces_of_any_size(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("zero3d.data.json_list.PIECE", piece)
+    items = [{"text": "a" * 50}, 1234567, -1.5e10, True, None, "x", [1, 22], {}, 98]
+    for text in (json.dumps(items), json.dumps(items, indent=3), json.dumps(items, separators=(",", ":")) + "\n"):
+        (tmp_path / "list.json").write_text(text)
+        assert list(list_items(tmp_path / "list.json")) == items
+    for text, number in (("[1, 2", 2), ("[1 2]", 1), ("[1,", 1), ("[", 0), ("[1, tru]", 1), ("[1]", 1)):
+        (tmp_path / "list.json").write_text(text)
+        found = list_items(tmp_path / "list.json")
+        if text == "[1]":
+            assert list(found) == [1]
+        else:
+            with pytest.raises(DataError, match=f"behind record {number}"):
+                list(found)

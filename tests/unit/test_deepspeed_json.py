@@ -1,21 +1,27 @@
 """DeepSpeed's JSON: what it becomes, what has no effect, what is refused, and what the caller's values are for."""
 
 import json
+import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from deepspeed_jsons import ACCEPTED, REFUSED, TYPOS
+from deepspeed_mutations import check
 
 from zero3d.cli.main import main, parse
 from zero3d.config import load, resolve_batch
 from zero3d.config.keys import KEYS, value_of
 from zero3d.errors import ConfigError
-from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS
+from zero3d.integrations.deepspeed.document import SYNONYMS, document_of, read_document
+from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, MAPPED, REFUSED as REFUSED_KEYS, SECTIONS
 from zero3d.integrations.deepspeed.merge import load_merged
 from zero3d.integrations.deepspeed.report import as_markdown, as_yaml, lines
+from zero3d.integrations.deepspeed.translate import translate
 from zero3d.plan.hardware import cluster
 
 
@@ -137,3 +143,77 @@ def test_a_micro_batch_that_nobody_gives_is_the_planners(tmp_path, monkeypatch, 
 def test_the_page_has_every_key():
     page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
     assert as_markdown() in page, "docs/deepspeed.md: put in what integrations.deepspeed.report.as_markdown() returns"
+
+
+@pytest.mark.parametrize("part", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.long)])
+def test_a_mutated_json_is_translated_or_refused_in_one_line(tmp_path, part):
+    said = [check(number, tmp_path / "ds.json") for number in part]
+    assert 5 < sum(not told for told in said) < 0.8 * len(said)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("optimizer.type", []), ("scheduler.type", {}), ("scheduler.params", [1]), ("zero_optimization.stage", {}),
+    ("communication_data_type", {"a": 1}), ("zero_optimization.cpu_offload", "no"), ("bf16.enabled", 1),
+    ("zero_optimization.offload_optimizer.device", ["cpu"]), ("wandb.project", {}), ("gradient_clipping", []),
+    ("optimizer.params", 3), ("fp16.initial_scale_power", True), ("seed", [10**5000]), ("amp", [10**5000]),
+])  # fmt: skip
+def test_a_value_of_another_type_is_named_with_its_key(key, value):
+    tree = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 3},
+            "wandb": {"enabled": True}, "bf16": {"enabled": False}, "fp16": {"enabled": not key.startswith("bf16")}}  # fmt: skip
+    where = tree
+    *sections, last = key.split(".")
+    for section in sections:
+        where = where.setdefault(section, {})
+    where[last] = value
+    with pytest.raises(ConfigError, match=rf"config: {key.partition('.')[0]}\.?[a-z_.]*") as error:
+        translate(document_of(tree, "config"))
+    assert str(error.value).isprintable()
+
+
+def test_levels_that_are_written_with_dots_are_told():
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage is written as levels: zero_optimization: \{"):
+        document_of({"zero_optimization.stage": 3}, "config")
+    with pytest.raises(ConfigError, match=r"zero_optimization.x is no key of DeepSpeed's"):
+        document_of({"zero_optimization.x": 3}, "config")
+
+
+@pytest.mark.parametrize("harm", ["pipe", "folder", "latin"])
+def test_what_is_no_file_of_text_is_one_line(tmp_path, harm):
+    path = tmp_path / "ds.json"
+    {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "latin": lambda: path.write_bytes(b'{"\xff": 1}')}[harm]()
+    with pytest.raises(ConfigError, match=r"is a pipe|Is a directory|is no UTF-8 text"):
+        read_document(path)
+
+
+def test_hjson_is_read_where_its_library_is_there(tmp_path, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text("{\n  # mine\n  seed: 3\n}")
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match=r"is no JSON: Expecting .*\. If it is Hjson, type pip install hjson\."):
+        read_document(path)
+    given = []
+
+    def loads(text, object_pairs_hook):
+        given.append(text)
+        return object_pairs_hook([("seed", 3)])
+
+    monkeypatch.setitem(sys.modules, "hjson", SimpleNamespace(loads=loads))
+    assert read_document(path).values == {"seed": 3}
+    assert given == [path.read_text()]
+    path.write_text('{"seed": 4}')
+    assert read_document(path).values == {"seed": 4}
+    assert len(given) == 1, "a JSON needs no other library"
+
+    def refuse(text, object_pairs_hook):
+        raise ValueError("bad at line 2")
+
+    monkeypatch.setitem(sys.modules, "hjson", SimpleNamespace(loads=refuse))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"is no JSON: .*\. Nor is it Hjson: bad at line 2\."):
+        read_document(path)
+
+
+def test_every_synonym_leads_to_a_key_and_is_none_itself():
+    for name, meant in SYNONYMS.items():
+        assert meant in DOTTED or meant in SECTIONS or meant.startswith("scheduler.params."), name
+        assert name not in DOTTED | SECTIONS

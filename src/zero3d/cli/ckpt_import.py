@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,18 @@ def imported(source: str, folder: str, weights_only: bool) -> dict[str, Any]:
     from zero3d.integrations.checkpoints import dcp, deepspeed
     from zero3d.integrations.checkpoints.foreign import laid_out, write
 
-    path = Path(source).expanduser()
-    if not path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if not os.path.isdir(path):
         raise CheckpointError(f"{short(source)} is no folder: type that of a checkpoint of DeepSpeed's or torch's.")
-    if (of_deepspeed := deepspeed.found(path)) is not None:
+    try:
+        of_deepspeed = deepspeed.found(path)
+        folders = dcp.found(path) if of_deepspeed is None else []
+    except OSError as error:
+        raise CheckpointError(f"{short(source)} cannot be read: {error.strerror}.") from error
+    if of_deepspeed is not None:
         with laid_out(of_deepspeed, "DeepSpeed 0.19"):
             foreign = deepspeed.read(of_deepspeed)
-    elif folders := dcp.found(path):
+    elif folders:
         with laid_out(path, "torch.distributed.checkpoint"):
             foreign = dcp.read(folders)
     else:
@@ -43,7 +49,7 @@ def imported(source: str, folder: str, weights_only: bool) -> dict[str, Any]:
         )
     if weights_only:
         foreign.moments, foreign.step = {}, 0
-    written = write(foreign, Path(folder).expanduser())
+    written = write(foreign, Path(os.path.expanduser(folder)))
     return {
         "source": foreign.source,
         "checkpoint": str(written),

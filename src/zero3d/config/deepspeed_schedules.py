@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero3d.config.hints import nearest
+from zero3d.errors import short
 
 Option = float | str | bool | None
 WARM_UP: Mapping[str, Option] = {"warmup_num_steps": 1000, "warmup_type": "log"}
@@ -47,18 +48,20 @@ def option_problems(name: str, given: Mapping[str, Option]) -> Iterator[str]:
     for key, value in given.items():
         if key not in known:
             near = nearest(key, known)
-            yield f"{name} has no option {key}. " + (f"Did you mean {near}?" if near else f"It has {', '.join(known)}.")
+            yield f"{name} has no option {short(key)}. " + (
+                f"Did you mean {near}?" if near else f"It has {', '.join(known)}."
+            )
         elif key == "warmup_type":
             if value not in WARM_UPS:
-                yield f"{key} is {' or '.join(WARM_UPS)}; found {value!r}."
+                yield f"{key} is {' or '.join(WARM_UPS)}; found {short(repr(value))}."
         elif key in SWITCHES:
             if not isinstance(value, bool):
-                yield f"{key} is true or false; found {value!r}."
+                yield f"{key} is true or false; found {short(repr(value))}."
         elif value is None:
             if key not in NULLS:
                 yield f"{key} is a number; found null."
         elif isinstance(value, (bool, str)) or value < 0 or (key in POSITIVE and value == 0):
-            yield f"{key} is a number {'above' if key in POSITIVE else 'from'} 0; found {value!r}."
+            yield f"{key} is a number {'above' if key in POSITIVE else 'from'} 0; found {short(repr(value))}."
     yield from (f"{name} needs {key}." for key in NEEDED if key in known and key not in given)
 
 

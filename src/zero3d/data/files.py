@@ -8,7 +8,8 @@
     arrow    .arrow                      a row
 
 `stdlib` stands for the text of Python's standard library without its tests. Folders are read with
-everything below them, in sorted order, without hidden files; those of the datasets library as it wrote them.
+everything below them, in sorted order, without hidden files; those of the datasets library as it wrote them. Links are
+followed, and each real file is read once, however many lead to it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _find(path: str, format: str, split: str) -> list[Source]:
 def _in_folder(folder: Path, format: str) -> list[Source]:
     if is_saved(folder) and format in ("auto", "arrow"):
         return [Source(file.resolve(), "arrow") for file in files_of(folder)]
-    files = list(_visible_files(folder))
+    files = _visible_files(folder)
     if format == "auto":
         sources = [Source(file.resolve(), known) for file in files if (known := _format_of(file))]
     elif format == "text":  # named: any file
@@ -125,13 +126,35 @@ def _library(format: str) -> list[Source]:
     return [Source(file.resolve(), "text") for file in sorted(files)]
 
 
-def _visible_files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
+def _visible_files(folder: Path) -> list[Path]:
+    """Return the files below a folder, without hidden ones. Raises DataError for what cannot be read or followed."""
+    files: dict[str, Path] = {}
+    for path in sorted(_below(folder)):
         if path.name == SPLITS:
             raise DataError(f"{path.parent} is a DatasetDict, below {folder}: name it, or one of its splits, itself.")
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and not is_bookkeeping(path):
-            yield path
+        if path.is_file():
+            if not is_bookkeeping(path):
+                files.setdefault(os.path.realpath(path), path)
+        elif path.is_symlink() and not path.exists():
+            raise DataError(_missing(path).replace("or name the file", "or remove it"))
+    return list(files.values())
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield all that is below a folder but folders and what is hidden, each real folder's once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        real = os.path.realpath(place)
+        if real in seen:  # links in a circle, or two to one folder
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{short(error.filename)} cannot be read: {error.strerror}.") from error
 
 
 def _format_of(path: Path) -> str | None:

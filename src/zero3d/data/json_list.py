@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from zero3d.errors import DataError
 
 PIECE = 1 << 20  # characters read at once
 LONGEST = 1 << 26  # characters of an item
+BLANKS = re.compile(r"\s+")
 
 
 def list_items(path: Path, passed: Callable[[int], None] = lambda read: None) -> Iterator[Any]:
@@ -38,28 +40,43 @@ def list_items(path: Path, passed: Callable[[int], None] = lambda read: None) ->
 
 
 def _items(more: Callable[[int], str]) -> Iterator[Any]:
-    """Yield the items of a list that comes in pieces; ValueError where it is none."""
+    """Yield the items of a list that comes in pieces; ValueError where it is none.
+
+    What is read is cut off only where more is: an item costs its own length, whatever is held behind it.
+    """
     decode = json.JSONDecoder().raw_decode
-    text, first = more(PIECE).lstrip()[1:], True
+    text, at, first = more(PIECE).lstrip(), 1, True
     while True:
-        text = text.lstrip() or more(PIECE).lstrip()
-        if text[:1] == "]":
+        while (at := _behind_blanks(text, at)) == len(text) and (piece := more(PIECE)):
+            text, at = piece, 0
+        if text[at : at + 1] == "]":
             return
         if not first:
-            if text[:1] != ",":
-                raise ValueError(f"a comma or ] is wanted, and {text[:1]!r} is there")
-            text = text[1:]
+            if text[at : at + 1] != ",":
+                raise ValueError(f"a comma or ] is wanted, and {text[at : at + 1]!r} is there")
+            at += 1
         first = False
         while True:
-            text, piece = text.lstrip(), ""
+            at = _behind_blanks(text, at)
             try:
-                value, stop = decode(text)
+                value, stop = decode(text, at)
+                if stop < len(text) or isinstance(value, (dict, list, str)):  # else a number that may go on
+                    break
             except json.JSONDecodeError:
-                piece = more(max(PIECE, len(text)))
-                if not piece or len(text) > LONGEST:
-                    raise
-                text += piece
+                if len(text) - at > LONGEST:
+                    raise ValueError(f"an item has more than {LONGEST:,} characters") from None
+                stop = -1
+            if piece := more(max(PIECE, len(text) - at)):
+                text, at = text[at:] + piece, 0
+            elif stop < 0:
+                decode(text, at)  # raises again
             else:
                 break
         yield value
-        text = text[stop:]
+        at = stop
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    """Return where the next character is that is no blank."""
+    found = BLANKS.match(text, at)
+    return at if found is None else found.end()

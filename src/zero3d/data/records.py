@@ -17,7 +17,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from zipfile import BadZipFile
 
 import numpy
@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from zero3d.data.columns import NoColumn, read_rows
 from zero3d.data.conversations import Images, Malformed, Messages, from_llava, from_messages, has_images
 from zero3d.data.files import Source
-from zero3d.data.json_list import list_items
+from zero3d.data.json_list import LONGEST, list_items
 from zero3d.errors import DataError, short
 
 PIECE = 1 << 18  # characters of a text file that are tokenized at once
+LONG = 1 << 20  # characters of a record from which it is tokenized in such pieces
 ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
@@ -148,13 +149,51 @@ def _lines(path: Path, passed: Passed) -> Iterator[Record]:
             yield from _list(path, passed)
             return
         file.seek(0)
-        for number, raw in enumerate(file, 1):
+        for number, (raw, length) in enumerate(raw_lines(file), 1):
             place = f"{path}:{number}"
-            passed(len(raw))
+            passed(length)
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if raw.strip():
+            if length > LONGEST:
+                yield too_long(place)
+            elif raw.strip():
                 value = parse_line(raw, place)
-                yield value if isinstance(value, BadRecord) else record_of(value, place)
+                yield from _in_pieces(value if isinstance(value, BadRecord) else record_of(value, place))
+
+
+def raw_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield each line and its length; of one that is longer than any record the beginning alone."""
+    while raw := file.readline(LONGEST + 1):
+        length, end = len(raw), raw
+        while length > LONGEST and not end.endswith(b"\n") and (end := file.readline(PIECE)):
+            length += len(end)
+        yield raw, length
+
+
+def too_long(place: str) -> BadRecord:
+    """Return what is said of a line that is longer than any record."""
+    return BadRecord(
+        f"a line of more than {LONGEST:,} bytes, which no record is: write it as several, or as a text file", place
+    )
+
+
+def _in_pieces(record: Record) -> Iterator[Record]:
+    """Yield a long text as a text file's pieces: what is tokenized at once has a bound, whatever a record has."""
+    if not isinstance(record, Text) or len(record.text) <= LONG:
+        yield record
+        return
+    text, start = record.text, 0
+    while start < len(text):
+        stop = _end_of_piece(text, start)
+        yield Text(text[start:stop], record.place, first=not start, last=stop == len(text))
+        start = stop
+
+
+def _end_of_piece(text: str, start: int) -> int:
+    """Return where a piece ends: behind a line, else before a blank, else anywhere."""
+    least, most = start + PIECE, start + 2 * PIECE
+    if (line := text.find("\n", least, most)) >= 0:
+        return line + 1
+    return blank if (blank := text.find(" ", least, most)) >= 0 else min(most, len(text))
 
 
 def parse_line(raw: bytes, place: str) -> dict[str, Any] | BadRecord:
@@ -179,7 +218,7 @@ def _list(path: Path, passed: Passed) -> Iterator[Record]:
     for number, value in enumerate(list_items(path, passed), 1):
         place = f"{path}:record {number}"
         if isinstance(value, dict):
-            yield record_of(value, place)
+            yield from _in_pieces(record_of(value, place))
         else:
             yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
 
@@ -190,7 +229,7 @@ def _rows(source: Source, passed: Passed) -> Iterator[Record]:
         for rows in read_rows(path, source.format, COLUMNS, passed):
             for value in rows:
                 number += 1
-                yield record_of(value, f"{path}:row {number}")
+                yield from _in_pieces(record_of(value, f"{path}:row {number}"))
     except NoColumn as error:
         raise DataError(f"{path}: {wanted_keys(error.columns)}") from None
 
@@ -267,6 +306,8 @@ def wanted_keys(keys: Any) -> str:
 def _bad_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return f"is a {type(value).__name__}, not a string"
+    if len(value) > LONGEST:
+        return f"has {len(value):,} characters, and a record has at most {LONGEST:,}: write it as several"
     if not value.isascii():
         try:
             value.encode()

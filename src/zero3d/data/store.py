@@ -42,6 +42,7 @@ from zero3d.errors import DataError
 from zero3d.reading import Unreadable, read_object
 
 VERSION = 3
+UPRIGHT = "upright"  # sizes of images are those after they were turned by their EXIF data
 CACHE = "~/.cache/zero3d"
 BACKFILL = 1 << 20  # target marks written at once
 
@@ -159,7 +160,7 @@ def _key(
         files.append([str(path), format, stat.st_size, stat.st_mtime_ns])
     parts: list[Any] = [VERSION, files, tokenizer.fingerprint if tokenizer else None, dtype, skip]
     if images is not None:
-        parts += [str(images.folder.resolve()), images.vision.fingerprint]
+        parts += [str(images.folder.resolve()), images.vision.fingerprint, UPRIGHT]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -21,8 +21,9 @@ import numpy
 
 from zero3d.data.columns import NoColumn, chosen, open_arrow, pyarrow_errors
 from zero3d.data.files import Source
+from zero3d.data.json_list import LONGEST
 from zero3d.data.orders import Ints
-from zero3d.data.records import COLUMNS, LOOK, BadRecord, parse_line, read_text, wanted_keys
+from zero3d.data.records import COLUMNS, LOOK, BadRecord, parse_line, raw_lines, read_text, too_long, wanted_keys
 from zero3d.errors import ConfigError, DataError
 
 STRIDE = 64  # lines from one known place to the next
@@ -128,20 +129,21 @@ class _Lines:
                                   "lines, or set data.streaming=false.")  # fmt: skip
             file.seek(0)
             offset = 0
-            for line, raw in enumerate(file, 1):
-                if raw.strip():
+            for line, (raw, length) in enumerate(raw_lines(file), 1):
+                if length > LONGEST or raw.strip():
                     if self.count % STRIDE == 0:
                         known.append((offset, line))
                         beat()
                     self.count += 1
-                offset += len(raw)
+                offset += length
         self._known = numpy.asarray(known, numpy.int64).reshape(-1, 2)
 
     def place(self, number: int) -> str:
         return self._find(number)[1]
 
     def record(self, number: int) -> Mapping[str, Any] | BadRecord:
-        return parse_line(*self._find(number))
+        raw, place = self._find(number)
+        return too_long(place) if len(raw) > LONGEST else parse_line(raw, place)
 
     def _find(self, number: int) -> tuple[bytes, str]:
         """Return a record's line and its place."""
@@ -149,8 +151,8 @@ class _Lines:
         with self._path.open("rb") as file:
             file.seek(offset)
             left = number % STRIDE
-            for at, raw in enumerate(file, line):
-                if raw.strip():
+            for at, (raw, length) in enumerate(raw_lines(file), line):
+                if length > LONGEST or raw.strip():
                     if not left:
                         return raw.removeprefix(codecs.BOM_UTF8) if at == 1 else raw, f"{self._path}:{at}"
                     left -= 1

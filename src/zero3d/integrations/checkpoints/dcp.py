@@ -1,54 +1,78 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): of FSDP2 loops, torchtitan and Accelerate.
 
     FOLDER/.metadata          a pickle: which tensor is where
-           __0_0.distcp ...   the tensors, each as torch.save writes it
+           __0_0.distcp ...   the tensors' chunks, each as torch.save writes it
 
 Names are the program's own. Moments are found by torch's `state.NAME.exp_avg`, weights by the NAMEs that these have;
 without moments all other tensors are weights, and `model.` before all of them is taken off. Accelerate has model and
 optimizer in two folders: both are read.
+
+What a metadata file claims is compared with itself and with the files before anything is allocated: chunks are all of
+a tensor exactly once, none takes more bytes than it has in its file, and all of a file not more than there are.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as kinds
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from zero3d.errors import CheckpointError
-from zero3d.integrations.checkpoints.foreign import MOMENTS, Foreign
-from zero3d.integrations.checkpoints.restricted import read_pickle
+from zero3d.checkpoint.manifest import CODES
+from zero3d.checkpoint.tiling import TilingSums, tiling_fault
+from zero3d.errors import CheckpointError, short
+from zero3d.integrations.checkpoints.archives import Mapped, map_file, read_torch
+from zero3d.integrations.checkpoints.foreign import MOMENTS, MOST_DIMS, Foreign, check_name
+from zero3d.integrations.checkpoints.restricted import Inert, read_pickle
 
 METADATA = ".metadata"
+LARGEST_METADATA = 1 << 29  # bytes; about 50 a chunk
 STATE = re.compile(r"(?:^|\.)state\.(.+)\.([a-z_]+)$")
-CLASSES = (
-    kinds.Metadata, kinds.TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.TensorProperties,
-    kinds.ChunkStorageMetadata, kinds.MetadataIndex, kinds.StorageMeta, kinds._MEM_FORMAT_ENCODING, _StorageInfo,
-)  # fmt: skip
-KNOWN: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in CLASSES},
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+FEW = 1000  # chunks of a tensor, of which a fault is told by its place
+Shape = tuple[int, ...]
+
+
+class Metadata(Inert):
+    """What is where: state_dict_metadata by name, storage_data by name and place."""
+
+
+class Properties(Inert):
+    """Of a tensor's, the dtype."""
+
+    dtype: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) and state else None
+
+
+KNOWN: dict[tuple[str, str], type[Inert]] = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"): Metadata,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
 }
 
 
-class RestrictedReader(FileSystemReader):
-    """torch's reader of a folder, whose metadata cannot run anything."""
+class Chunk(NamedTuple):
+    """A part of a tensor, and the bytes of a file that have it."""
 
-    def read_metadata(self, *given: Any, **named: Any) -> kinds.Metadata:
-        """Read what is where. Raises CheckpointError."""
-        path = Path(self.path) / METADATA
-        with path.open("rb") as file:
-            found = read_pickle(file, KNOWN)
-        if not isinstance(found, kinds.Metadata):
-            raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint.")
-        found.storage_meta = kinds.StorageMeta(load_id=self.load_id)
-        return found
+    start: Shape
+    size: Shape
+    file: str
+    offset: int
+    length: int
+
+
+class Listed(NamedTuple):
+    """A tensor of a folder, as its metadata describe it."""
+
+    folder: Path
+    shape: Shape
+    dtype: torch.dtype
+    chunks: list[Chunk]
 
 
 def found(folder: Path) -> list[Path]:
@@ -61,17 +85,20 @@ def found(folder: Path) -> list[Path]:
 def read(folders: Iterable[Path]) -> Foreign:
     """Read a checkpoint that `found` has. Raises CheckpointError."""
     folders = list(folders)
-    listed = {folder: _listed(folder) for folder in folders}
-    names = [key for described in listed.values() for key in described]
-    states = {key: (match[1], match[2]) for key in names if (match := STATE.search(key))}
+    listed: dict[str, Listed] = {}
+    for folder in folders:
+        for key, what in _listed(folder).items():
+            if key in listed:
+                raise CheckpointError(
+                    f"{folder} and {listed[key].folder} both have {short(key)}: they are several checkpoints, so type "
+                    "the folder of one."
+                )
+            listed[key] = what
+    states = {key: (match[1], match[2]) for key in listed if (match := STATE.search(key))}
     trained = {name for name, state in states.values() if state in MOMENTS}
-    weights = _weights([key for key in names if key not in states], trained)
+    weights = _weights([key for key in listed if key not in states], trained)
     wanted = {key for key, (_, state) in states.items() if state in (*MOMENTS, "step")} | weights.keys()
-    values = {
-        key: tensor
-        for folder, described in listed.items()
-        for key, tensor in _load(folder, {key: described[key] for key in described if key in wanted}).items()
-    }
+    values = _load({key: what for key, what in listed.items() if key in wanted})
     foreign = Foreign(f"torch.distributed.checkpoint ({folders[0].name})")
     for key, name in weights.items():
         kept = (
@@ -80,15 +107,12 @@ def read(folders: Iterable[Path]) -> Foreign:
         kept[name] = values[key]
     for key, (name, state) in states.items():
         if state in MOMENTS:
-            foreign.moments.setdefault(name, {})[state] = values[key]
+            if state in foreign.moments.setdefault(name, {}):
+                raise CheckpointError(f"{folders[0]} has {state} of {short(name)} twice: save one optimizer alone.")
+            foreign.moments[name][state] = values[key]
         elif state == "step" and key in values:
             foreign.step = max(foreign.step, int(values[key]))
     return foreign
-
-
-def _listed(folder: Path) -> dict[str, kinds.TensorStorageMetadata]:
-    described = RestrictedReader(folder).read_metadata().state_dict_metadata
-    return {key: what for key, what in described.items() if isinstance(what, kinds.TensorStorageMetadata)}
 
 
 def _weights(keys: list[str], trained: set[str]) -> dict[str, str]:
@@ -110,13 +134,112 @@ def _weights(keys: list[str], trained: set[str]) -> dict[str, str]:
     return {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 
 
-def _load(folder: Path, described: Mapping[str, kinds.TensorStorageMetadata]) -> dict[str, Tensor]:
-    tensors = {key: torch.empty(what.size, dtype=what.properties.dtype) for key, what in described.items()}
-    if tensors:
-        try:
-            load(tensors, storage_reader=RestrictedReader(folder), no_dist=True)
-        except CheckpointError:
-            raise
-        except Exception as error:  # of a damaged file anything may come
-            raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}): copy it again.") from error
-    return tensors
+def _listed(folder: Path) -> dict[str, Listed]:
+    """Return the tensors of a folder. Raises CheckpointError for metadata that cannot be true."""
+    mapped = map_file(folder, METADATA)
+    if mapped.storage.nbytes() > LARGEST_METADATA:
+        raise CheckpointError(
+            f"{mapped.path} has {mapped.storage.nbytes():,} bytes, and at most {LARGEST_METADATA:,} are read."
+        )
+    metadata = read_pickle(mapped.path, bytes(mapped.view), KNOWN)
+    described, stored = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(described, dict) or not isinstance(stored, dict):
+        raise CheckpointError(f"{mapped.path} is no metadata of torch.distributed.checkpoint.")
+    places = {(index.fqn, getattr(index, "offset", None)): info for index, info in stored.items()}
+    sums = TilingSums()
+    return {
+        check_name(key, str(mapped.path)): _tensor(folder, key, what, places, sums)
+        for key, what in described.items()
+        if hasattr(what, "chunks")  # else it is no tensor
+    }
+
+
+def _tensor(folder: Path, key: str, what: Any, places: Mapping[Any, Any], sums: TilingSums) -> Listed:
+    shape, dtype = _numbers(key, what.size), getattr(what.properties, "dtype", None)
+    if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in CODES:
+        raise CheckpointError(f"{folder}: {short(key)} has the dtype {short(dtype)}, which no weight has.")
+    chunks = []
+    for chunk in what.chunks:
+        start, size = _numbers(key, chunk.offsets), _numbers(key, chunk.sizes)
+        if len(start) != len(shape) or len(size) != len(shape):
+            raise CheckpointError(f"{folder}: a chunk of {short(key)} has other dimensions than the tensor's {shape}.")
+        if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
+            raise CheckpointError(
+                f"{folder}: a chunk of {short(key)} is {list(size)} at {list(start)}, beyond the tensor's "
+                f"{list(shape)}."
+            )
+        if prod(size):
+            chunks.append(_chunk(folder, key, start, size, places.get((key, start))))
+    _check_tiled(folder, key, shape, chunks, sums)
+    return Listed(folder, shape, dtype, chunks)
+
+
+def _numbers(key: str, given: Any) -> Shape:
+    """Return a shape or a place. Raises CheckpointError."""
+    if (
+        not isinstance(given, tuple)
+        or len(given) > MOST_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 53 for n in given)
+    ):
+        raise CheckpointError(f"{short(key)} has {short(repr(given))} for a shape or a place: copy the metadata again.")
+    return tuple(given)
+
+
+def _chunk(folder: Path, key: str, start: Shape, size: Shape, info: Any) -> Chunk:
+    if info is None:
+        raise CheckpointError(
+            f"{folder / METADATA} does not say where {short(key)} at {list(start)} is: copy it again."
+        )
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(f"{folder} is compressed: save it without extensions of torch.distributed.checkpoint.")
+    offset, length = _numbers(key, (info.offset, info.length))
+    if not isinstance(info.relative_path, str):
+        raise CheckpointError(f"{folder / METADATA} names no file for {short(key)}: copy it again.")
+    return Chunk(start, size, info.relative_path, offset, length)
+
+
+def _check_tiled(folder: Path, key: str, shape: Shape, chunks: list[Chunk], sums: TilingSums) -> None:
+    """Raise CheckpointError unless the chunks are all of the tensor exactly once."""
+    boxes = [tuple((a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True)) for chunk in chunks]
+    for box in boxes:
+        sums.add(key, box)
+    if not sums.whole(key, shape):
+        fault = tiling_fault(shape, boxes) if 0 < len(boxes) <= FEW else None
+        raise CheckpointError(
+            f"{folder / METADATA}: the {len(boxes):,} chunks of {short(key)} are not all of its {list(shape)} exactly "
+            f"once{f' ({fault})' if fault else ''}: copy the checkpoint again, with the metadata of all ranks."
+        )
+
+
+def _load(listed: Mapping[str, Listed]) -> dict[str, Tensor]:
+    """Return tensors by key, each put together from its chunks. Raises CheckpointError."""
+    files: dict[tuple[Path, str], Mapped] = {}
+    taken: Counter[tuple[Path, str]] = Counter()
+    for key, what in listed.items():
+        for chunk in what.chunks:
+            place = what.folder, chunk.file
+            if place not in files:
+                files[place] = map_file(*place)
+            taken[place] += chunk.length
+            claimed = prod(chunk.size) * what.dtype.itemsize
+            if claimed > chunk.length or taken[place] > files[place].storage.nbytes():
+                raise CheckpointError(
+                    f"{files[place].path} has {files[place].storage.nbytes():,} bytes, of which {short(key)} at "
+                    f"{list(chunk.start)} takes {chunk.length:,} for {claimed:,} of its own: copy it again."
+                )
+    return {key: _put_together(key, what, files) for key, what in listed.items()}
+
+
+def _put_together(key: str, what: Listed, files: Mapping[tuple[Path, str], Mapped]) -> Tensor:
+    tensor = torch.empty(what.shape, dtype=what.dtype)  # all of it is written, for chunks are all of it
+    for chunk in what.chunks:
+        mapped = files[what.folder, chunk.file]
+        values = read_torch(mapped, chunk.offset, chunk.length)
+        if not isinstance(values, Tensor) or values.shape != chunk.size or values.dtype != what.dtype:
+            of = f"{list(values.shape)} {values.dtype}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise CheckpointError(
+                f"{mapped.path} has {of} where {short(key)} at {list(chunk.start)} is {list(chunk.size)} {what.dtype}: "
+                "copy it again."
+            )
+        tensor[tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True))] = values
+    return tensor

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.errors import CheckpointError
-from zero3d.integrations.checkpoints.foreign import MOMENTS, Foreign
-from zero3d.integrations.checkpoints.restricted import read_torch
+from zero3d.errors import CheckpointError, short
+from zero3d.integrations.checkpoints.archives import map_file, read_torch
+from zero3d.integrations.checkpoints.foreign import MOMENTS, MOST_DIMS, Foreign
+from zero3d.reading import Unreadable, read_text
 
-LATEST = "latest"
+LATEST, LONGEST = "latest", 1 << 12  # bytes of its file
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 MASTER = "master"
 
@@ -34,7 +35,17 @@ MASTER = "master"
 def found(folder: Path) -> Path | None:
     """Return the folder of a checkpoint of DeepSpeed's, this one or that which `latest` names; None without one."""
     if (folder / LATEST).is_file():
-        folder = folder / (folder / LATEST).read_text().strip()
+        try:
+            name = read_text(folder / LATEST, LONGEST).strip()
+        except (OSError, Unreadable) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"{folder / LATEST} {why}: name the folder of a step itself.") from error
+        if not name.isprintable() or Path(name).parts != (name,) or name == "..":
+            raise CheckpointError(
+                f"{folder / LATEST} names {short(ascii(name))}, which is no folder beside it: name the folder of a "
+                "step itself."
+            )
+        folder = folder / name
     if any(folder.glob("*_optim_states.pt")) or (folder / "zero").is_dir():
         return folder
     return None
@@ -46,9 +57,9 @@ def read(folder: Path) -> Foreign:
         return _universal(folder)
     ranks = _ranks(folder)
     models = _models(folder)
-    source = f"DeepSpeed {models[0].get('ds_version', '')} ({folder.name})"
+    source = f"DeepSpeed {short(models[0].get('ds_version', ''))} ({folder.name})"
     foreign = Foreign(source, int(models[0].get("global_steps", 0)))
-    shapes = {name: tuple(shape) for group in models[0]["param_shapes"] for name, shape in group.items()}
+    shapes = {name: _shape(name, shape) for group in models[0]["param_shapes"] for name, shape in group.items()}
     for state in (MASTER, *MOMENTS):
         flat = [list(_flat(rank, state)) for rank in ranks]
         if not flat[0]:
@@ -72,8 +83,10 @@ def _ranks(folder: Path) -> list[Any]:
         raise CheckpointError(
             f"{folder} was saved with model parallelism: make it universal with DeepSpeed's ds_to_universal first."
         )
-    files = {int(match[1]): folder / match.string for match in found}
-    read = {rank: read_torch(path).get("optimizer_state_dict", {}) for rank, path in sorted(files.items())}
+    if twice := [match.string for match in found if sum(int(other[1]) == int(match[1]) for other in found) > 1]:
+        raise CheckpointError(f"{folder} has {' and '.join(twice[:2])} of one rank: leave one of them.")
+    files = {int(match[1]): match.string for match in found}
+    read = {rank: _saved(folder, name).get("optimizer_state_dict", {}) for rank, name in sorted(files.items())}
     counted = next(iter(read.values())).get("partition_count", len(read))
     wanted = max(counted) if isinstance(counted, (list, tuple)) else counted
     if list(read) != list(range(wanted)):
@@ -83,10 +96,24 @@ def _ranks(folder: Path) -> list[Any]:
 
 def _models(folder: Path) -> list[Any]:
     """Return what is known of the model: by rank at stage 3."""
-    by_rank = {int(path.name.split("_")[3]): path for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")}
-    return [read_torch(by_rank[rank]) for rank in sorted(by_rank)] or [
-        read_torch(folder / "mp_rank_00_model_states.pt")
-    ]
+    names = [path.name for path in folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt")]
+    by_rank = {int(name.split("_")[3]): name for name in names}
+    return [_saved(folder, by_rank[rank]) for rank in sorted(by_rank)] or [_saved(folder, "mp_rank_00_model_states.pt")]
+
+
+def _saved(folder: Path, name: str) -> Any:
+    return read_torch(map_file(folder, name))
+
+
+def _shape(name: str, shape: Any) -> tuple[int, ...]:
+    """Return a parameter's shape. Raises CheckpointError."""
+    if (
+        not isinstance(shape, (tuple, list))
+        or len(shape) > MOST_DIMS
+        or any(type(size) is not int or size < 0 for size in shape)
+    ):
+        raise CheckpointError(f"the shape of {short(name)} is {short(repr(shape))}: copy the files again.")
+    return tuple(shape)
 
 
 def _base(rank: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -126,9 +153,23 @@ def _of_slices(
                 "a file of DeepSpeed's does not say which elements it has: save it with 0.9 or newer."
             )
         for values, mapping in zip(of_rank, mappings, strict=True):
+            _check_apart(values, mapping)
             for name, at in mapping.items():
                 parts.setdefault(name, []).append(values[at.start : at.start + at.numel])
     yield from _joined(parts, shapes)
+
+
+def _check_apart(values: Tensor, mapping: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where slices of a flat part overlap, or reach beyond it."""
+    end, before = 0, ""
+    for start, numel, name in sorted((at.start, at.numel, name) for name, at in mapping.items()):
+        if type(start) is not int or type(numel) is not int or numel < 0 or not end <= start <= values.numel() - numel:
+            raise CheckpointError(
+                f"a file of DeepSpeed's has {short(numel)} elements of {short(name)} at {short(start)}, and "
+                f"{f'{short(before)} up to {end:,}' if before else 'nothing before'}, in a flat part of "
+                f"{values.numel():,}: copy it again."
+            )
+        end, before = start + numel, name
 
 
 def _of_stage_3(
@@ -147,20 +188,19 @@ def _of_stage_3(
 
 def _joined(parts: Mapping[str, list[Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     for name, shape in shapes.items():
-        values = torch.cat(parts.get(name, [torch.empty(0)]))
-        if values.numel() < prod(shape):
-            raise CheckpointError(
-                f"the files have {values.numel():,} of {prod(shape):,} elements of {name}: copy all of them."
-            )
+        found = parts.get(name, [])
+        if (numel := sum(part.numel() for part in found)) < prod(shape):
+            raise CheckpointError(f"the files have {numel:,} of {prod(shape):,} elements of {name}: copy all of them.")
+        values = torch.cat([part.flatten() for part in found] or [torch.empty(0)])
         yield name, values[: prod(shape)].reshape(shape)
 
 
 def _add_frozen(foreign: Foreign, models: Sequence[Mapping[str, Any]]) -> None:
     """Take frozen weights, whole or in a part from every rank, and buffers."""
-    shapes = {name: tuple(shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
-    for name, shape in shapes.items():
-        parts = [model["frozen_param_fragments"][name].flatten() for model in models]
-        foreign.frozen[name] = torch.cat(parts)[: prod(shape)].reshape(shape)
+    shapes = {name: _shape(name, shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
+    fragments = [dict(model["frozen_param_fragments"]) for model in models] if shapes else []
+    parts = {name: [of_model[name] for of_model in fragments] for name in shapes}
+    foreign.frozen |= _joined(parts, shapes)
     for name in models[0].get("buffer_names") or ():
         if isinstance(values := models[0]["module"].get(name), Tensor):
             foreign.buffers[name] = values
@@ -176,27 +216,27 @@ def _add_tied(foreign: Foreign, model: Mapping[str, Any]) -> None:
 def _universal(folder: Path) -> Foreign:
     foreign = Foreign(f"a universal checkpoint of DeepSpeed's ({folder.name})")
     for of_parameter in sorted(path for path in (folder / "zero").iterdir() if path.is_dir()):
-        files = {path.stem: path for path in of_parameter.glob("*.pt")}
+        files = {path.stem: str(path.relative_to(folder)) for path in of_parameter.glob("*.pt")}
         if "fp32" not in files:
             raise CheckpointError(
                 f"{of_parameter} has no fp32.pt: it is no universal checkpoint, or was not copied whole."
             )
-        foreign.masters[of_parameter.name] = _tensor(files["fp32"])
-        if moments := {state: _tensor(files[state]) for state in MOMENTS if state in files}:
+        foreign.masters[of_parameter.name] = _tensor(folder, files["fp32"])
+        if moments := {state: _tensor(folder, files[state]) for state in MOMENTS if state in files}:
             foreign.moments[of_parameter.name] = moments
         if "step" in files:
-            foreign.step = int(_tensor(files["step"]))
+            foreign.step = int(_tensor(folder, files["step"]))
     for path in folder.glob("*model_states.pt"):
-        model = read_torch(path)
+        model = _saved(folder, path.name)
         foreign.step = foreign.step or int(model.get("global_steps", 0))
         _add_tied(foreign, model)
         break
     return foreign
 
 
-def _tensor(path: Path) -> Tensor:
-    saved = read_torch(path)
+def _tensor(folder: Path, name: str) -> Tensor:
+    saved = _saved(folder, name)
     values = saved.get("param", saved.get("step")) if isinstance(saved, dict) else saved
     if not isinstance(values, (Tensor, int, float)):
-        raise CheckpointError(f"{path} has no tensor: it is no universal checkpoint.")
+        raise CheckpointError(f"{folder / name} has no tensor: it is no universal checkpoint.")
     return torch.as_tensor(values)

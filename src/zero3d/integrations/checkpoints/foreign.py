@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.manifest import BUFFER, FROZEN, MASTER, STREAM, key_of
+from zero3d.checkpoint.manifest import BUFFER, CODES, FLOATING, FROZEN, MASTER, STREAM, key_of
 from zero3d.checkpoint.resume_contract import IMPORTED
 from zero3d.checkpoint.save import Captured, Facts, Target, prepare, write_all
 from zero3d.distributed.axis import Axis
@@ -27,6 +27,9 @@ from zero3d.rng import rng_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER = "AdamW"
+LONGEST = 1000  # characters of a parameter's name
+MOST_DIMS = 64  # of a tensor, in torch
+STEPS = 1 << 53  # whole numbers up to here survive any JSON reader
 
 
 @contextmanager
@@ -36,11 +39,20 @@ def laid_out(folder: Path, writer: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or short(str(error))}.") from error
+    except Exception as error:  # of values that may have any type, anything may come
         raise CheckpointError(
             f"{folder} is not laid out as {writer} lays it out ({type(error).__name__}: {short(str(error))}): save it "
             "once more with that version, or export the weights there and start from them."
         ) from error
+
+
+def check_name(name: object, where: str) -> str:
+    """Return the name of a parameter. Raises CheckpointError for what no module has for one."""
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST:
+        raise CheckpointError(f"{where} has a tensor by the name {short(ascii(name))}, which no module has.")
+    return name
 
 
 @dataclass
@@ -63,9 +75,19 @@ class Foreign:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise CheckpointError where it has no weights, or moments of a part of them, or of another shape."""
+        """Raise CheckpointError where it has no weights, moments of a part of them, or what no weight can be."""
         if not self.masters:
             raise CheckpointError(f"{self.source} has no weights that are trained.")
+        if not 0 <= self.step < STEPS:
+            raise CheckpointError(f"{self.source} has applied {short(self.step)} steps, which no run has.")
+        for what, tensors, dtypes in (
+            ("trained weight", self.masters, FLOATING), ("frozen weight", self.frozen, CODES),
+            ("buffer", self.buffers, CODES), *(("moment", moments, FLOATING) for moments in self.moments.values()),
+        ):  # fmt: skip
+            for name, values in tensors.items():
+                check_name(name, self.source)
+                if _dtype(values) not in dtypes:
+                    raise CheckpointError(f"{self.source}: the {what} {name} is {values.dtype}, which none has.")
         lacking = [name for name in self.masters if self.moments and set(self.moments.get(name, ())) != set(MOMENTS)]
         if lacking:
             raise CheckpointError(

@@ -16,7 +16,7 @@ from zero3d.config.deepspeed_schedules import OPTIONS
 from zero3d.config.hints import nearest
 from zero3d.config.keys import KEYS
 from zero3d.errors import short
-from zero3d.integrations.deepspeed.document import AUTO, Document, raise_all
+from zero3d.integrations.deepspeed.document import AUTO, Document, raise_all, shown
 from zero3d.integrations.deepspeed.keys import OPTIMIZER, PARAM, ZERO
 
 DEVICES: Mapping[str | None, str] = {"none": "none", None: "none", "cpu": "host", "nvme": "disk"}
@@ -84,15 +84,15 @@ class _Reader:
         try:
             self.made.values[ours] = Value(KEYS[ours].read(value), key, strong)
         except ValueError as error:
-            self.problems.append(f"{key}={short(repr(self.given.get(key)))}: {error}")
+            self.problems.append(f"{key}={shown(self.given.get(key))}: {error}")
 
     def switch(self, key: str) -> bool | None:
         """Return whether something is on; None where it is auto."""
         value = self.given.get(key)
         if value == AUTO:
             return None
-        if value not in (None, True, False):
-            self.problems.append(f"{key}={short(repr(value))} is true, false or auto.")
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{key}={shown(value)} is true, false or auto.")
         return value is True
 
 
@@ -130,7 +130,11 @@ def _precision(reader: _Reader) -> None:
 
 
 def _power(value: Any) -> Any:
-    return 2.0**value if isinstance(value, (int, float)) and abs(value) < 64 else value
+    return 2.0**value if _is_number(value) and abs(value) < 64 else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _zero(reader: _Reader) -> None:
@@ -142,17 +146,17 @@ def _zero(reader: _Reader) -> None:
 
 def _offload(reader: _Reader) -> None:
     stage = reader.given.get(f"{ZERO}.stage", 0)
-    folders = set()
+    folders: list[Any] = []
     for section, ours, old, least in (
         (OPTIMIZER, "offload.optimizer", ("cpu_offload",), 1),
         (PARAM, "offload.params", ("cpu_offload_params", "cpu_offload_param"), 3),
     ):
         device, key = reader.given.get(f"{section}.device"), f"{section}.device"
         for name in old:
-            if device is None and reader.given.get(f"{ZERO}.{name}"):
+            if reader.switch(f"{ZERO}.{name}") and device is None:
                 device, key = "cpu", f"{ZERO}.{name}"
-        if device not in DEVICES:
-            reader.problems.append(f"{key}={short(repr(device))} is none, cpu or nvme.")
+        if not (device is None or isinstance(device, str)) or device not in DEVICES:
+            reader.problems.append(f"{key}={shown(device)} is none, cpu or nvme.")
             continue
         if DEVICES[device] != "none" and isinstance(stage, int) and stage < least:
             reader.problems.append(
@@ -162,10 +166,10 @@ def _offload(reader: _Reader) -> None:
         if DEVICES[device] != "none":
             reader.put(ours, DEVICES[device], key)
         if DEVICES[device] == "disk" and (folder := reader.given.get(f"{section}.nvme_path")) is not None:
-            folders.add(folder)
+            folders += [folder] if folder not in folders else []
             reader.take(f"{section}.nvme_path", "offload.directory")
     if len(folders) > 1:
-        reader.problems.append(f"nvme_path is {' and '.join(sorted(map(str, folders)))}: give one folder.")
+        reader.problems.append(f"nvme_path is {' and '.join(map(short, folders))}: give one folder.")
     if reader.given.get(f"{OPTIMIZER}.ratio") not in (None, 1, 1.0) and "offload.optimizer" in reader.made.values:
         reader.take(f"{OPTIMIZER}.ratio", "offload.fraction")
 
@@ -182,9 +186,9 @@ def _optimizer(reader: _Reader) -> None:
         if some := [key for key in reader.given if key.startswith("optimizer.params.")]:
             reader.problems.append(f"{some[0]} is of an optimizer without optimizer.type: add AdamW.")
         return
-    if str(kind).lower() not in ("adam", "adamw"):
+    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
         reader.problems.append(
-            f"optimizer.type={short(repr(kind))} is refused: runs from a file have AdamW, "
+            f"optimizer.type={shown(kind)} is refused: runs from a file have AdamW, "
             "and Muon as optimizer.name=muon; use AdamW, or that, or "
             "zero3d.Engine(optimizer=...) in a program."
         )
@@ -198,13 +202,17 @@ def _optimizer(reader: _Reader) -> None:
 
 
 def _schedule(reader: _Reader) -> None:
-    name, params = reader.given.get("scheduler.type"), reader.given.get("scheduler.params") or {}
+    name, params = reader.given.get("scheduler.type"), reader.given.get("scheduler.params")
     if name is None:
         return
-    if name not in OPTIONS or not isinstance(params, Mapping):
-        near = nearest(str(name), OPTIONS)
+    params = {} if params is None else params
+    if not isinstance(params, Mapping):
+        reader.problems.append(f"scheduler.params is a section, and has {shown(params)}.")
+        return
+    if not isinstance(name, str) or name not in OPTIONS:
+        near = nearest(name, OPTIONS) if isinstance(name, str) else None
         reader.problems.append(
-            f"scheduler.type={short(repr(name))} is refused: DeepSpeed has {', '.join(OPTIONS)}; "
+            f"scheduler.type={shown(name)} is refused: DeepSpeed has {', '.join(OPTIONS)}; "
             + (f"did you mean {near}?" if near else "use one of them, or none.")
         )
         return
@@ -217,7 +225,7 @@ def _schedule(reader: _Reader) -> None:
         elif key in TAKEN_FROM_RUN:
             options[key] = None
         else:
-            reader.problems.append(f"scheduler.params.{key} cannot be auto: give a number.")
+            reader.problems.append(f"scheduler.params.{short(key)} cannot be auto: give a number.")
             return
     reader.put("schedule.name", name, "scheduler.type")
     if options:
@@ -227,7 +235,7 @@ def _schedule(reader: _Reader) -> None:
 def _others(reader: _Reader) -> None:
     if reader.given.get("communication_data_type") not in (None, AUTO):
         dtype = reader.given["communication_data_type"]
-        reader.put("zero.reduce_dtype", DTYPES.get(str(dtype), dtype), "communication_data_type")
+        reader.put("zero.reduce_dtype", DTYPES.get(short(dtype), dtype), "communication_data_type")
     if reader.given.get("tensor_parallel.autotp_size") not in (None, 0, 1):
         reader.take("tensor_parallel.autotp_size", "mesh.tp")
     every = reader.given.get("steps_per_print")

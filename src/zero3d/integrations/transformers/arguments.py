@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from transformers import TrainingArguments
 
 from zero3d.config import Config, load
 from zero3d.errors import ConfigError
-from zero3d.integrations.deepspeed.document import Document, document_of, read_document
+from zero3d.integrations.deepspeed.document import Document, document_of, parse, read_document
 from zero3d.integrations.deepspeed.merge import Merged, together
 
 WHERE = "TrainingArguments"
@@ -67,10 +66,7 @@ def _document(given: Any) -> Document:
     if isinstance(given, Mapping):
         return document_of(given, "deepspeed")
     if str(given).lstrip().startswith("{"):
-        try:
-            return document_of(json.loads(given), "deepspeed")
-        except ValueError as error:
-            raise ConfigError(f"deepspeed= begins as a JSON and is none: {error}.") from error
+        return document_of(parse(given, "deepspeed="), "deepspeed")
     return read_document(Path(given))
 
 
