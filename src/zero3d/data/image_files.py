@@ -141,7 +141,8 @@ def _source(folder: Path, image: str | Mapping[str, Any]) -> tuple[Path | BytesI
     if len(name) > LONGEST or not os.path.isfile(path):
         why = "is no regular file" if os.path.exists(path) else "does not exist"
         raise BadImage(f"the image {folder / short(name)} {why}: set data.images to the folder of the images")
-    if not path.resolve().is_relative_to(folder.resolve()):
+    # Folders may be links, as those of LLaVA's data often are; an image that is one stays within its own.
+    if path.is_symlink() and not any(path.resolve().is_relative_to(each.resolve()) for each in (folder, path.parent)):
         raise BadImage(
             f"the image {short(name)} is a link to {path.resolve()}, out of {folder}: copy it there, or set "
             "data.images to the folder that has it"
