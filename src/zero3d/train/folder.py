@@ -31,7 +31,7 @@ from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find
 from zero3d.config import load
 from zero3d.config.offload import FOLDER
 from zero3d.errors import CheckpointError, ConfigError, short
-from zero3d.reading import Unreadable, parse_object
+from zero3d.reading import Unreadable, open_regular, parse_object
 from zero3d.train.export_places import HF, NAMES, all_places
 from zero3d.train.lock import LOCK, FolderLock
 
@@ -62,10 +62,10 @@ class Folder:
     def last_step(self) -> int:
         """The last step in metrics.jsonl; 0 where it has none."""
         try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, self.metrics.stat().st_size - TAIL))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
+            with open_regular(self.metrics) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                lines = file.read(TAIL).decode(errors="replace").splitlines()
+        except (OSError, Unreadable):
             return 0
         for line in reversed(lines):
             try:
@@ -194,8 +194,9 @@ class Folder:
     def run_id(self) -> str:
         """The run's number, nothing before it has one."""
         try:
-            return (self.root / RUN).read_text(errors="replace")[:LONGEST_ID]
-        except OSError:
+            with open_regular(self.root / RUN) as file:
+                return file.read(LONGEST_ID).decode(errors="replace")
+        except (OSError, Unreadable):
             return ""
 
     @property
