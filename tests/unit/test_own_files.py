@@ -2,16 +2,15 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 import stat
 import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from full_disks import limited
 from lock_holder import locked_by_another
 
 from zero3d.cli import elastic, worker, workers
@@ -286,7 +285,9 @@ def test_a_temporary_folder_is_private_and_where_none_can_be_made_the_error_says
         assert is_private(folder)
     assert not folder.exists()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"nowhere .No such file or directory.: make room there, or .*TMPDIR=FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere \(No such file .*\): see to it that nobody removes this folder, or .*TMPDIR=FOLDER"
+    ):
         private_folder().__enter__()
 
 
@@ -324,19 +325,6 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_one_before_and_no_part(t
     with pytest.raises(OSError, match="File too large"), limited(4096):
         write_whole(path, "x" * 10_000)
     assert (path.read_text(), list(tmp_path.iterdir())) == ("before", [path])
-
-
-@contextmanager
-def limited(nbytes):
-    """Let files be no longer than that, inside."""
-    old, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (old, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 @pytest.mark.parametrize("how", ["a pipe", "endless", "a folder", "a socket"])

@@ -155,12 +155,20 @@ def leave_exception(error: BaseException) -> int:
         extra = {"py_callstack": "" if clear else callstack, "timestamp": str(int(time.time()))}
         report = json.dumps({"message": {"message": summary, "extraInfo": extra}})
         with suppress(OSError):  # the disk may be what is full
-            write_whole(Path(os.environ[ERROR_FILE]), report)  # torchrun reads it at once, and dies of half of one
+            _write_atomically(Path(os.environ[ERROR_FILE]), report)
     if LAUNCHED not in os.environ and code != 130:
         print(summary if clear else callstack, file=sys.stderr)
     if "torch" in sys.modules and code != 130:
         notify_peers(summary.partition("\n\n")[0], code)  # of a report its head
     return code
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)  # a link in its place would lead elsewhere
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def notify_peers(summary: str, code: int) -> None:

@@ -35,7 +35,7 @@ from zero3d.train.stop import BEFORE, SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
 from zero3d.watchdog.heartbeat import ENDED, WATCH
 from zero3d.watchdog.monitor import Monitor
-from zero3d.watchdog.own_files import private_folder, read_own
+from zero3d.watchdog.own_files import no_room_told, private_folder, read_own
 from zero3d.watchdog.place import open_folder
 
 if TYPE_CHECKING:
@@ -201,11 +201,13 @@ def running_workers(
 
 def start_worker(rank: int, words: Sequence[str], module: str, shared: dict[str, str], folder: Path) -> Worker:
     """Start one worker; only what rank 0 prints goes to the terminal."""
-    folder.mkdir()
     of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / ERROR_NAME)}
-    if rank == 0:
-        return Worker(rank, start_process(words, module, shared | of_rank), folder)
-    with (folder / "output").open("wb") as output:
+    with no_room_told(folder.parent):
+        folder.mkdir()
+        output = (folder / "output").open("wb")
+    with output:
+        if rank == 0:
+            return Worker(rank, start_process(words, module, shared | of_rank), folder)
         return Worker(rank, start_process(words, module, shared | of_rank, output, output), folder)
 
 

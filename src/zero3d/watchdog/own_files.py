@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from errno import EEXIST, EPERM
 from pathlib import Path
 
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, remedy_of
 from zero3d.reading import what_it_is
 
 FOR_ALL, PRIVATE = 0o666, 0o600  # modes of new files; the umask takes from them
@@ -28,16 +28,24 @@ FOR_ALL, PRIVATE = 0o666, 0o600  # modes of new files; the umask takes from them
 @contextmanager
 def private_folder(prefix: str = "zero3d-") -> Iterator[Path]:
     """Make a temporary folder that is private, removed at the end. Raises ConfigError where none can be made."""
-    try:
+    with no_room_told(None):
         folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
-    except OSError as error:
-        where = f" in {Path(error.filename).parent}" if isinstance(error.filename, str) else ""
-        raise ConfigError(
-            f"no temporary folder can be made{where} ({error.strerror}): make room there, or name another place with "
-            "TMPDIR=FOLDER."
-        ) from error
     with folder as path:
         yield Path(path)
+
+
+@contextmanager
+def no_room_told(place: Path | None) -> Iterator[None]:
+    """Say of an error of the temporary folder, or of one that is made there, what to type. Raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        named = Path(error.filename).parent if isinstance(error.filename, str) else place
+        where = "" if named is None else f" {named}"
+        raise ConfigError(
+            f"nothing can be made in the temporary folder{where} ({error.strerror}): {remedy_of(error)}, or name "
+            "another with TMPDIR=FOLDER."
+        ) from error
 
 
 def is_private(folder: Path) -> bool:
