@@ -404,19 +404,6 @@ def test_a_launcher_that_waits_before_its_first_worker_ends_at_the_first_sigterm
     assert capsys.readouterr().err.count("stopped by SIGTERM outside of training") == 2
 
 
-def test_workers_that_cannot_have_met_yet_end_with_their_launcher(monkeypatch):
-    begun = []
-
-    def start(*_):
-        begun.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True))
-        return begun[-1]
-
-    monkeypatch.setattr(workers, "start_process", start)
-    monkeypatch.setattr(workers, "host_store", interrupted)
-    assert launch(["train"], 2) == 128 + signal.SIGTERM
-    assert [process.returncode for process in begun] == [-signal.SIGKILL] * 2
-
-
 def test_what_a_worker_leaves_is_read_in_part_and_only_if_it_is_its_own(tmp_path, capsys):
     lines = [f"line {number}" for number in range(200_000)]
     (tmp_path / "output").write_text("\n".join(lines))

@@ -118,7 +118,7 @@ def run_workers(
 ) -> tuple[list[Worker], list[Worker]]:
     """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed.
 
-    Raises Stopped for a signal that comes before they can have met.
+    Raises Stopped for a signal that comes before the first of them is started.
     """
     with request.at_once():
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -127,8 +127,7 @@ def run_workers(
     try:
         shared = environment(len(slots), listening.getsockname()[1], watched)
         with running_workers(words, module, shared, folder, slots) as workers:
-            with request.at_once():
-                store = host_store(listening)
+            store = host_store(listening)
             failed = supervise(workers, request, Monitor(watched))
             del store  # not before all have ended
             return workers, failed
