@@ -31,6 +31,19 @@ OF_PATHS = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP,
      errno.ENAMETOOLONG, errno.ENOTEMPTY)
 )  # fmt: skip
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES = dict.fromkeys(FULL, "make room") | {
+    errno.EFBIG: "raise `ulimit -f` or make room",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`"),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ELOOP), "move away what else has this name"
+    ),
+    **dict.fromkeys((errno.ENOENT, errno.ESTALE), "see to it that nobody removes this folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
+    errno.EROFS: "mount it so that it can be written",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "end what else takes this machine's memory"),
+}
 SHOWN = 60  # characters of a value in a message
 
 
@@ -44,6 +57,13 @@ def short(text: object) -> str:
         words = " ".join(quoted[: 4 * SHOWN].split())
         quoted = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in words)
     return quoted if len(quoted) <= SHOWN else f"{quoted[:SHOWN]}..."
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what to do about a file that the system does not let us write, as the beginning of a sentence."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return "look at the network"
+    return REMEDIES.get(error.errno or 0, "have the disk looked at")
 
 
 class Zero3dError(Exception):

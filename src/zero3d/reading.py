@@ -2,7 +2,8 @@
 
 fault                                          told as
 ---------------------------------------------  ------------------------------------------------
-a pipe, a device, a socket                     Unreadable: nobody waits for what never ends
+a pipe, a device, a socket                     Unreadable: nobody waits for what never ends; the open file says
+                                               what it is, since a name may mean another one a moment later
 more bytes than are read, no UTF-8, no JSON    Unreadable
 a key twice, for who asks for unique keys      Unreadable
 no object, or nested deeper than Python goes   Unreadable
@@ -15,17 +16,24 @@ import json
 import os
 import stat
 from errno import EISDIR
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from zero3d.errors import short
 
 MOST = 64 << 20  # bytes; the largest index of a published model has about 10 MB
-ODD = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+ODD = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+       stat.S_IFSOCK: "a socket"}  # fmt: skip
 
 
 class Unreadable(ValueError):
     """Why a file cannot be used, in words that follow its name."""
+
+
+def what_it_is(mode: int) -> str:
+    """Return in words what a file of this mode is that is no regular one."""
+    return ODD.get(stat.S_IFMT(mode), "no regular file")
 
 
 def check_regular(path: Path) -> int:
@@ -33,21 +41,34 @@ def check_regular(path: Path) -> int:
 
     Raises OSError for one that is missing or a folder, Unreadable for pipes and devices.
     """
-    status = path.stat()
-    kind = stat.S_IFMT(status.st_mode)
-    if kind == stat.S_IFDIR:
-        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
-    if kind != stat.S_IFREG:
-        raise Unreadable(f"is {ODD.get(kind, 'no file')}, and a regular file is wanted: write its contents to one")
-    return status.st_size
+    return _size(path.stat(), path)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, behind a link or not, without waiting. Raises OSError and Unreadable."""
+    check_regular(path)  # some devices do something when they are opened
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _size(os.fstat(file), path)
+    except BaseException:
+        os.close(file)
+        raise
+    return os.fdopen(file, "rb")
+
+
+def read_bytes(path: Path, most: int = MOST) -> bytes:
+    """Return the whole of a regular file. Raises OSError and Unreadable."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most else file.read(most + 1)  # it may grow meanwhile
+    if max(size, len(data)) > most:
+        raise Unreadable(f"has {max(size, len(data)):,} bytes, and at most {most:,} are read")
+    return data
 
 
 def read_text(path: Path, most: int = MOST) -> str:
     """Return the whole of a text file. Raises OSError and Unreadable."""
-    size = check_regular(path)
-    if size > most:
-        raise Unreadable(f"has {size:,} bytes, and at most {most:,} are read")
-    return _decode(path.read_bytes())
+    return _decode(read_bytes(path, most))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -77,6 +98,15 @@ def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:
         raise Unreadable(f"is no JSON: {short(str(error).partition(';')[0])}") from None
+
+
+def _size(status: os.stat_result, path: Path) -> int:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise Unreadable(f"is {what_it_is(status.st_mode)}, and a regular file is wanted: write its contents to one")
+    return status.st_size
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

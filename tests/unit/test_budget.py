@@ -154,6 +154,25 @@ def test_what_is_no_size_is_refused(given):
         parse_size(given)
 
 
+@pytest.mark.parametrize("given", [
+    "1" * 5000, "1" * 400 + "GB", "1" * 400, 10**400, 10**5000, 10**18, "1000000TB", "1." + "1" * 5000 + "kB", "9" * 41,
+    "0." + "1" * 400,
+], ids=range(10))  # fmt: skip
+@pytest.mark.parametrize("setting", ["offload.host_budget", "zero.gather_budget"])
+def test_a_size_that_no_machine_has_is_refused_in_one_short_line(given, setting):
+    with pytest.raises(
+        ConfigError, match=rf"{setting} '.*' is more than any machine has: type less than 1,000,000TB"
+    ) as told:
+        parse_size(given, setting)
+    assert len(str(told.value)) < 250
+    assert parse_size(10**18 - 1) == 10**18 - 1
+
+
+def test_a_huge_negative_number_is_no_size():
+    with pytest.raises(ConfigError, match="'a huge number' is no size"):
+        parse_size(-(10**5000))
+
+
 def test_bytes_are_written_in_decimal_units():
     written = [decimal(n) for n in (0, 999, 1000, 1_250_000_000, 3 * 10**12)]
     assert written == ["0 B", "999 B", "1.00 kB", "1.25 GB", "3.00 TB"]

@@ -494,7 +494,7 @@ print({json.dumps(json.dumps(result()))})""")  # fmt: skip
         assert "no picture: out/compare.png cannot be written (Is a directory)" in out
     else:
         assert code == 1
-        assert err == "Zero3dError: cannot write out/compare.json (Is a directory): make room, or choose another output " \
+        assert err == "Zero3dError: cannot write out/compare.json (Is a directory): move away what else has this name, or choose another output " \
                       "with output=FOLDER; each run's own folder is kept.\n"  # fmt: skip
 
 

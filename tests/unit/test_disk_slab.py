@@ -470,6 +470,28 @@ def test_a_commit_with_too_few_checksums_is_damage_of_the_first_record_without_o
             slab.verify()
 
 
+@pytest.mark.parametrize("name", ["rank-00000.states", ".rank-00000.commit.tmp"])
+def test_a_link_in_the_place_of_a_file_that_is_to_be_made_is_not_followed(tmp_path, name):
+    victim, folder = tmp_path / "mine", tmp_path / "states"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    committed(folder, 1)
+    assert not (folder / name).is_symlink()
+    assert victim.read_text() == "precious"
+
+
+def test_states_behind_a_link_are_refused_though_their_commit_is_whole(tmp_path):
+    victim, folder = tmp_path / "mine", committed(tmp_path / "states", 1)
+    states = folder / "rank-00000.states"
+    states.rename(victim)
+    before = victim.read_bytes()
+    states.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"cannot be opened \(Too many levels of symbolic links\)"):
+        open_slab(folder)
+    assert victim.read_bytes() == before
+
+
 # --- kills ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Files of tensors that are written chunk by chunk, and hashed on their way."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from zero3d.checkpoint import writing
 from zero3d.checkpoint.manifest import CODES
 from zero3d.checkpoint.sums import has_checksum
-from zero3d.checkpoint.writing import write_tensors
+from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 
 
@@ -92,3 +94,23 @@ def test_a_dtype_that_no_file_holds_is_named(tmp_path):
         CheckpointError, match=r"x\.safetensors: buffer:b is complex128, which safetensors files do not"
     ):
         write_tensors(tmp_path / "x.safetensors", {"buffer:b": torch.zeros(1, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize(("number", "remedy"), [
+    (errno.ENOSPC, "make room"), (errno.EEXIST, "move away what else has this name"), (errno.EIO, "have the disk looked at"),
+])  # fmt: skip
+def test_an_error_of_the_system_is_told_with_its_own_remedy(tmp_path, number, remedy):
+    (tmp_path / "checkpoints" / "step-9").mkdir(parents=True)
+    place = tmp_path / "checkpoints" / "step-9"
+    for end in (" and try again.", "; the older checkpoints are whole."):
+        with pytest.raises(CheckpointError) as error, told(place / "file", 1000):
+            raise OSError(number, os.strerror(number))
+        assert str(error.value).endswith(f"free): {remedy}{end}")
+        (place / "manifest.json").touch()
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_to_be_moved_away(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match=r"\(File exists\): move away what else has this name and try again"):
+        with told(tmp_path / "checkpoints" / "step-1"):
+            (tmp_path / "checkpoints").mkdir()

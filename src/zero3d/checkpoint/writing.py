@@ -30,7 +30,7 @@ from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
 from zero3d.checkpoint.sums import Checksums, Hasher
 from zero3d.distributed.collectives import Comm
-from zero3d.errors import CheckpointError, Zero3dError
+from zero3d.errors import CheckpointError, Zero3dError, remedy_of
 from zero3d.precision import Halves, joined
 
 BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
@@ -88,7 +88,7 @@ def told(path: Path, nbytes: int = 0) -> Iterator[None]:
         yield
     except OSError as error:
         older = complete_steps(path.parent.parent)
-        remedy = "make room; the older checkpoints are whole" if older else "make room and try again"
+        remedy = remedy_of(error) + ("; the older checkpoints are whole" if older else " and try again")
         raise CheckpointError(
             f"cannot write {path} ({error.strerror or error}{_room(path, nbytes)}): {remedy}."
         ) from error

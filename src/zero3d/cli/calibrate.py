@@ -11,7 +11,7 @@ from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks
 from zero3d.cli.worker import as_worker, quiet_environment
 from zero3d.cli.workers import launch, ranks_here
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, remedy_of
 from zero3d.plan.spec import ClusterSpec
 
 DEFAULT = "cluster.json"
@@ -48,7 +48,12 @@ def work(arguments: argparse.Namespace) -> None:
     if os.environ["RANK"] != "0":
         return
     text = json.dumps(to_json(spec), indent=2)
-    path.write_text(text + "\n")
+    try:
+        path.write_text(text + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: cannot be written ({error.strerror}): {remedy_of(error)}, or name another file."
+        ) from error
     print(text if arguments.json else "\n".join(lines(spec, path)), flush=True)
 
 

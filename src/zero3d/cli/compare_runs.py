@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zero3d.cli import workers
-from zero3d.errors import Zero3dError
+from zero3d.errors import Zero3dError, remedy_of
 from zero3d.train.comparison import as_json, rows
 from zero3d.train.comparison_plot import draw
 from zero3d.train.comparison_table import failure, show
@@ -187,8 +187,8 @@ def write(plan: ComparisonPlan, outcomes: Outcomes) -> None:
         fresh.replace(file)
     except OSError as error:
         raise Zero3dError(
-            f"cannot write {file} ({error.strerror}): make room, or choose another output with output=FOLDER; each "
-            "run's own folder is kept."
+            f"cannot write {file} ({error.strerror}): {remedy_of(error)}, or choose another output with output=FOLDER; "
+            "each run's own folder is kept."
         ) from error
 
 

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.cli.oom import oom_kills
@@ -42,13 +41,16 @@ from zero3d.cli.workers import (
     report_failure,
     resume_command,
     run_workers,
+    stopped_before,
 )
 from zero3d.config import Config, fitting_ranks
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import BAD_INPUT, CheckpointError, CorruptionError, MeshError, NonFiniteError, Zero3dError
+from zero3d.reading import Unreadable, read_bytes
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.start import Start
-from zero3d.train.stop import StopRequest
+from zero3d.train.stop import Stopped, StopRequest
+from zero3d.watchdog.own_files import private_folder
 
 DEATHS = 2  # of a slot's process in a row, without a new step
 COUNT = "from zero3d.distributed.devices import count_devices; print(count_devices())"
@@ -95,19 +97,22 @@ def run_job(job: Job, *, module: str = MAIN) -> int:
                 code = _attempt(course, slots, request, module)
         except KeyboardInterrupt:
             return killed_twice()
+        except Stopped as stop:
+            return stopped_before(stop.signal)
     return code
 
 
 def _attempt(course: Course, slots: Slots, request: StopRequest, module: str) -> int | None:
     """Start all workers once and wait for them; return the exit code, None where another attempt is to follow."""
     job = course.job
-    taken = slots.take(course.folder, course.command)
+    with request.at_once():
+        taken = slots.take(course.folder, course.command)
     words = course.begin()
     for line in (*slots.lines(taken), *course.lines(len(taken))):
         print(line, file=sys.stderr)
     kills = oom_kills()
-    with TemporaryDirectory(prefix="zero3d-") as folder:
-        workers, failed = run_workers(words, taken, Path(folder), request, module)
+    with private_folder() as folder:
+        workers, failed = run_workers(words, taken, folder, request, module)
         course.note_output(chosen_output(workers[0]))
         if request.signal is not None or course.restarts == job.restarts or not is_fault(failed):
             return conclude(workers, failed, request.signal, job.words, kills)
@@ -276,10 +281,10 @@ class Slots:
 def _named(folder: Folder | None) -> list[int]:
     """Return the numbers in a run's file of lost slots."""
     try:
-        text = folder.lost_slots.read_text(errors="replace") if folder is not None else ""
-    except OSError:
+        text = read_bytes(folder.lost_slots) if folder is not None else b""
+    except (OSError, Unreadable):
         return []
-    return [int(word) for word in text.split() if word.isdecimal() and len(word) < 9]
+    return [int(word) for word in text.decode(errors="replace").split() if word.isdecimal() and len(word) < 9]
 
 
 def _count_devices() -> int:

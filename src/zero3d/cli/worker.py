@@ -25,6 +25,7 @@ from zero3d.train.stop import SIGNALS, Stopped
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 from zero3d.watchdog.joined import start_monitor
 from zero3d.watchdog.orphans import follow_parent
+from zero3d.watchdog.own_files import write_whole
 from zero3d.watchdog.place import open_folder, remove_if_left
 from zero3d.watchdog.stacks import dump_on_signal
 
@@ -35,6 +36,10 @@ LAST_WORDS = 1.0  # seconds in which workers may end on their own, and say why, 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
 MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+UNWATCHED = (
+    "nobody watches the ranks of this host, so health.timeout has no effect: neither /dev/shm nor the temporary folder "
+    "takes a folder for them, or somebody else has taken its name (ls -ld /dev/shm/zero3d-watch-*)"
+)
 STARTING = "start-up"  # the phase until training announces others
 # What ranks of one attempt and one host have alike, beside their parent.
 SAME_ATTEMPT = (
@@ -100,6 +105,8 @@ def begin_heartbeat(limits: Mapping[str, float]) -> Heartbeat:
     folder = Path(os.environ[WATCH]) if WATCH in os.environ else None
     if LAUNCHED not in os.environ and "RANK" in os.environ:
         folder = open_folder(os.getppid(), [os.environ.get(name, "") for name in SAME_ATTEMPT])
+        if folder is None and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {UNWATCHED}", file=sys.stderr)
     if folder is None:
         return Heartbeat.begin(None, rank, STARTING)
     os.environ[WATCH] = str(folder)
@@ -121,7 +128,7 @@ def report_output(folder: Path) -> None:
     """Let our launcher know the output folder that the run has chosen, for the command that goes on."""
     if LAUNCHED in os.environ:
         with suppress(OSError):  # the disk may be what is full
-            (Path(os.environ[ERROR_FILE]).parent / OUTPUT).write_text(str(folder))
+            write_whole(Path(os.environ[ERROR_FILE]).parent / OUTPUT, str(folder))
 
 
 def describe_stop(stop: Stopped) -> str:
@@ -159,6 +166,7 @@ def leave_exception(error: BaseException) -> int:
 def _write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all: torchrun reads it as soon as it is there, and dies of half of one."""
     fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)  # a link in its place would lead elsewhere
     fresh.write_text(text)
     fresh.replace(path)
 

@@ -25,17 +25,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any
 
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
 from zero3d.distributed.degrees import SLOT
 from zero3d.errors import FAULT
-from zero3d.train.stop import SIGNALS, StopRequest
+from zero3d.train.stop import BEFORE, SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
 from zero3d.watchdog.heartbeat import ENDED, WATCH
 from zero3d.watchdog.monitor import Monitor
+from zero3d.watchdog.own_files import no_room_told, private_folder, read_own
 from zero3d.watchdog.place import open_folder
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ DIED, BLAMED = "died without an exception", "ended by the watchdog"
 LAUNCH_OPTIONS = ("--ranks", "--json")  # of a command line, what says nothing about the training
 BACKLOG = 2048  # workers that may connect at once, as torch has it
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # older names last
+MOST_READ = 1 << 20  # bytes of a file that a worker leaves
 LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 
@@ -102,20 +103,26 @@ def launch(words: Sequence[str], ranks: int, *, module: str = MAIN) -> int:
     Returns 0, a failure's exit code (1, or 2 for a Zero3dError), or 128 + the signal that stopped the run.
     """
     kills = oom_kills()
-    with StopRequest() as request, TemporaryDirectory(prefix="zero3d-") as folder:
+    with StopRequest() as request, private_folder() as folder:
         try:
-            workers, failed = run_workers(words, range(ranks), Path(folder), request, module)
+            workers, failed = run_workers(words, range(ranks), folder, request, module)
         except KeyboardInterrupt:
             return killed_twice()
+        except Stopped as stop:
+            return stopped_before(stop.signal)
         return conclude(workers, failed, request.signal, words, kills)
 
 
 def run_workers(
     words: Sequence[str], slots: Sequence[int], folder: Path, request: StopRequest, module: str
 ) -> tuple[list[Worker], list[Worker]]:
-    """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed."""
-    listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    watched = open_folder(os.getpid(), [folder.name]) or folder / WATCHED
+    """Run one worker in each of these slots of the machine; return all of them, over by now, and those that failed.
+
+    Raises Stopped for a signal that comes before the first of them is started.
+    """
+    with request.at_once():
+        listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        watched = open_folder(os.getpid(), [folder.name]) or folder / WATCHED
     watched.mkdir(exist_ok=True)
     try:
         shared = environment(len(slots), listening.getsockname()[1], watched)
@@ -132,6 +139,12 @@ def killed_twice() -> int:
     """Say that a second Ctrl-C has killed the workers; return the exit code."""
     print("killed by a second Ctrl-C; what was saved before is still there", file=sys.stderr)
     return 128 + signal.SIGINT
+
+
+def stopped_before(number: int) -> int:
+    """Say that a signal has ended what no worker was needed for, or had begun; return the exit code."""
+    print(f"stopped by {signal.Signals(number).name} {BEFORE}", file=sys.stderr)
+    return 128 + number
 
 
 def host_store(listening: socket.socket) -> TCPStore:
@@ -187,11 +200,13 @@ def running_workers(
 
 def start_worker(rank: int, words: Sequence[str], module: str, shared: dict[str, str], folder: Path) -> Worker:
     """Start one worker; only what rank 0 prints goes to the terminal."""
-    folder.mkdir()
     of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / ERROR_NAME)}
-    if rank == 0:
-        return Worker(rank, start_process(words, module, shared | of_rank), folder)
-    with (folder / "output").open("wb") as output:
+    with no_room_told(folder.parent):
+        folder.mkdir()
+        output = (folder / "output").open("wb")
+    with output:
+        if rank == 0:
+            return Worker(rank, start_process(words, module, shared | of_rank), folder)
         return Worker(rank, start_process(words, module, shared | of_rank, output, output), folder)
 
 
@@ -269,11 +284,7 @@ def conclude(
     # Workers that stopped without a signal to this process were signalled themselves.
     stop_signal = signal.SIGTERM if stop_signal is None and stopped else stop_signal
     if stop_signal is not None and any(worker.code == -signal.SIGTERM for worker in failed):
-        print(
-            f"stopped by {signal.Signals(stop_signal).name} outside of training; what was saved before is still there",
-            file=sys.stderr,
-        )
-        return 128 + stop_signal
+        return stopped_before(stop_signal)
     if failed:
         return report_failure(failed, command if words[0] == "train" else "", kills)
     if stop_signal is None or not stopped:
@@ -297,16 +308,13 @@ def resume_command(words: Sequence[str], chosen: str = "") -> str:
 
 def chosen_output(worker: Worker) -> str:
     """Return the output folder that a run chose for itself (`report_output`); nothing where it was given one."""
-    file = worker.folder / OUTPUT
-    return file.read_text() if file.is_file() else ""
+    return _read(worker.folder / OUTPUT)
 
 
 def report_failure(failed: Sequence[Worker], command: str = "", kills: int | None = None) -> int:
     """Print the first failure on stderr, for a worker that died also how to go on; return the exit code."""
     first = first_failure(failed)
-    error = first.folder / ERROR_NAME
-    if error.is_file():
-        report = json.loads(error.read_text())["message"]
+    if (report := _report(first)) is not None:
         callstack = report["extraInfo"]["py_callstack"].rstrip()
         print(f"rank {first.rank} failed:\n{callstack}" if callstack else report["message"], file=sys.stderr)
         return 2 if first.code == 2 else 1
@@ -317,7 +325,7 @@ def report_failure(failed: Sequence[Worker], command: str = "", kills: int | Non
     how = f"exit code {first.code}" if first.code > 0 else describe_kill(-first.code, kills)
     print(f"rank {first.rank} {DIED}: {how}", file=sys.stderr)
     if first.rank > 0:
-        for line in (first.folder / "output").read_text(errors="replace").splitlines()[-LAST_LINES:]:
+        for line in _read(first.folder / "output", its_end=True).splitlines()[-LAST_LINES:]:
             print(line, file=sys.stderr)
     return _go_on(command)
 
@@ -336,8 +344,22 @@ def first_failure(failed: Sequence[Worker]) -> Worker:
 
 def message_of(worker: Worker) -> str:
     """Return the exception that a worker has left, as "NAME: text"; nothing of one that died without."""
-    error = worker.folder / ERROR_NAME
-    return str(json.loads(error.read_text())["message"]["message"]) if error.is_file() else ""
+    report = _report(worker)
+    return "" if report is None else str(report["message"])
+
+
+def _report(worker: Worker) -> dict[str, Any] | None:
+    """Return the exception that a worker has left in its error file; None where it has left none."""
+    text = _read(worker.folder / ERROR_NAME)
+    return json.loads(text)["message"] if text else None
+
+
+def _read(file: Path, its_end: bool = False) -> str:
+    """Return the first or last MOST_READ bytes of what a worker has left, nothing where that is no file of ours."""
+    with suppress(OSError):
+        start = max(0, file.lstat().st_size - MOST_READ) if its_end else 0
+        return read_own(file, MOST_READ, start).decode(errors="replace")
+    return ""
 
 
 def _cause_first(worker: Worker) -> tuple[bool, float]:

@@ -38,7 +38,7 @@ from zero3d.data.kept_images import ImageWriter, Pictures
 from zero3d.data.packing import Documents
 from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer
-from zero3d.errors import DataError
+from zero3d.errors import FULL, DataError, remedy_of
 from zero3d.reading import Unreadable, read_object
 
 VERSION = 3
@@ -212,8 +212,9 @@ def _cache_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        other = "a folder with room" if error.errno in FULL else f"another folder, or {remedy_of(error)}"
         raise DataError(
-            f"tokens cannot be kept in {root}: {error.strerror or error}. Set data.cache to a folder with room."
+            f"tokens cannot be kept in {root}: {error.strerror or error}. Set data.cache to {other}."
         ) from error
 
 

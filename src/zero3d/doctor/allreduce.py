@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from zero3d.doctor.finding import BROKEN, OK, SKIPPED, WARNING, Finding, Request, environment, rate
 from zero3d.doctor.network import addresses_of, refuse_interface
+from zero3d.watchdog.own_files import private_folder
 
 RANKS = 2
 BYTES = 16 << 20
@@ -85,7 +85,7 @@ def reduce_among(ranks: int, backend: str, seconds: float) -> Outcome:
     import torch.distributed  # noqa: F401 (once, before the fork)
 
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with TemporaryDirectory(prefix="zero3d-doctor-") as folder:
+    with private_folder("zero3d-doctor-") as folder:
         workers, ends = [], {}
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)

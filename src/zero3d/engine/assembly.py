@@ -129,10 +129,12 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     if pipeline is None:
-        execution: Execution = Direct(
+        execution: Execution
+        execution = direct = Direct(
             module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
-            resolved.mesh.heartbeat.work, replay, runtime.hooks[0].refuse_released,
+            resolved.mesh.heartbeat.work, replay,
         )  # fmt: skip
+        direct.examine = runtime.hooks[0].refuse_released
     else:
         execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
     forget_note(resolved.mesh.everyone)

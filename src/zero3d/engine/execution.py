@@ -68,13 +68,13 @@ class Direct:
     """
 
     vocabulary = None
+    examine: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
         abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None], replay: Replay | None,
-        examine: Callable[[Tensor], None],
     ) -> None:  # fmt: skip
-        self._announce, self._examine = announce, examine
+        self._announce = announce
         self._module, self._losses, self._accumulation = module, losses, accumulation
         self._loss_scale, self._abandon, self._only, self._replay = loss_scale, abandon, only, replay
 
@@ -98,8 +98,9 @@ class Direct:
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         self._accumulation.note_loss(total, weight)
         try:
-            if total.device.type == "cpu" and bool(total.isnan().any()):  # elsewhere that would wait for the device
-                self._examine(total)
+            on_host = total.device.type == "cpu"  # elsewhere to look would be to wait for the device
+            if self.examine is not None and on_host and bool(total.isnan().any()):
+                self.examine(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException:

@@ -54,7 +54,8 @@ def write(path: Path, commit: Commit, owner: str, records: str) -> None:
     """Put a commit in the place of the one before. Raises OSError; the one before is whole then."""
     entries = {"format": FORMAT, "owner": owner, "records": records, **commit._asdict()}
     fresh = path.with_name(f".{path.name}.tmp")
-    with fresh.open("w") as file:
+    fresh.unlink(missing_ok=True)  # what somebody has put there might be a link
+    with fresh.open("x") as file:
         file.write(json.dumps(entries | {"sha256": _checksum(entries)}))
         file.flush()
         os.fsync(file.fileno())

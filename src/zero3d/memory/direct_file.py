@@ -38,10 +38,13 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Open a file of this size and reserve all of it on the disk. Raises OSError, ENOSPC for a full disk."""
+        """Open a file of this size, behind no link, and reserve all of it on the disk.
+
+        Raises OSError, ENOSPC for a full disk.
+        """
         self.path = path
         fresh = not path.exists()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
         try:
             os.ftruncate(self._file, nbytes)
             _reserve(self._file, nbytes, path)
@@ -57,7 +60,7 @@ class DirectFile:
     def _go_direct(self) -> bool:
         """Open the file anew for direct I/O; say whether the file system has it."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | DIRECT)
+            file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | DIRECT)
         except OSError:
             return False
         try:

@@ -38,7 +38,7 @@ from typing import Self
 import psutil
 import xxhash
 
-from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
+from zero3d.errors import CheckpointError, ConfigError, OutOfBudget, remedy_of
 from zero3d.memory import commit_file
 from zero3d.memory.blocks import BLOCK, padded
 from zero3d.memory.budget import decimal
@@ -170,8 +170,8 @@ class DiskSlab:
             if error.errno in FULL:
                 free = decimal(shutil.disk_usage(self.directory).free)
                 raise OutOfBudget(
-                    f"{asked}, and the disk has {free} free ({error.strerror}): make room, lower offload.fraction, or "
-                    f"{ELSEWHERE}."
+                    f"{asked}, and the disk has {free} free ({error.strerror}): {remedy_of(error)}, lower "
+                    f"offload.fraction, or {ELSEWHERE}."
                 ) from error
             raise ConfigError(f"{asked}, and cannot be opened ({error.strerror}): {ELSEWHERE}.") from error
 
@@ -220,7 +220,7 @@ class DiskSlab:
             whole = f"step {self.steps[0]} is whole there" if self.steps else "no step is whole there yet"
             raise CheckpointError(
                 f"record {name} ({self._records[name]} bytes) cannot be {what}: {self.path}: {error.strerror}. "
-                f"{whole}: make room or have the disk looked at, and go on from a checkpoint with --resume auto."
+                f"{whole}: {remedy_of(error)}, and go on from a checkpoint with --resume auto."
             ) from error
 
     # --- steps --------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class DiskSlab:
     def _uncommitted(self, step: int, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"step {step} ({self.nbytes // 2} bytes) cannot be committed in {self._commit_path} ({error.strerror}): "
-            "make room or have the disk looked at, and go on from a checkpoint with --resume auto."
+            f"{remedy_of(error)}, and go on from a checkpoint with --resume auto."
         )
 
     def confirm(self, step: int) -> None:

@@ -17,12 +17,13 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
-from errno import EINVAL, ENOLCK, ENOSYS, ENOTSUP
+from errno import EEXIST, EINVAL, ENOLCK, ENOSYS, ENOTSUP
 from pathlib import Path
 
-from zero3d.reading import Unreadable, parse_object
+from zero3d.reading import Unreadable, read_object, what_it_is
 
 MODE = 0o644
 NO_LOCKS = (EINVAL, ENOLCK, ENOSYS, ENOTSUP)  # of file systems without them
@@ -67,7 +68,7 @@ class FileLock:
 def _open_locked(path: Path) -> int:
     """Open and lock the file of this name. Raises OSError."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE)
+        file = _open(path, os.O_CREAT)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(file, path):
@@ -76,6 +77,16 @@ def _open_locked(path: Path) -> int:
             os.close(file)
             raise
         os.close(file)  # its holder has removed it since it was opened: the next one is another file
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    """Open a lock's file, not behind a link: who has it writes there. Raises OSError for what is no regular file."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, MODE)
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        raise OSError(EEXIST, f"it is {what_it_is(mode)}", str(path))
+    return file
 
 
 def _is_named(file: int, path: Path) -> bool:
@@ -89,7 +100,7 @@ def _is_named(file: int, path: Path) -> bool:
 def is_held(path: Path) -> bool:
     """Say whether another process has locked the file; writes nothing."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = _open(path)
     except OSError:
         return False  # nobody's, or nothing that this process may write: `acquire` says it
     try:
@@ -106,7 +117,7 @@ def is_held(path: Path) -> bool:
 def holder(path: Path) -> tuple[str, str]:
     """Return who has locked a file, as "process P on host H since T", and what ends that process."""
     owner: dict[str, object] = {}
-    with suppress(OSError, Unreadable):
-        owner = parse_object(path.read_bytes().decode(errors="replace"))
+    with suppress(Unreadable):
+        owner = read_object(path)
     pid, host, since = (owner.get(key, "unknown") for key in ("pid", "host", "since"))
     return f"process {pid} on host {host} since {since}", f"end it (on {host}: kill {pid})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
+from zero3d.errors import CheckpointError, ConfigError, OutOfBudget, remedy_of
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import decimal
 from zero3d.memory.direct_file import DirectFile
@@ -25,7 +25,9 @@ class RecordFile:
         except OSError as error:
             asked = f"{path} takes {decimal(self._starts[-1])} ({self._starts[-1]} bytes of frozen weights)"
             kind = OutOfBudget if error.errno in FULL else ConfigError
-            raise kind(f"{asked}, and cannot be made ({error.strerror}): make room, or {ELSEWHERE}.") from error
+            raise kind(
+                f"{asked}, and cannot be made ({error.strerror}): {remedy_of(error)}, or {ELSEWHERE}."
+            ) from error
 
     def newest(self, index: int) -> tuple[Path, int]:
         """Return where a record begins: the file, and bytes from its beginning."""
@@ -46,8 +48,8 @@ class RecordFile:
             move(memory.cast("B")[: stop - start], start)
         except OSError as error:
             raise CheckpointError(
-                f"frozen weights ({stop - start} bytes) at byte {start} of {self.path}: {error.strerror}. Make room or "
-                "have the disk looked at, and go on from a checkpoint with --resume auto."
+                f"frozen weights ({stop - start} bytes) at byte {start} of {self.path} ({error.strerror}): "
+                f"{remedy_of(error)}, and go on from a checkpoint with --resume auto."
             ) from error
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 OUTPUT/
   config.yaml     what was run; `zero3d train OUTPUT/config.yaml` runs it again
   metrics.jsonl   one line per step
+  metrics-unread.txt  lines of it that were no records when a run went on: what a killed run or a full disk has cut off
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json, tensorboard/
@@ -30,14 +31,16 @@ from pathlib import Path
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import load
 from zero3d.config.offload import FOLDER
-from zero3d.errors import CheckpointError, ConfigError, short
-from zero3d.reading import Unreadable, parse_object
+from zero3d.errors import CheckpointError, ConfigError, remedy_of, short
+from zero3d.reading import Unreadable, open_regular, parse_object
 from zero3d.train.export_places import HF, NAMES, all_places
 from zero3d.train.lock import LOCK, FolderLock
+from zero3d.watchdog.own_files import write_whole
 
+UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 WRITTEN = (
     "config.yaml", "metrics.jsonl", "checkpoints", *NAMES, "loss.png", "trace-rank-0.json",
-    "tensorboard", "wandb", ".run", "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
+    "tensorboard", "wandb", ".run", UNREAD, "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
 )  # fmt: skip
 RUN, LONGEST_ID = ".run", 64
 LOST_SLOTS = "lost-slots"
@@ -62,10 +65,10 @@ class Folder:
     def last_step(self) -> int:
         """The last step in metrics.jsonl; 0 where it has none."""
         try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, self.metrics.stat().st_size - TAIL))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
+            with open_regular(self.metrics) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                lines = file.read(TAIL).decode(errors="replace").splitlines()
+        except (OSError, Unreadable):
             return 0
         for line in reversed(lines):
             try:
@@ -194,8 +197,9 @@ class Folder:
     def run_id(self) -> str:
         """The run's number, nothing before it has one."""
         try:
-            return (self.root / RUN).read_text(errors="replace")[:LONGEST_ID]
-        except OSError:
+            with open_regular(self.root / RUN) as file:
+                return file.read(LONGEST_ID).decode(errors="replace")
+        except (OSError, Unreadable):
             return ""
 
     @property
@@ -258,12 +262,38 @@ class Folder:
             link.unlink()
 
     def keep_metrics(self, step: int) -> list[dict[str, float]]:
-        """Drop lines after `step`, which will be written again; return what is left."""
-        lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
-        kept = [record for record in map(_parse, lines) if record is not None and record["step"] <= step]
-        fresh = self.metrics.with_suffix(".tmp")
-        fresh.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        fresh.replace(self.metrics)
+        """Drop lines after `step`, which will be written again; return the records that are left.
+
+        Lines that are no records, as a run that was killed cuts one off, go to `metrics-unread.txt` with a warning.
+        Raises CheckpointError where the disk does not take that, and leaves metrics.jsonl as it was.
+        """
+        try:
+            with open_regular(self.metrics) as file:
+                lines = file.read().split(b"\n")
+        except FileNotFoundError:
+            lines = []
+        except (OSError, Unreadable) as error:
+            raise CheckpointError(
+                f"{self.metrics} cannot be read ({error}): move it away, then go on with --resume auto."
+            ) from error
+        records = [_parse(line.decode(errors="replace")) for line in lines]
+        odd = [line for line, record in zip(lines, records, strict=True) if record is None and line.strip()]
+        kept = [record for record in records if record is not None and record["step"] <= step]
+        try:
+            if odd:
+                with os.fdopen(os.open(self.root / UNREAD, APPENDED, 0o666), "ab") as file:
+                    file.write(b"\n".join([*odd, b""]))
+            write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {self.root} ({error.strerror}): {remedy_of(error)}, then go on with --resume auto."
+            ) from error
+        if odd:
+            warnings.warn(
+                f"{self.metrics} has {len(odd)} line{'s' * (len(odd) > 1)} that cannot be read, as a killed run or a "
+                f"full disk cuts one off: kept in {self.root / UNREAD}",
+                stacklevel=2,
+            )
         return kept
 
 

@@ -5,7 +5,7 @@ A folder holds what runs leave: the file goes with the lock. What the lock holds
 
 from __future__ import annotations
 
-from errno import EACCES, EPERM
+from errno import EACCES, EEXIST, ELOOP, EPERM
 from pathlib import Path
 from typing import Self
 
@@ -44,6 +44,11 @@ class FolderLock:
                 raise ConfigError(
                     f"{path} is another user's lock and cannot be opened ({error.strerror}): wait for that run, "
                     "remove the file if it is over, or write elsewhere with output=FOLDER."
+                ) from error
+            if error.errno in (ELOOP, EEXIST):
+                raise ConfigError(
+                    f"{path} is no file that a run has locked ({error.strerror}): remove it, or write elsewhere with "
+                    "output=FOLDER."
                 ) from error
             raise ConfigError(
                 f"output {root.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
 from typing import Any, Protocol, Self
 
 from zero3d.config import Config, to_dict
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, remedy_of
 from zero3d.train.folder import Folder
 
 Record = dict[str, Any]
@@ -26,13 +28,17 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes metrics.jsonl, one line per step, flushed."""
+    """Writes metrics.jsonl, one line per step, flushed; the first begins a line whatever is before it."""
 
     def __init__(self, folder: Folder) -> None:
-        self._file = folder.metrics.open("a")
+        self._file = folder.metrics.open("ab+")
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":
+                self._file.write(b"\n")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -80,33 +86,49 @@ class Metrics:
     def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1) -> None:
         self._sinks: Sequence[Sink] = ()
         if rank == 0:
-            sinks: list[Sink] = [JsonLines(folder)]
-            if config.log.tensorboard:
-                sinks.append(TensorBoard(folder, first))
-            if config.log.wandb is not None:
-                sinks.append(Wandb(folder, config.log.wandb, config))
+            with told(folder, f"before step {first}"):
+                sinks: list[Sink] = [JsonLines(folder)]
+                if config.log.tensorboard:
+                    sinks.append(TensorBoard(folder, first))
+                if config.log.wandb is not None:
+                    sinks.append(Wandb(folder, config.log.wandb, config))
             self._sinks = sinks
-        self._folder = folder
+        self._folder, self._last = folder, first - 1
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close all sinks. Raises CheckpointError when the disk does not take the last of it.
+
+        What ends a run is what is told: a sink that fails behind it, as on the same full disk, says nothing more.
+        """
+        failing = told(self._folder, f"after step {self._last}") if error is None else suppress(Exception)
+        with failing, ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
 
     def write(self, record: Record) -> None:
         """Write a record to all sinks. Raises CheckpointError when the disk does not take it."""
         values = {k: finite(v) if isinstance(v, float) else v for k, v in record.items()}
-        try:
+        with told(self._folder, f"at step {record['step']}"):
             for sink in self._sinks:
                 sink.write(values)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write to {self._folder.root} at step {record['step']} ({error.strerror}): make room, then go "
-                "on from the last checkpoint with --resume auto."
-            ) from error
+        self._last = record["step"]
+
+
+@contextmanager
+def told(folder: Folder, when: str) -> Iterator[None]:
+    """Say of an error of the disk what could not be written, and what to do. Raises CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {folder.root} {when} ({error.strerror or error}): {remedy_of(error)}, then go on from "
+            "the last checkpoint with --resume auto."
+        ) from error
 
 
 def finite(value: float) -> float | None:

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
@@ -44,6 +43,7 @@ from zero3d.train.loop import Loop
 from zero3d.train.memory_report import Advice, Live, MemoryReport, Shortage, as_json, as_text
 from zero3d.train.plan_check import PlannedRun, plan_late
 from zero3d.train.start import Start
+from zero3d.watchdog.own_files import write_whole
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -169,8 +169,8 @@ class PostMortem:
         file = self.folder.post_mortem
         try:
             if not (stack and file.is_file() and file.stat().st_mtime >= self._began):  # another rank was first
-                _write(file.with_suffix(".json"), json.dumps(as_json(report), indent=2) + "\n")
-                _write(file, f"{text}\n{stack and chr(10)}{stack}")
+                write_whole(file.with_suffix(".json"), json.dumps(as_json(report), indent=2) + "\n")
+                write_whole(file, f"{text}\n{stack and chr(10)}{stack}")
         except OSError as error:  # the disk may be full, too
             return f"{text}\n{file} cannot be written ({error.strerror})"
         return f"{text}\nall of it: {file}"
@@ -234,9 +234,3 @@ def _unless_it_fails(action: Callable[[], T], otherwise: D) -> T | D:
     with suppress(Exception):
         return action()
     return otherwise
-
-
-def _write(file: Path, text: str) -> None:
-    fresh = file.with_name(f".{file.name}.new")
-    fresh.write_text(text)
-    fresh.replace(file)

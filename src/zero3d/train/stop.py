@@ -10,6 +10,7 @@
 SIGTERM, SIGHUP,   a request, however often they come: schedulers send theirs to every process of a job (Slurm's notice
 SIGUSR1            is often SIGUSR1), timeout(1) sends it twice, and launchers pass on what reached the workers too
 at once            of signals that come before Python looks, the lowest number counts as the first
+waiting            inside `at_once` no step is to be ended: the first signal raises `Stopped`, also one of before
 SIGINT             a request; after any request it raises KeyboardInterrupt (Ctrl-C pressed again)
 ignored signals    stay ignored: nohup, background jobs, and workers whose launcher has the terminal
 """
@@ -18,10 +19,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+BEFORE = "outside of training; what was saved before is still there"
 
 
 class Stopped(BaseException):
@@ -48,6 +52,7 @@ class StopRequest:
         self.signal: int | None = None
         self._old: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
+        self._waits = False
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
@@ -62,11 +67,27 @@ class StopRequest:
             signal.signal(number, handler)
         self._old.clear()
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a request end at once what is done inside, which may wait for something that never comes.
+
+        Raises Stopped.
+        """
+        self._waits = True
+        try:
+            if self.signal is not None:
+                raise Stopped(self.signal, BEFORE)
+            yield
+        finally:
+            self._waits = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked data worker: it has nothing to save
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.signal is None:
             self.signal = number
+            if self._waits:
+                raise Stopped(number, BEFORE)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

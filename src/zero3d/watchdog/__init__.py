@@ -1,6 +1,7 @@
 """Who waits for whom: what each rank is doing, in shared memory, and a monitor that speaks up when nothing moves.
 
 heartbeat   a rank's record in shared memory, and how it is read
+own_files   what is read of folders that others may write to, and made there
 place       where these records are
 stacks      Python stacks of ranks, whatever they are in
 states      what is known of each rank, and from that who waits for whom

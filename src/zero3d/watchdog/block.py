@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from sysconfig import get_path
 from typing import Any
 
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.monitor import Facts, Monitor
+from zero3d.watchdog.own_files import write_whole
 from zero3d.watchdog.stacks import main_frames
 from zero3d.watchdog.states import (
     DEAD,
@@ -150,7 +150,7 @@ class Block:
             stem = "watchdog" if alone else f"watchdog-{self.host}"
             for name, text in ((f"{stem}.txt", self.text()), (f"{stem}.json", json.dumps(self.as_json(), indent=1))):
                 with suppress(OSError):
-                    _replace(self.facts.output / name, f"{text}\n")
+                    write_whole(self.facts.output / name, f"{text}\n")
 
     def _in_call(self, words: str) -> str:
         waiting = [state for state in self.states if state.state == WAITING]
@@ -238,9 +238,3 @@ def _is(states: Sequence[RankState]) -> str:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text)
-    fresh.replace(path)

@@ -33,6 +33,9 @@ from struct import Struct
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from zero3d.reading import parse_object
+from zero3d.watchdog.own_files import create_own, open_own, read_own, write_whole
+
 WATCH = "ZERO3D_WATCH"  # the variable by which a rank finds the folder of its host's monitor
 SIZE = 392
 TRAINING, ENDED = "training", "ended"
@@ -41,6 +44,8 @@ _WHOLE = Struct("<qqqqqq16s24s144s32s128s")
 _NUMBER, _HEAD, _OF_CALL = Struct("<q"), Struct("<qq"), Struct("<qq184s")
 _OF_PHASE, _OF_WORK = Struct("<32s"), Struct("<128s")
 _NAMES = Struct("<16s24s144s")
+_MOST_FACTS = 16 << 20  # bytes of what a rank tells once
+_MOST_PID = 1 << 31
 _TRIES = 5  # looks at a record that changes while it is read
 ALL = -1  # in the place of a peer
 
@@ -76,7 +81,7 @@ class Heartbeat:
             if folder is not None:
                 file = folder / f"rank-{rank}"
                 fresh = file.with_name(f"{file.name}.new")
-                with fresh.open("wb+") as record:
+                with os.fdopen(create_own(fresh), "wb+") as record:
                     record.write(bytes(SIZE))  # of a full disk it says so: writing to its memory would be fatal
                     record.flush()
                     memory = mmap.mmap(record.fileno(), SIZE)
@@ -91,7 +96,7 @@ class Heartbeat:
         with suppress(OSError, ValueError):
             if folder is not None:
                 file = Path(folder) / f"rank-{rank}"
-                with file.open("rb+") as record:
+                with os.fdopen(open_own(file, os.O_RDWR), "rb+") as record:
                     memory = mmap.mmap(record.fileno(), SIZE)
                 if _NUMBER.unpack_from(memory, _PID)[0] == os.getpid():
                     return cls(file, memory)
@@ -160,11 +165,8 @@ class Heartbeat:
     def tell(self, **facts: Any) -> None:
         """Write once what does not change, beside the record; earlier facts of other names stay."""
         if self._file is not None:
-            file = self._file.with_suffix(".json")
             with suppress(OSError):  # the disk may be what is full
-                fresh = file.with_suffix(".new")
-                fresh.write_text(json.dumps(read_facts(self._file) | facts))
-                fresh.replace(file)
+                write_whole(self._file.with_suffix(".json"), json.dumps(read_facts(self._file) | facts))
 
     def _named(self, key: tuple[str, str, str]) -> bytes:
         self._names[key] = names = _NAMES.pack(*(text.encode() for text in key))
@@ -189,8 +191,18 @@ def read_beat(record: bytes | mmap.mmap) -> Beat:
     return Beat(*fields[:6], *texts)
 
 
+def read_record(file: Path) -> Beat | None:
+    """Read a rank's file; None of anything but a record of this user's, which only its rank makes whole."""
+    with suppress(OSError):
+        record = read_own(file, SIZE + 1)
+        if len(record) == SIZE:
+            beat = read_beat(record)
+            return beat if 0 < beat.pid < _MOST_PID else None
+    return None
+
+
 def read_facts(record: Path) -> dict[str, Any]:
     """Return what the rank of a record has told; nothing where it has not, or not yet."""
     with suppress(OSError, ValueError):
-        return dict(json.loads(record.with_suffix(".json").read_text()))
+        return parse_object(read_own(record.with_suffix(".json"), _MOST_FACTS).decode())
     return {}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
-from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_beat, read_facts
+from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_facts, read_record
 from zero3d.watchdog.stacks import gather_stacks
 from zero3d.watchdog.states import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, settle_by_stack
 
@@ -31,6 +31,7 @@ MOST = 1.0  # seconds that count between two looks, however long this process sl
 USUAL = (TRAINING, ENDED)  # phases that are not slow
 Signs = tuple[int, int]  # of life: the record's sequence, and bytes moved to and from disks
 NO_SIGNS = (-1, 0)
+LONGEST = 1e12  # seconds
 
 
 class Facts(NamedTuple):
@@ -87,12 +88,11 @@ class Monitor:
     def beats(self) -> dict[int, Beat]:
         """Return the record of each rank that has one."""
         beats = {}
-        with suppress(OSError):
+        with suppress(OSError):  # a folder that is gone
             for file in self.folder.glob("rank-*"):
                 rank = file.name.removeprefix("rank-")
-                if rank.isdecimal():
-                    with suppress(OSError):
-                        beats[int(rank)] = read_beat(file.read_bytes())
+                if rank.isdecimal() and (beat := read_record(file)) is not None:
+                    beats[int(rank)] = beat
         return dict(sorted(beats.items()))
 
     def facts(self) -> Facts:
@@ -100,8 +100,7 @@ class Monitor:
         told: dict[str, object] = {}
         for rank in self.beats():
             told = read_facts(self.folder / f"rank-{rank}") | told
-        limits = (told.get(name) for name in ("timeout", "slow_timeout"))
-        timeout, slow = (float(limit) if isinstance(limit, (int, float)) and limit else math.inf for limit in limits)
+        timeout, slow = (_limit(told.get(name)) for name in ("timeout", "slow_timeout"))
         output, world = told.get("output"), told.get("world")
         return Facts(
             timeout, slow, Path(output) if isinstance(output, str) else None, world if isinstance(world, int) else None
@@ -138,6 +137,11 @@ class Monitor:
             return False
         facts = self.facts()
         return longest > facts.slow_timeout or max(silence.training for silence in silences) > facts.timeout
+
+
+def _limit(told: object) -> float:
+    """Return a limit of time in seconds, infinite where none is told."""
+    return float(told) if isinstance(told, (int, float)) and 0 < told < LONGEST else math.inf
 
 
 def is_alive(pid: int) -> bool:

@@ -23,6 +23,7 @@ from zero3d.watchdog.block import ORPHANS, observe
 from zero3d.watchdog.heartbeat import ENDED
 from zero3d.watchdog.joined import end_processes
 from zero3d.watchdog.monitor import Monitor, is_alive
+from zero3d.watchdog.own_files import create_own
 from zero3d.watchdog.place import remove_if_left
 
 LOOK = 0.5  # seconds between two looks at the parent
@@ -67,7 +68,7 @@ def _tell_once(monitor: Monitor, begun: float) -> None:
     if _is_first(monitor.folder):
         observe(ORPHANS, monitor).write()
         with suppress(OSError):
-            told.touch()
+            os.close(create_own(told))
     while not told.exists() and time.monotonic() - begun < TELLING:
         time.sleep(LOOK / 10)
 

@@ -1,8 +1,9 @@
 """Where the ranks of a host have their records: a folder in shared memory, without room there a temporary one.
 
 name    says whose it is: the user's, of this host and container, of which launcher, and of which of its runs
+taken   a name that somebody else has taken, who can compute it, too, is left alone: those ranks have no records
 left    are folders of killed processes, whose launcher and ranks are all gone: the last rank that ends after a dead
-        launcher removes its own, and every start the others
+        launcher removes its own, and every start the others. Only what is private is looked into (`own_files.py`)
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import psutil
 
 from zero3d.watchdog.heartbeat import ENDED
 from zero3d.watchdog.monitor import Monitor, is_alive
+from zero3d.watchdog.own_files import is_private
 
 SHARED = Path("/dev/shm")
 ROOM = 16 << 20  # bytes that must be free there: records and stacks of many ranks, beside what NCCL needs
 PRIVATE = 0o700
+MOST_ENTRIES = 1 << 16  # of a place, looked at for what is left
+MOST_DIGITS = 9  # of a process' number
 
 
 def open_folder(launcher: int, told: Sequence[str]) -> Path | None:
@@ -31,24 +36,25 @@ def open_folder(launcher: int, told: Sequence[str]) -> Path | None:
 
     Hosts and containers may share a place, and one that starts again has the same numbers of processes.
     """
-    temporary, mine = Path(tempfile.gettempdir()), _prefix()
-    for place in (SHARED, temporary):
+    mine, places = _prefix(), [SHARED]
+    with suppress(OSError):  # no temporary folder takes a file
+        places.append(Path(tempfile.gettempdir()))
+    for place in places:
         _remove_left(place, mine)
     with suppress(OSError, psutil.Error):
         begun = psutil.Process(launcher).create_time()
         name = f"{mine}{launcher}-{_short([str(begun), *told])}"
-        folder = (SHARED if (SHARED / name).exists() or _has_room(SHARED) else temporary) / name
+        folder = (SHARED if os.path.lexists(SHARED / name) or _has_room(SHARED) else places[-1]) / name
         folder.mkdir(mode=PRIVATE, exist_ok=True)
-        seen = folder.lstat()
-        if seen.st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink() and not seen.st_mode & 0o077:
+        if is_private(folder):
             return folder
     return None
 
 
 def remove_if_left(folder: Path) -> None:
-    """Remove a folder whose launcher is gone, unless a rank other than this one is still there."""
+    """Remove a folder of ours whose launcher is gone, unless a rank other than this one is still there."""
     launcher = folder.name.removeprefix(_prefix()).split("-")[0]
-    if not launcher.isdecimal() or is_alive(int(launcher)):
+    if not launcher.isdecimal() or len(launcher) > MOST_DIGITS or is_alive(int(launcher)) or not is_private(folder):
         return
     beats = Monitor(folder).beats().values()
     if not any(beat.phase != ENDED and beat.pid != os.getpid() and is_alive(beat.pid) for beat in beats):
@@ -56,9 +62,10 @@ def remove_if_left(folder: Path) -> None:
 
 
 def _remove_left(place: Path, prefix: str) -> None:
-    with suppress(OSError):
-        for folder in place.glob(f"{prefix}*"):
-            remove_if_left(folder)
+    with suppress(OSError), os.scandir(place) as entries:
+        names = [entry.name for entry in islice(entries, MOST_ENTRIES) if entry.name.startswith(prefix)]
+        for name in names:
+            remove_if_left(place / name)
 
 
 def _prefix() -> str:

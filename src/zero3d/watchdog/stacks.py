@@ -17,7 +17,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from zero3d.watchdog.own_files import create_own, read_own
+
 DEADLINE, A_MOMENT = 3.0, 0.05  # seconds in which stacks come; between two looks
+MOST_BYTES = 16 << 20  # of one rank's stacks
 MOST = 400  # lines of one rank's stacks
 _HEAD = re.compile(r"(Current thread|Thread) 0x\w+.*\(most recent call first\):")
 _OUTERMOST = "in _run_module_as_main"  # where the main thread of `python -m` began
@@ -26,7 +29,7 @@ _OF_THREAD = "in _bootstrap"  # where any other thread of Python's began; of a d
 
 def dump_on_signal(folder: Path, rank: int) -> None:
     """Let this process write its stacks on SIGUSR2; call it once, before anybody may send that."""
-    file = stack_file(folder, rank).open("w")  # faulthandler keeps it
+    file = os.fdopen(create_own(stack_file(folder, rank)), "w")  # faulthandler keeps it
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
 
 
@@ -79,11 +82,11 @@ def main_frames(stack: Iterable[str]) -> list[str]:
 
 def _size(folder: Path, rank: int) -> int:
     with suppress(OSError):
-        return stack_file(folder, rank).stat().st_size
+        return stack_file(folder, rank).lstat().st_size
     return 0
 
 
 def _since(folder: Path, rank: int, offset: int) -> str:
     with suppress(OSError):
-        return stack_file(folder, rank).read_bytes()[offset:].decode(errors="replace")
+        return read_own(stack_file(folder, rank), MOST_BYTES, offset).decode(errors="replace")
     return ""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zero3d.checkpoint.folders import find
+from zero3d.checkpoint.writing import told
 from zero3d.config import Config, load, resolve_batch
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
@@ -30,6 +31,7 @@ from zero3d.integrations.deepspeed.merge import tree_of
 from zero3d.integrations.deepspeed.translate import Translation, translate
 from zero3d.setup.optimizer import adamw
 from zero3d.setup.schedule import scheduler
+from zero3d.watchdog.own_files import write_whole
 from zero3d.zero.optimizer import APPLIED
 
 LATEST = "latest"  # the file of a folder of checkpoints that names the last one, as DeepSpeed writes it
@@ -302,7 +304,8 @@ class DeepSpeedEngine:
         }
         self.engine.save(folder / tag, loop)
         if save_latest and self.global_rank == 0:
-            (folder / LATEST).write_text(tag)
+            with told(folder / LATEST):
+                write_whole(folder / LATEST, tag)
         return True
 
     def load_checkpoint(
