@@ -27,8 +27,7 @@ from zero3d.checkpoint.published import Exported, on_host
 from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
-from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, is_of_base, plain_name, twin
-from zero3d.models.packing import inner_model
+from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, base_prefix, is_of_base, plain_name, twin
 
 WEIGHTS, TRAINED = "adapter_model.safetensors", "trained.safetensors"
 WHOLE, BESIDE = "whole:", "beside:"  # how names begin on their way of modules trained whole, and of what lies beside
@@ -88,7 +87,7 @@ class AdapterForm:
         """Return the names of parameters that PEFT saves by itself, and of others that it put into the model."""
         names = [each for name in exported.names for each in (name, *self._others.get(name, ()))]
         state = {name: torch.empty(exported.shapes.get(name, ()), device="meta") for name in names}
-        prefixes = {_prefix(part) for part in self._parts}
+        prefixes = {base_prefix(part) for part in self._parts}
         outside = {name for name in names if not any(name.startswith(prefix) for prefix in prefixes)}
         found = {name for name in outside if outside.issuperset(self._others.get(name, ()))}
         for head, layer in adapted_layers(self._parts).items():
@@ -164,16 +163,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _prefix(part: nn.Module) -> str:
-    """Return how names of the base begin in a model of PEFT's."""
-    inner = inner_model(part)
-    name = next(name for name, module in part.named_modules() if module is inner)
-    return f"{name}." if name else ""
-
-
 def _inside(name: str, parts: Iterable[nn.Module]) -> str:
     """Return a name without what it begins with around the base."""
-    return next((name.removeprefix(prefix) for part in parts if name.startswith(prefix := _prefix(part))), name)
+    return next((name.removeprefix(prefix) for part in parts if name.startswith(prefix := base_prefix(part))), name)
 
 
 def _held_by(part: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

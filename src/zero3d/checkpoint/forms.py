@@ -20,8 +20,9 @@ from torch import Tensor
 from zero3d.checkpoint.adapter_folder import AdapterForm
 from zero3d.checkpoint.published import Exported, as_published, has_adapters, named_as_saved, on_host, save_config
 from zero3d.errors import CheckpointError
+from zero3d.models.bases import model_of
 from zero3d.models.blocks import find_blocks
-from zero3d.models.merge import KEPT, WRAPPED, adapted_layers, is_of_base, merged, plain_name
+from zero3d.models.merge import KEPT, WRAPPED, adapted_layers, base_prefix, is_of_base, merged, plain_name
 from zero3d.models.packing import inner_model
 
 WHOLE, MERGED, ADAPTER = "whole", "merged", "adapter"
@@ -92,6 +93,7 @@ class MergedForm:
         assert exported.model is not None
         _refuse_unmerged(exported)
         self._model = inner_model(exported.model)
+        self._base = tuple({base_prefix(model_of(module)) for module in exported.modules})
         self._layers = adapted_layers(exported.modules)
         self._others = exported.other_names
         names = [each for name in exported.names for each in (name, *self._others.get(name, ()))]
@@ -124,9 +126,9 @@ class MergedForm:
         of_layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             layer = next((each for each in self._layers if name.startswith(f"{each}.")), None)
-            if layer is None:
+            if layer is None and name.startswith(self._base):
                 plain[plain_name(name)] = tensor
-            else:
+            elif layer is not None:
                 of_layers.setdefault(layer, {})[name.removeprefix(f"{layer}.")] = tensor
         for layer, held in of_layers.items():
             named = merged(self._layers[layer], held)
@@ -137,7 +139,8 @@ class MergedForm:
         plain: dict[str, Tensor] = {}
         for name, tensor in buffers.items():
             layer = next((each for each in self._layers if name.startswith(f"{each}.")), None)
-            if layer is None or is_of_base(self._layers[layer], name.removeprefix(f"{layer}.")):
+            kept = layer is None or is_of_base(self._layers[layer], name.removeprefix(f"{layer}."))
+            if kept and name.startswith(self._base):
                 plain[plain_name(name)] = tensor
         return named_as_saved(self._model, plain)
 

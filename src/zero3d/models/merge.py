@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import CheckpointError
+from zero3d.models.packing import inner_model
 
 WRAPPER = "base_model.model."  # how names begin in a model inside PEFT's wrapper
 WRAPPED, REPLACED, KEPT, TOKENS = "base_layer", "modules_to_save", "original_module", "token_adapter"
@@ -32,6 +33,13 @@ def plain_name(name: str) -> str:
         if part not in (WRAPPED, REPLACED, KEPT, TOKENS) and not of_replaced:
             kept.append(part)
     return ".".join(kept)
+
+
+def base_prefix(model: nn.Module) -> str:
+    """Return how names of the base begin in a model that PEFT has wrapped: "" where it has not."""
+    inner = inner_model(model)
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return f"{name}." if name else ""
 
 
 def adapted_layers(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -103,11 +111,11 @@ def twin(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
         head, _, rest = name.partition(".")
         inside.setdefault(head, {})[rest] = values
     for head, p in module._parameters.items():
-        values = inside.pop(head, {}).get("", None if p is None else torch.empty_like(p, device="meta"))
-        made._parameters[head] = None if values is None else nn.Parameter(values, requires_grad=False)
+        value = inside.pop(head, {}).get("", None if p is None else torch.empty_like(p, device="meta"))
+        made._parameters[head] = None if value is None else nn.Parameter(value, requires_grad=False)
     for head, buffer in module._buffers.items():
-        values = inside.pop(head, {}).get("", buffer)
-        made._buffers[head] = None if values is None else values.detach().cpu() if not values.is_meta else values
+        value = inside.pop(head, {}).get("", buffer)
+        made._buffers[head] = value if value is None or value.is_meta else value.detach().cpu()
     for head, child in module._modules.items():
         held = inside.get(head, {})
         made._modules[head] = None if child is None else _inner_twin(module, head, child, held)
