@@ -88,10 +88,29 @@ def save_config(model: nn.Module | None, folder: Path, dtype: torch.dtype, untie
     config.dtype = dtype
     if untied:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    config.save_pretrained(folder)
+    _loadable(model, config).save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         _save_generation(generation, folder)
+
+
+def _loadable(model: Any, config: Any) -> Any:
+    """Return the config by which transformers' auto classes find a model's class.
+
+    They know Mllama's language model by the config of text and images alone, of which its own is a part.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        around = CONFIG_MAPPING[kind] if name == type(model).__name__ else None
+        if around is not None and around.sub_configs.get("text_config") is type(config):
+            made = around(text_config=config.to_dict())
+            made.architectures, made.dtype = config.architectures, config.dtype
+            return made
+    return config
 
 
 def _save_generation(generation: Any, folder: Path) -> None:
