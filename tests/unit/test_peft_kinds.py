@@ -231,6 +231,7 @@ def refusal(base):
 @pytest.mark.parametrize(("base", "kind", "options", "mesh"), [
     ("llama", "VERA", KINDS["VERA"], {"dp": 2, "pp": 1}),
     ("qwen3", "LORA", TIED["saved embedding"], {"dp": 1, "pp": 2}),
+    ("qwen3", "LORA", TIED["embedding"], {"dp": 1, "pp": 2}),
 ])  # fmt: skip
 def test_two_ranks_export_what_one_does(folders, ranks, tmp_path, base, kind, options, mesh):
     _, expected = trained(folders[base], kind, **options)

@@ -80,7 +80,8 @@ class AdapterForm:
         for name, tensor in held.items():
             if name not in self._of_adapter:
                 plain = plain_name(_inside(name, self._parts))
-                named[f"{WHOLE if plain.rpartition('.')[0] in self._modules else BESIDE}{plain}"] = tensor
+                whole = WHOLE if plain.rpartition(".")[0] in self._modules else BESIDE
+                named[f"{WRAPPER if REPLACED in name.split('.') else whole}{plain}"] = tensor  # of another stage's copy
         return {name: tensor.contiguous() for name, tensor in named.items()}
 
     def _names_of_adapter(self, exported: Exported) -> frozenset[str]:
