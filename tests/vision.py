@@ -3,6 +3,7 @@
 import torch
 
 FAMILIES = ["gemma3", "idefics3", "internvl", "llava", "llava_next", "paligemma", "qwen2_5_vl", "qwen2_vl"]
+EVERY = ["gemma4", "mistral3", *FAMILIES]  # also those for which there is no processor here
 IMAGE, START, END = 63, 62, 61  # the token that images replace, and those around it
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -11,6 +12,10 @@ TEXT = {
 TOWER = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
+}  # fmt: skip
+GEMMA4 = TEXT | {
+    "head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
 }  # fmt: skip
 QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 QWEN_TOKENS = {
@@ -30,6 +35,10 @@ def config(name, **options):
         "gemma3": lambda: t.Gemma3Config(
             text_config=TEXT | {"head_dim": 8, "sliding_window": 4}, vision_config=TOWER, mm_tokens_per_image=4,
             image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END),
+        "gemma4": lambda: t.AutoConfig.for_model(
+            "gemma4", audio_config=None, image_token_id=IMAGE, boi_token_id=START, eoi_token_id=END, video_token_id=60,
+            text_config=GEMMA4, vision_config=TOWER | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
+                                                       "position_embedding_size": 64}),
         "idefics3": lambda: t.Idefics3Config(
             text_config=TEXT | {"model_type": "llama"}, vision_config=TOWER | {"patch_size": 7}, scale_factor=2,
             image_token_id=IMAGE, pad_token_id=2),
@@ -43,6 +52,9 @@ def config(name, **options):
             text_config=TEXT | {"model_type": "llama"},
             vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}, image_token_index=IMAGE,
             image_grid_pinpoints=[[28, 56], [56, 28]]),
+        "mistral3": lambda: t.AutoConfig.for_model(
+            "mistral3", image_token_index=IMAGE, spatial_merge_size=1, text_config=TEXT | {"model_type": "mistral"},
+            vision_config=TOWER | {"model_type": "pixtral", "head_dim": 16}),
         "paligemma": lambda: t.PaliGemmaConfig(
             text_config=TEXT | {"model_type": "gemma", "head_dim": 8},
             vision_config=TOWER | {"model_type": "siglip_vision_model", "projection_dim": 32}, image_token_index=IMAGE,
@@ -60,12 +72,12 @@ def config(name, **options):
     return made
 
 
-def model(name):
+def model(name, **options):
     """A model of this family in training mode, the same weights at every call."""
     import transformers as t
 
     torch.manual_seed(3)
-    made = t.AutoModelForImageTextToText.from_config(config(name))
+    made = t.AutoModelForImageTextToText.from_config(config(name, **options))
     with torch.no_grad():  # biases and norms that matter
         for p in made.parameters():
             if p.dim() == 1:
@@ -90,6 +102,13 @@ def micro_batch(name, generator, sequences=2, length=24):
     elif name == "idefics3":
         made["pixel_values"] = drawn(sequences, 1, 3, 28, 28)
         made["pixel_attention_mask"] = torch.ones(sequences, 1, 28, 28, dtype=torch.long)
+    elif name == "gemma4":  # 6 x 6 patches, pooled by 3
+        made["pixel_values"] = drawn(sequences, 36, 3 * 4 * 4)
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(-1)
+        made["image_position_ids"] = places.expand(sequences, -1, -1)
+    elif name == "mistral3":
+        made["pixel_values"] = drawn(sequences, 3, 28, 28)
+        made["image_sizes"] = torch.tensor([[28, 28]] * sequences)
     elif name == "llava_next":
         made["pixel_values"] = drawn(sequences, 3, 3, 28, 28)
         made["image_sizes"] = torch.tensor([[28, 56]] * sequences)
@@ -97,11 +116,15 @@ def micro_batch(name, generator, sequences=2, length=24):
         made["pixel_values"] = drawn(sequences, 3, 28, 28)
     if name in ("gemma3", "paligemma"):
         made["token_type_ids"] = (ids == IMAGE).long()
+    if name == "gemma4":
+        made["mm_token_type_ids"] = (ids == IMAGE).long()
     return made
 
 
 def text_alone(batch):
     """The same micro-batch without its images."""
     ids = torch.where(batch["input_ids"] == IMAGE, 5, batch["input_ids"])
-    kept = {"token_type_ids": torch.zeros_like(ids)} if "token_type_ids" in batch else {}
+    kept = {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in batch}
+    if "image_grid_thw" in batch:  # Qwen2-VL has kinds of tokens for images alone
+        del kept["mm_token_type_ids"]
     return {"input_ids": ids, "labels": ids.clone()} | kept

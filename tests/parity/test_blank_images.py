@@ -3,12 +3,13 @@
 import pytest
 import torch
 from models import adamw
-from vision import FAMILIES, micro_batch, model, text_alone
+from vision import EVERY, micro_batch, model, text_alone
 
 import zero3d
 from zero3d.activations import recompute
+from zero3d.errors import ConfigError
 
-CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "llava")]
+CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in EVERY if name != "llava")]
 IMAGES = [[True, False], [False, True], [False, False], [True, True]]  # by step, of each rank
 
 
@@ -93,3 +94,30 @@ def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
     trained = [generate(plain.eval(), shown) for shown in batches(name)[3]]
     found = ranks(2, generate_on_a_rank, name, stage)
     assert found == [[each, each, after] for each, after in zip(wanted, trained, strict=True)]
+
+
+def train_without_tower():
+    """Losses of text alone at stage 3, and of a model whose config has no tower that it names no images."""
+    engine = zero3d.Engine(model("gemma4", vision_config=None), stage=3, precision="fp32", optimizer=adamw)
+    ids = torch.arange(3, 23).view(2, 10) + torch.distributed.get_rank()
+    return [float(engine.train_batch([{"input_ids": ids, "labels": ids}])) for _ in range(2)]
+
+
+def test_a_model_without_a_tower_is_given_no_blank_image(ranks):
+    first, second = ranks(2, train_without_tower)
+    assert first == second
+    assert first[1] < first[0]
+
+
+def refusal_of_blank_images():
+    with pytest.raises(ConfigError) as refused:
+        zero3d.Engine(model("gemma3", mm_tokens_per_image=256), stage=3, precision="fp32", optimizer=adamw)
+    return str(refused.value)
+
+
+def test_a_tower_that_cannot_run_a_blank_image_is_refused_before_training(ranks):
+    for message in ranks(2, refusal_of_blank_images):
+        assert message == (
+            "Gemma3ForConditionalGeneration cannot be given a blank image (RuntimeError: stride should not be zero), "
+            "which stage 3 needs where a micro-batch has none: pass zero.stage=2, or a config without vision_config."
+        )

@@ -78,6 +78,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2,
     ("gpt_oss", 2, "full", {}), ("lfm2", 2, "none", {}), ("bamba", 2, "none", {}), ("falcon_h1", 2, "none", {}),
     ("jamba", 2, "none", {}), ("jamba", 2, "full", EXPERTS), ("inkling2_text", 2, "none", {}),
     ("mla", 4, "full", {"kv_heads": 4}), ("deepseek_v3", 2, "none", {}), ("gemma3n_text", 2, "full", {}), ("gemma4_text", 2, "none", {}),
+    ("gemma4_text", 2, "none", {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "global_head_dim": 16}),
+    ("gemma4_text", 2, "full", {"use_double_wide_mlp": True, "final_logit_softcapping": 30.0}),
 ])  # fmt: skip
 def test_plans_of_ours_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from models import adamw, bits
-from vision import FAMILIES, micro_batch, model
+from vision import EVERY, micro_batch, model
 
 import zero3d
 
 CLIP = 0.5
-CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "llava")]
+CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in EVERY if name != "llava")]
 
 
 def batches(name, ranks=1):

@@ -90,3 +90,25 @@ def test_weights_that_are_turned_for_their_published_names_are_written_in_order(
     (found,) = named_as_saved(build("llama"), {"w": weight}).values()
     assert found.is_contiguous()
     assert torch.equal(found, weight.T)
+
+
+def test_the_language_model_of_text_and_images_is_found_by_its_config(tmp_path):
+    import transformers as t
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    text = t.models.mllama.MllamaTextConfig(
+        **sizes, num_hidden_layers=2, cross_attention_layers=[], bos_token_id=0, eos_token_id=1, pad_token_id=2
+    )
+    engine = zero3d.Engine(t.MllamaForCausalLM(text), precision="fp32")
+    folder = engine.export(tmp_path / "hf")
+    loaded = t.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(loaded) is t.MllamaForCausalLM
+    with engine.full_params():
+        for key, values in engine.module.state_dict().items():
+            assert values.equal(loaded.state_dict()[key]), key

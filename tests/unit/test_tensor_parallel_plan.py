@@ -203,6 +203,12 @@ def test_sparse_mlps_that_take_the_mean_of_their_gates_give_it_whole():
         cut(on_meta("gemma3n_text"), plan={"layers.*.mlp.gate_proj": "colwise"})
 
 
+def test_heads_that_are_another_number_in_some_layers_are_counted_in_each():
+    options = {"attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    with pytest.raises(ConfigError, match=r"tp=2 cannot share out num_key_value_heads=1: 1 / 2 is not whole"):
+        cut(on_meta("gemma4_text", **options))
+
+
 def test_norms_of_every_head_and_one_key_for_all_heads_leave_attention_whole():
     for name, options in [
         ("stablelm", {"qk_layernorm": True}), ("falcon", {"multi_query": True, "new_decoder_architecture": False}),

@@ -6,32 +6,35 @@
                                   others are frozen, by their names in the base model
 
 `PeftModel.from_pretrained(base, folder)` reads the first two; `load_state_dict(tensors, strict=False)` on the base
-model before that brings the third.
+model before that brings the third. What of an adapter is saved, and under which names, is said by PEFT's
+`get_peft_model_state_dict`, of a twin of this rank's model that holds whole tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.checkpoint.published import Exported, on_host
 from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
-from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, plain_name
+from zero3d.models.bases import model_of
+from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, base_prefix, is_of_base, plain_name, twin
 
 WEIGHTS, TRAINED = "adapter_model.safetensors", "trained.safetensors"
-BESIDE = "beside:"  # how names begin on their way that are not in PEFT's file
-MARK = "lora_"
+WHOLE, BESIDE = "whole:", "beside:"  # how names begin on their way of modules trained whole, and of what lies beside
 
 
 class AdapterForm:
-    """What was trained of a model with adapters, as PEFT saves it."""
+    """What was trained of a model with adapters, as PEFT saves it. It waits on the host until all of it is there."""
 
     def __init__(self, exported: Exported) -> None:
         model: Any = exported.model
@@ -42,37 +45,86 @@ class AdapterForm:
             )
         ((self._adapter, config),) = model.peft_config.items()
         self._config, self._model, self._base = copy.deepcopy(config), model, exported.base
-        self._trainable = exported.trainable
-        self._twins = _twins(exported)
-        self._modules = _whole_modules(exported)
+        self._kind = getattr(config.peft_type, "value", config.peft_type)
+        self._parts: list[Any] = [model_of(module) for module in exported.modules]
+        self._others = exported.other_names
+        self._of_adapter = self._names_of_adapter(exported)
+        self._wanted = exported.trainable | self._of_adapter
+        self._trained = exported.trainable - self._of_adapter
+        self._modules = _whole_modules(self._trained, exported) if self._takes_modules else set()
+        self._held: dict[str, Tensor] = {}
+
+    @property
+    def _takes_modules(self) -> bool:
+        """Whether PEFT loads modules that were trained whole with this kind of adapter."""
+        return hasattr(self._config, "modules_to_save") and not self._config.is_prompt_learning
 
     def wants(self, name: str) -> bool:
-        return name in self._trainable
+        return any(each in self._wanted for each in (name, *self._others.get(name, ())))
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = {}
-        for name, tensor in on_host(tensors).items():
-            for each in (name, *self._twins.get(name, ())):
-                named[self._key(each)] = tensor if each == name else tensor.clone()
-        return named
-
-    def _key(self, name: str) -> str:
-        """Return what PEFT's file calls a parameter, or its plain name behind `BESIDE`."""
-        inner = name.removeprefix(WRAPPER)
-        if MARK in inner:
-            parts = [part for part in inner.split(".") if part != self._adapter]
-            if parts[-2:] == ["lora_magnitude_vector", "weight"]:
-                parts.pop()
-            return f"{WRAPPER}{'.'.join(parts)}"
-        plain = plain_name(name)
-        if f".{REPLACED}." in f".{inner}" or plain.rpartition(".")[0] in self._modules:
-            return f"{WRAPPER}{plain}"
-        if self._config.bias != "none" and plain.endswith(".bias"):
-            return f"{WRAPPER}{inner}"
-        return f"{BESIDE}{plain}"
+        wanted = {name: tensor for name, tensor in tensors.items() if self.wants(name)}  # of a unit with others
+        for name, tensor in on_host(wanted).items():
+            for each in (name, *self._others.get(name, ())):
+                self._held[each] = tensor if each == name else tensor.clone()
+        return {}
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {}
+        """Return all that was taken, and buffers of PEFT's, under the names in its file or behind a mark."""
+        held, self._held = self._held, {}
+        known = {name: buffers[same] for name, same in _buffer_names(self._parts).items() if same in buffers}
+        state = held | {name: buffer.detach().cpu().clone() for name, buffer in known.items()}
+        named: dict[str, Tensor] = {}
+        for part in self._parts:
+            named |= self._saved(part, state, self._config)
+        for name, tensor in held.items():
+            if name not in self._of_adapter:
+                plain = plain_name(_inside(name, self._parts))
+                whole = WHOLE if plain.rpartition(".")[0] in self._modules else BESIDE
+                named[f"{WRAPPER if REPLACED in name.split('.') else whole}{plain}"] = tensor  # of another stage's copy
+        return {name: tensor.contiguous() for name, tensor in named.items()}
+
+    def _names_of_adapter(self, exported: Exported) -> frozenset[str]:
+        """Return the names of parameters that PEFT saves by itself, and of others that it put into the model."""
+        names = [each for name in exported.names for each in (name, *self._others.get(name, ()))]
+        state = {name: torch.empty(exported.shapes.get(name, ()), device="meta") for name in names}
+        prefixes = {base_prefix(part) for part in self._parts}
+        outside = {name for name in names if not any(name.startswith(prefix) for prefix in prefixes)}
+        found = {name for name in outside if outside.issuperset(self._others.get(name, ()))}
+        for head, layer in adapted_layers(self._parts).items():
+            inside = (name for name in names if name.startswith(f"{head}."))
+            found |= {
+                name for name in inside
+                if f".{REPLACED}." in name or not is_of_base(layer, name.removeprefix(f"{head}."))
+            }  # fmt: skip
+        found -= {name for name in found if ".original_module." in f".{name}"}
+        if not self._config.is_prompt_learning:
+            by_id = {id(tensor): name for name, tensor in state.items()}
+            for part in self._parts:
+                on_meta = {name: t.to("meta") for name, t in _persistent(part).items()}
+                saved = self._saved(part, state | on_meta, copy.deepcopy(self._config))
+                found |= {by_id[id(tensor)] for tensor in saved.values() if id(tensor) in by_id}
+        return frozenset(found)
+
+    def _saved(self, part: nn.Module, state: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Return what PEFT saves of one of this rank's models, by the names in its file. Raises CheckpointError."""
+        from peft import PeftModel, get_peft_model_state_dict
+
+        inside = _held_by(part, state)
+        copied = twin(part, inside)
+        copied.peft_config = {self._adapter: config}
+        try:
+            with _quiet():
+                saved: dict[str, Tensor] = get_peft_model_state_dict(
+                    copied, state_dict=inside, adapter_name=self._adapter, save_embedding_layers=False
+                )
+        except Exception as error:  # whatever PEFT says of a kind that it does not save so
+            raise CheckpointError(
+                f"PEFT does not save an adapter of kind {self._kind} of this model ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}): use engine.save for its states."
+            ) from error
+        wrapped = isinstance(part, PeftModel)
+        return {name if wrapped else f"{WRAPPER}{name}": tensor for name, tensor in saved.items()}
 
     def finish(self, folder: Path, dtype: torch.dtype) -> None:
         """Put the tensors into PEFT's one file, and those it has no place for beside it; write its configuration."""
@@ -82,6 +134,8 @@ class AdapterForm:
             with safe_open(path, framework="pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         beside = {key.removeprefix(BESIDE): tensors.pop(key) for key in list(tensors) if key.startswith(BESIDE)}
+        whole = {key.removeprefix(WHOLE): tensors.pop(key) for key in list(tensors) if key.startswith(WHOLE)}
+        tensors |= {f"{WRAPPER}{name}": tensor for name, tensor in whole.items()}
         write_tensors(folder / WEIGHTS, tensors, format="pt", writer="zero3d")
         if beside:
             write_tensors(folder / TRAINED, beside, format="pt", writer="zero3d")
@@ -89,12 +143,13 @@ class AdapterForm:
         for path in (*written, *folder.glob("model.safetensors.index.json")):
             path.unlink()
         with told(folder / "adapter_config.json"):
-            self._save_config(folder)
+            self._save_config(folder, {name.rpartition(".")[0] for name in whole})
 
-    def _save_config(self, folder: Path) -> None:
+    def _save_config(self, folder: Path, modules: set[str]) -> None:
         config = self._config
         config.inference_mode = True
-        config.modules_to_save = sorted({*(config.modules_to_save or ()), *self._modules}) or None
+        if modules:
+            config.modules_to_save = sorted({*(config.modules_to_save or ()), *modules})
         if self._base is not None:
             config.base_model_name_or_path = str(self._base.resolve())
         if config.task_type is None and hasattr(self._model, "prepare_inputs_for_generation"):
@@ -102,24 +157,50 @@ class AdapterForm:
         config.save_pretrained(folder)
 
 
-def _twins(exported: Exported) -> dict[str, list[str]]:
-    """Return the other names of tied parameters: each module that has one is a module of its own to PEFT."""
-    by_parameter: dict[Any, list[str]] = {}
-    for module in exported.modules:
-        for name, p in module.named_parameters(remove_duplicate=False):
-            by_parameter.setdefault(p, []).append(name)
-    groups = [sorted(set(names), key=names.index) for names in by_parameter.values()]
-    return {name: [each for each in names if each != name] for names in groups if len(names) > 1 for name in names}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():  # PEFT's advice on names, which asks nothing of anybody
+        warnings.simplefilter("ignore")
+        yield
 
 
-def _whole_modules(exported: Exported) -> set[str]:
+def _inside(name: str, parts: Iterable[nn.Module]) -> str:
+    """Return a name without what it begins with around the base."""
+    return next((name.removeprefix(prefix) for part in parts if name.startswith(prefix := base_prefix(part))), name)
+
+
+def _held_by(part: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of modules that a part has; other parts have the others."""
+    owners = {name for name, _ in part.named_modules(remove_duplicate=False)}
+    return {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] in owners}
+
+
+def _persistent(part: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's weights, by all their names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in part.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _buffer_names(parts: Iterable[nn.Module]) -> dict[str, str]:
+    """Return each name of a persistent buffer -> the first of all that the buffer has."""
+    names: dict[str, str] = {}
+    for part in parts:
+        first = {buffer: name for name, buffer in part.named_buffers()}
+        names |= {name: first[buffer] for name, buffer in _persistent(part).items()}
+    return names
+
+
+def _whole_modules(trained: Set[str], exported: Exported) -> set[str]:
     """Return the plain names of modules outside of adapted layers all of whose parameters were trained."""
-    trained = {name for name in exported.trainable if MARK not in name and f".{REPLACED}." not in f".{name}"}
-    twins = _twins(exported)
-    modules = {each.rpartition(".")[0] for name in trained for each in (name, *twins.get(name, ()))}
+    others, parts = exported.other_names, [model_of(module) for module in exported.modules]
+    modules = {each.rpartition(".")[0] for name in trained for each in (name, *others.get(name, ()))}
     whole = set()
     for module in modules:
         inside = [name for name in exported.shapes if name.startswith(f"{module}.")]
         if module and WRAPPED not in module.split(".") and all(name in trained for name in inside):
-            whole.add(plain_name(module))
+            whole.add(plain_name(_inside(module, parts)))
     return whole

@@ -48,9 +48,9 @@ def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str |
     holds one file and never the model. The folder appears whole or not at all.
     """
     model = model_of(engine.modules[0])
-    form = form_of(kind, _exported(engine, model))
     directory, temporary = export_places(directory)
     world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
+    form = agree(world, lambda: form_of(kind, _exported(engine, model)))
     writer = ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ def _exported(engine: EngineState, model: nn.Module) -> Exported:
     full = engine.full_model
     names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
     base = None if engine.base is None else engine.base.folder
-    return Exported(model, engine.modules, names, full.trainable, full.shapes, base)
+    return Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies)
 
 
 def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: Gathered) -> None:

@@ -29,7 +29,7 @@ from zero3d.checkpoint.export import (
     refuse_nonfinite,
 )
 from zero3d.checkpoint.fields import quote_name
-from zero3d.checkpoint.forms import Form, form_of
+from zero3d.checkpoint.forms import form_of
 from zero3d.checkpoint.frozen_base import FolderSource
 from zero3d.checkpoint.integrity import verify
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
@@ -77,9 +77,9 @@ def export_stored(
             named = {name: values[name]() for name in names if name in values}
             refuse_nonfinite(named)
             writer.add(form.take(named))
-        for buffers in _buffers(stored, model, form):
-            refuse_nan(buffers)
-            writer.add(buffers)
+        buffers = form.buffers(_buffers(stored, model))
+        refuse_nan(buffers)
+        writer.add(buffers)
         writer.finish()
         dtypes = (getattr(torch, stored.parameters[name].dtype) for name in order)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
@@ -181,13 +181,12 @@ def _groups(stored: StoredStates, model: Any | None) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def _buffers(stored: StoredStates, model: nn.Module | None, form: Form) -> Iterator[dict[str, Tensor]]:
-    """Yield the buffers that belong to the weights, those of each pipeline stage that no earlier one has."""
+def _buffers(stored: StoredStates, model: nn.Module | None) -> dict[str, Tensor]:
+    """Return the buffers that belong to the weights, those of each pipeline stage that no earlier one has."""
     persistent = None if model is None else model.state_dict().keys()
-    written: set[str] = set()
+    found: dict[str, Tensor] = {}
     for stage in range(stored.manifest.mesh.pp):
         rank = stored.manifest.mesh.rank(Place(stage, 0, 0))
         names = [name for name in stored.own[rank].buffers if persistent is None or name in persistent]
-        saved = form.buffers({name: stored.own_tensor(rank, f"{BUFFER}{name}") for name in names})
-        yield {name: tensor for name, tensor in saved.items() if name not in written}
-        written |= saved.keys()
+        found |= {name: stored.own_tensor(rank, f"{BUFFER}{name}") for name in names if name not in found}
+    return found

@@ -79,6 +79,10 @@ class Foundation:
         """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
+        if getattr(model, "peft_config", None):
+            from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
+
+            keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         division = divide(model, resolved, options, axes.tp, axes.ep, axes.ledger)

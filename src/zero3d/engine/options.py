@@ -31,6 +31,8 @@ from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, release_within_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.memory.offload import Offload
+from zero3d.models.image_trial import check_blank_image
+from zero3d.models.peft_kinds import check_adapters
 from zero3d.optim.find import find_matrices, groups_of
 from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
@@ -150,6 +152,9 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_replay(step.replay, mesh)
     check_bias(model, options.optimizer.expert_bias_rate, step.replay)
     check_model(model, options.model.weights)
+    check_adapters(model, row.shards_parameters, mesh.pp)
+    if row.shards_parameters and mesh.dp > 1:
+        check_blank_image(model)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
     offloads, parallel = zero.offload.activations == "host", options.parallel

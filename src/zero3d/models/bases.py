@@ -27,9 +27,10 @@ def model_of(module: nn.Module) -> nn.Module:
 
 
 def sees_images(model: nn.Module) -> bool:
-    """Say whether a model is a Hugging Face vision-language model: one base model makes features of images."""
+    """Say whether a model is a Hugging Face vision-language model with a tower, which its config may leave out."""
     base = base_of(model_of(model))
-    return hasattr(base, "get_image_features") and hasattr(getattr(base, "config", None), "vision_config")
+    vision = getattr(getattr(base, "config", None), "vision_config", None)
+    return hasattr(base, "get_image_features") and vision is not None
 
 
 def language_model(model: nn.Module) -> str:

@@ -7,6 +7,7 @@ shapes alone, where it reads no values, and stand for what it would return.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from math import prod
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
-from zero3d.models.images import TOLD_APART, image_inputs
+from zero3d.models.images import TOLD_APART, image_inputs, no_blank_image
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
@@ -42,15 +44,23 @@ class TrialImages(NamedTuple):
 
 
 def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None:
-    """Return sequences with images of the smallest size that a model takes; None of one that takes no images."""
+    """Return sequences with images of the smallest size that a model takes; None of one that takes no images.
+
+    Raises ConfigError where its tower does not run on them.
+    """
     if not sees_images(model):
         return None
     one = image_inputs(model, smallest=True)
     inputs = {name: t.repeat(SEQUENCES, *[1] * (t.dim() - 1)) for name, t in one.items()}
     try:
-        features, ran = _features(model, inputs, modules, shapes=True)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        features, ran = _features(model, inputs, modules, shapes=False)
+        features, ran = _tried(model, inputs, modules)
+    except Exception as error:  # any error of its own, quoted
+        line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
+        raise ConfigError(
+            f"the vision tower of {type(model).__name__}, called with {shapes}, says {type(error).__name__}: {line}. "
+            "Pass pp=1."
+        ) from error
     tokens = sum(prod(t.shape[:-1]) for t in tensors_in(features.pooler_output)) // SEQUENCES
     base = base_of(model)
     ids = torch.zeros(SEQUENCES, tokens + TEXT, dtype=torch.long, device="cpu")
@@ -58,6 +68,31 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
     takes = inspect.signature(inner_model(model).forward).parameters
     kinds = {name: (ids == base.config.image_token_id).long() for name in TOLD_APART if name in takes}
     return TrialImages(ids, inputs | kinds, features, ran)
+
+
+def check_blank_image(model: nn.Module) -> None:
+    """Refuse a model whose vision tower does not run on a blank image: it is run once without weights. ConfigError."""
+    if not sees_images(model):
+        return
+    try:
+        _tried(model, image_inputs(model, smallest=True), ())
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return  # in a dry run, which says so itself
+    except Exception as error:  # any error of its own, quoted
+        raise no_blank_image(model, error) from error
+
+
+def _tried(model: nn.Module, inputs: dict[str, Tensor], modules: Iterable[str]) -> tuple[Any, tuple[str, ...]]:
+    """Return features and which of these modules ran, by shapes alone where the tower reads no values."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which writes callstacks of what is only tried
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        return _features(model, inputs, modules, shapes=True)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return _features(model, inputs, modules, shapes=False)
+    finally:
+        log.setLevel(level)
 
 
 def _features(

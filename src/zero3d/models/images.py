@@ -24,7 +24,9 @@ from zero3d.models.placeholders import Placeholder
 from zero3d.nested import tensors_in
 
 SIDE = 448  # pixels of an image for towers that take any size
-INPUTS = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")  # what towers read
+INPUTS = (  # what towers read
+    "pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids"
+)  # fmt: skip
 TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
@@ -32,10 +34,25 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
     """Return what `forward` takes for one image [1, ...], on the CPU: pixels of ones, for some models omit zeros.
 
     smallest  of the sizes that a model takes; else the largest of a list, or SIDE x SIDE where there is no list
+    Raises ConfigError where a model's config does not tell the form of its images.
     """
-    base = base_of(model_of(model))
+    try:
+        return _image_inputs(base_of(model_of(model)), smallest)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the config of {type(model_of(model)).__name__} does not say what its images are like "
+            f"({type(error).__name__}: {_line(error)})."
+        ) from error
+
+
+def _image_inputs(base: Any, smallest: bool) -> dict[str, Tensor]:
     config, takes = base.config, inspect.signature(base.get_image_features).parameters
     vision = config.vision_config
+    if "image_position_ids" in takes:
+        pooled = vision.pooling_kernel_size
+        side = 2 * pooled if smallest else max(SIDE // vision.patch_size // pooled, 2) * pooled
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+        return {"pixel_values": torch.ones(1, side**2, 3 * vision.patch_size**2), "image_position_ids": places[None]}
     if "image_grid_thw" in takes:
         patch, merge = vision.patch_size, vision.spatial_merge_size
         side = 2 * merge if smallest else max(SIDE // patch // merge, 2) * merge
@@ -51,7 +68,13 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
         chosen = (min if smallest else max)(pinpoints, key=prod)
         tiles = 1 + (chosen[0] // height) * (chosen[1] // width)
         return {"pixel_values": pixels.expand(1, tiles, -1, -1, -1), "image_sizes": torch.tensor([chosen])}
+    if "image_sizes" in takes and takes["image_sizes"].default is inspect.Parameter.empty:
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
     return {"pixel_values": pixels}
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
 def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -60,40 +83,46 @@ def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tenso
     return list(tensors_in(base.get_image_features(**inputs, return_dict=True).pooler_output))
 
 
+def no_blank_image(model: nn.Module, error: Exception) -> ConfigError:
+    """Return what is said where a model's tower does not run on a blank image."""
+    return ConfigError(
+        f"{type(model_of(model)).__name__} cannot be given a blank image ({type(error).__name__}: {_line(error)}), "
+        "which stage 3 needs where a micro-batch has none: pass zero.stage=2, or a config without vision_config."
+    )
+
+
 class BlankImages:
     """Hooks by which a forward without images runs the model's vision tower on a blank one.
 
-    The features are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's
-    gradients are zeros. Forwards with a cache, which `generate` makes, are left as they are.
+    It runs where images do: behind all embeddings (Gemma 4 has some by layer), before the language model. The features
+    are multiplied by zero and added to the input embeddings: the loss is what it was, and the tower's gradients are
+    zeros. Forwards with a cache, which `generate` makes, are left as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._due = model, False
         base: Any = base_of(model_of(model))
-        embedding = base.get_input_embeddings()
-        if isinstance(embedding, Placeholder):
+        if isinstance(base.get_input_embeddings(), Placeholder):
             return  # the tower is with the first chunk of a pipeline
         self._inputs = image_inputs(model, smallest=True)
         base.register_forward_pre_hook(self._begin, with_kwargs=True)
-        embedding.register_forward_hook(self._add)
+        base.get_decoder().register_forward_pre_hook(self._add, prepend=True, with_kwargs=True)
 
     def _begin(self, base: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         given = {name for name, value in kwargs.items() if value is not None}
         self._due = not given & {"pixel_values", "pixel_values_videos", "past_key_values", "inputs_embeds"}
 
-    def _add(self, embedding: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
+    def _add(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not self._due:
             return None
         self._due = False
-        inputs = {
-            name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
-        }
         try:
+            embedded: Tensor = kwargs["inputs_embeds"]
+            inputs = {
+                name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
+            }
             features = image_features(self._model, inputs)
-        except (TypeError, ValueError, AttributeError) as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise ConfigError(
-                f"{type(model_of(self._model)).__name__} cannot be given a blank image ({type(error).__name__}: "
-                f"{line}), which stage 3 needs where a micro-batch has none: pass zero.stage=2, or images in all."
-            ) from error
-        return embedded + torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise no_blank_image(self._model, error) from error
+        blank = torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)
+        return args, kwargs | {"inputs_embeds": embedded + blank}

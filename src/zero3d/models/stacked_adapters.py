@@ -1,4 +1,4 @@
-"""LoRA on stacked experts: the matrix a layer reads is the frozen one plus the adapters' product, for one forward.
+"""LoRA on a parameter, such as stacked experts: a layer reads the frozen one plus the adapters' product, in a forward.
 
 PEFT does the same by a parametrization, which writes the parameter in place and changes the order of parameters; here
 it keeps its place and its memory, so that the weights may be a shard's.
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class StackedAdapter(ParamWrapper):  # type: ignore[misc]
-    """PEFT's adapter of a parameter [experts, ., .], which leaves that parameter as it is.
+    """PEFT's adapter of a parameter [experts, ., .] or [out, in], which leaves that parameter as it is.
 
     part  the experts that this rank has, of which alone it computes the product
     """
@@ -24,10 +24,14 @@ class StackedAdapter(ParamWrapper):  # type: ignore[misc]
 
     @contextmanager
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
-        """Let the layer read W + alpha / rank x B A, computed once by `torch.baddbmm`, where the parameter W is."""
+        """Let the layer read W + alpha / rank x B A, computed once, where the parameter W is."""
         weights, name = self.get_base_layer()._parameters, self.parameter_name
         frozen = value = weights[name]
         for adapter in active_adapters:
+            if value.dim() == 2:
+                a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+                value = torch.addmm(value, b.to(value.dtype), a.to(value.dtype), alpha=self.scaling[adapter])
+                continue
             left, right, scale = self.get_delta_factors(adapter)
             value = torch.baddbmm(value, left[self.part], right[self.part], alpha=scale)
         weights[name] = value
@@ -45,7 +49,7 @@ def take_part(model: nn.Module, experts: nn.Module, part: slice) -> None:
 
 
 def keep_parameters(model: nn.Module) -> None:
-    """Make every adapter of a stacked parameter one that leaves it in place."""
+    """Make every adapter of a parameter one that leaves it in place."""
     for module in model.modules():
         if type(module) is ParamWrapper:
             module.__class__ = StackedAdapter

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from zero3d.errors import ConfigError
 from zero3d.models.bases import sees_images
 from zero3d.models.copies import copy_with
 from zero3d.models.images import TOLD_APART, image_features, image_inputs
@@ -43,11 +44,15 @@ def find_images(model: nn.Module, length: int, packed: bool) -> Images | None:
     """Return the images of a model's sequences of `length` tokens.
 
     None where it takes none, where sequences are packed (which have none), where an image has no room in one, and
-    where the tower reads values (LLaVA-Next, Idefics3, Qwen2-VL, Qwen2.5-VL). The model stays as it is.
+    where the tower reads values (LLaVA-Next, Idefics3, Qwen2-VL, Qwen2.5-VL) or does not run on it. The model stays as
+    it is.
     """
     if packed or not sees_images(model):
         return None
-    inputs = image_inputs(model)
+    try:
+        inputs = image_inputs(model)
+    except ConfigError:
+        return None
     tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(packed):
         copies: dict[nn.Module | Tensor, object] = {t: empty_like(t) for t in tensors}
@@ -55,7 +60,7 @@ def find_images(model: nn.Module, length: int, packed: bool) -> Images | None:
         given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
         try:
             features = image_features(copy_with(model, copies), given)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError, TypeError, ValueError):
             return None
     tokens = sum(prod(t.shape[:-1]) for t in features)
     takes = inspect.signature(inner_model(model).forward).parameters
