@@ -59,8 +59,10 @@ RARE = {
     "SUPERTUNING": QV,
     "DEFT": {"r": 4, **QV},
     "POLY": {"r": 4, **QV},
+    "SHIRA": {"r": 2, **QV},
+    "FROD": QV,
 }
-BELOW_3 = {"SHIRA": {"r": 2, **QV}, "FROD": QV, "ADALORA": {"target_r": 2, "init_r": 4, "total_step": 10, **QV}}
+BELOW_3 = {"ADALORA": {"target_r": 2, "init_r": 4, "total_step": 10, **QV}}
 NOT_WEIGHTS = {"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CARTRIDGE", "ADAPTION_PROMPT"}
 NOT_MERGED = {"LILY", "SHADOW", "POLY"}  # by PEFT itself
 WITH_TASKS = {"MULTITASK_PROMPT_TUNING", "POLY"}

@@ -3,7 +3,6 @@
     kind                  what it does                                                  trained
     CPT                   its forward writes new values into its weights                no
     XLORA                 weighs adapters of other folders, which an export lacks       no
-    SHIRA, FROD           sparse matrices are saved for backward                        below stage 3
     ADALORA               its loss looks at all matrices at once, after their layers    below stage 3
     prompts (all kinds)   tokens are put before the model's own                         outside of pipelines
     LoRA of tied layers   two parameters share their memory (ensure_weight_tying)       no
@@ -24,9 +23,7 @@ NEVER = {
     "XLORA": "it weighs adapters of other folders, and an export would lack them",
 }
 GATHERED = {
-    "SHIRA": "it saves sparse matrices for backward, which stage 3 does not gather again",
-    "FROD": "it saves sparse matrices for backward, which stage 3 does not gather again",
-    "ADALORA": "its loss looks at all of its matrices at once, after their layers, when stage 3 has released them",
+    "ADALORA": "its loss looks at all of its matrices at once, after their layers, when stage 3 has released them"
 }
 
 

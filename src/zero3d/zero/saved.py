@@ -83,7 +83,10 @@ class SavedWeights:
             _push(lambda t: Saved(pack(t), None, self._unit_of(t)), lambda saved: unpack(self._value(saved)))  # Note 3
 
     def _unit_of(self, t: Tensor) -> Unit | None:
-        return self._units.get(t.untyped_storage()._cdata)
+        try:
+            return self._units.get(t.untyped_storage()._cdata)
+        except NotImplementedError:  # sparse tensors and wrappers have no storage
+            return None
 
     def _pack(self, t: Tensor) -> Saved:
         kept = t.detach()  # Note 4
