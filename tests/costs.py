@@ -11,6 +11,7 @@ commands  that tests start and wait for
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def measure(markers):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs"
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-n", "logical", "-m", markers, f"--costs={path}"]
+        workers = (os.cpu_count() or 1) + 1  # as `make test` has
+        command = [sys.executable, "-m", "pytest", "-n", str(workers), "-m", markers, f"--costs={path}"]
         done = subprocess.run(command, cwd=ROOT)
         if done.returncode:
             sys.exit("the tests failed: nothing is written")

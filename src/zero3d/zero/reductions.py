@@ -62,6 +62,7 @@ class Reductions:
         self._closes, self._lane = closes, lane
         self.extend(units, gathered)
         self._arrived: dict[Unit, set[int]] = {}
+        self._expected: dict[Unit, int] = {}  # gradients of this backward
         self._next = 0
         self._in_flight: deque[Unit] = deque()
         self._completed: list[Unit] = []
@@ -82,6 +83,7 @@ class Reductions:
         self.due = False
         self._next = 0
         self._arrived.clear()
+        self._expected.clear()
         self._completed.clear()
         self._done.clear()
 
@@ -105,7 +107,9 @@ class Reductions:
             unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
-        if len(arrived) >= unit.trained * unit.sources and unit not in self._completed:
+        if unit not in self._expected:
+            self._expected[unit] = unit.trained * unit.sources
+        if len(arrived) >= self._expected[unit] and unit not in self._completed:
             self._completed.append(unit)
             if self.due:
                 self._drain()
