@@ -54,10 +54,10 @@ class Gradients:
 
 
 class Trained:
-    """A unit of some parameters. deferred: its gradients may come at several times."""
+    """A unit of some parameters, `trained` of which are not frozen. deferred: its gradients may come at several times."""
 
     def __init__(self, name, log, params=1, deferred=False):
-        self.name, self.deferred = name, deferred
+        self.name, self.deferred, self.trained = name, deferred, params
         self.grads = self.gradients = Gradients(name, log)
         self.sources = 1
         self.weights = type("", (), {"params": [torch.zeros(1) for _ in range(params)]})()
@@ -97,6 +97,15 @@ class Backwards:
         """The log of a whole backward."""
         self.reductions.begin()
         return [*self.take(names, due), "|", *self.flush()]
+
+
+def test_frozen_parameters_and_units_are_not_waited_for():
+    backwards = Backwards()
+    backwards.units["b"].trained, backwards.units["c"].trained = 1, 0
+    assert backwards.run("root b1 a") == IN_ORDER
+    backwards.units["b"].trained, backwards.units["c"].trained = 2, 1
+    backwards.reductions.reset()
+    assert backwards.run("root c b0 b1 a") == IN_ORDER
 
 
 IN_ORDER = ["reduce c", "reduce b", "finish c", "reduce a", "|", "finish b", "reduce root", "finish a", "finish root"]
