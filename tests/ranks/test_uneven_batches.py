@@ -11,8 +11,9 @@ import torch.distributed as dist
 from models import net
 
 import zero3d
+from zero3d.distributed.axis import Axis, say_ended
 from zero3d.distributed.mesh import PATIENCE, TIMEOUT, WATCHED, _patience
-from zero3d.errors import ConfigError, MeshError
+from zero3d.errors import ConfigError, MeshError, Zero3dError
 from zero3d.watchdog.heartbeat import WATCH
 
 
@@ -84,6 +85,31 @@ for _ in range(3 - engine.mesh.rank):
 """
 
 
+def closed():
+    raise RuntimeError("Connection closed by peer")
+
+
+def lost(ended):
+    """What rank 0 hears where a peer closed its connections, having said before that it ended, or not."""
+    if dist.get_rank() == 1 and ended:
+        say_ended()
+    dist.barrier()
+    try:
+        Axis("dp", dist.get_rank(), 2).guarded("all_gather", "head", closed, 1 - dist.get_rank())
+    except Zero3dError as error:
+        return str(error)
+
+
+def test_a_peer_that_ended_is_told_from_one_that_failed(ranks):
+    told, _ = ranks(2, lost, True)
+    assert (
+        "for rank 1 of that axis in all_gather of unit 'head' when a peer went away: rank 1 has no more batches" in told
+    )
+    told, _ = ranks(2, lost, False)
+    assert "look at the first rank that failed" in told
+
+
+@pytest.mark.long
 def test_a_rank_that_ended_is_named_by_those_that_wait(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
