@@ -664,9 +664,9 @@ def test_a_link_to_a_best_checkpoint_that_is_gone_is_no_obstacle(tmp_path):
 
 
 def test_a_buffer_that_is_no_number_is_not_exported(tmp_path):
-    engine = make(2, "net")
-    module = next(iter(engine.chunks.values()))
-    module.register_buffer("running", torch.tensor([1.0, float("nan")]))
+    model = build("net")
+    model.register_buffer("running", torch.tensor([1.0, float("nan")]))
+    engine = zero3d.Engine(model, stage=2)
     with pytest.raises(zero3d.Zero3dError, match="nothing was exported: buffer running"):
         engine.export(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

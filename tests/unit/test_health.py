@@ -38,7 +38,7 @@ def test_a_step_says_why_it_was_or_was_not_applied(stage):
     assert step(engine).reason == "not due"
     assert step(engine, 1).reason == "applied"
     step(engine)
-    assert step(engine, factor=float("nan")).reason == "overflow"
+    assert step(engine, factor=float("nan")).reason.startswith("NaN loss on rank 0")
     step(engine, weight=0.0)
     assert step(engine, 1, weight=torch.zeros(())).reason == "no targets"
     assert step(engine)._fields[-1] == "reason"
@@ -50,8 +50,8 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_precision(stage, preci
     engine = make(stage=stage, precision=precision)
     assert step(engine).reason == "applied"
     before, states = weights(engine), engine.fingerprint()
-    for factor in (float("nan"), float("inf")):
-        assert step(engine, 1, factor).reason == "overflow"
+    for factor, reason in ((float("nan"), "NaN loss on rank 0"), (float("inf"), "overflow")):
+        assert step(engine, 1, factor).reason.startswith(reason)
         assert (weights(engine), engine.fingerprint()) == (before, states)
     assert step(engine, 2).reason == "applied"
 

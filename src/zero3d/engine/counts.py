@@ -4,7 +4,8 @@ train_batch   has a list: on the CPU, where that costs no wait for a device, all
 evaluate      has a list, or something that gives batches one by one: then all tell each other before each that there is
               one more
 
-What they tell is apart from the ledger, which counts what a step moves.
+What they tell goes through the host, on an accelerator through the store: no device is waited for. It is apart from the
+ledger, which counts what a step moves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Counts:
     """Compares numbers of micro-batches over all ranks of a mesh; 8 bytes to each other rank."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._comm = Comm(mesh.everyone, Arena(mesh.device), Ledger())
+        self._comm = Comm(mesh.everyone, Arena(torch.device("cpu")), Ledger()).patient
         self._device = mesh.device
         self._alone = mesh.everyone.backend in ("none", "fake")  # a dry run has no peers
 
@@ -57,7 +58,7 @@ class Counts:
             yield batch
 
     def _exchange(self, count: int) -> list[int]:
-        told = self._comm.exchange(torch.tensor([count], dtype=torch.int64, device=self._device))
+        told = self._comm.exchange(torch.tensor([count], dtype=torch.int64))
         return [int(each) for each in self._comm.read(told.view(-1), [count] * self._comm.size)]
 
 

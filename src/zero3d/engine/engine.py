@@ -254,6 +254,7 @@ class Engine:
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
         batches = list(micro_batches)
+        self._execution.check()
         self._counts.check(batches)
         self._order.begin(batches)
         with self._execution.together():
@@ -279,6 +280,7 @@ class Engine:
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
         number = count()
+        self._execution.check()
         with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
             counted = (batch for batch, _ in zip(self._counts.even(micro_batches), number, strict=False))
             sums = self._execution.evaluate(counted)
@@ -343,6 +345,7 @@ class Engine:
 
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """
+        self._refuse_window("freeze()")
         self._freezing.set(self.module, pattern, trained=False)
 
     def unfreeze(self, pattern: str) -> None:
@@ -351,6 +354,7 @@ class Engine:
         Those that were frozen when the engine was built get masters, gradients and states of zeros, with all of their
         unit, as if trained from the start; under pp, ep, exact, offload, Muon and ema that is a ConfigError.
         """
+        self._refuse_window("unfreeze()")
         self.optimizer.settle()
         self._freezing.set(self.module, pattern, trained=True)
 
@@ -379,6 +383,7 @@ class Engine:
         All ranks call it; units are gathered one by one. trained_only: without frozen weights and buffers.
         Raises ConfigError over tp, pp or ep, and where layers are in tiles.
         """
+        self._registry.check()
         self.optimizer.settle()
         if self.world.size > self.dp.size or self.mesh.ep > 1 or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
@@ -454,6 +459,13 @@ class Engine:
         if self.averages is not None:
             self.averages.begin()
         return loop
+
+    def _refuse_window(self, call: str) -> None:
+        if self.accumulation.count:
+            raise ConfigError(
+                f"{call} after {self.accumulation.count} micro-batches of a step that is not applied yet: call it "
+                "after the step() that applies it, or forget them with engine.zero_grad()."
+            )
 
     @property
     def slots(self) -> Note | None:

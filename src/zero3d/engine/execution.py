@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.engine.generation import next_logits
 from zero3d.engine.losses import Losses
@@ -98,8 +99,8 @@ class Direct:
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         self._accumulation.note_loss(total, weight)
         try:
-            on_host = total.device.type == "cpu"  # elsewhere to look would be to wait for the device
-            if self.examine is not None and on_host and bool(total.isnan().any()):
+            on_host = total.device.type == "cpu" and not isinstance(total, FakeTensor)  # else to look would be to wait
+            if self.examine is not None and on_host and total.isnan().any().tolist():
                 self.examine(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]

@@ -48,6 +48,8 @@ def unwrap(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]])
         return unwrap(model.module, blocks)
     compiled = _compile_of(model)
     if compiled is not None:
+        while (inner := _compile_of(model._modules["_orig_mod"])) is not None:  # type: ignore[arg-type]
+            compiled, model = inner, model._modules["_orig_mod"]  # type: ignore[assignment]
         model = unwrap(model._modules["_orig_mod"], blocks)  # type: ignore[arg-type]
         found = list(blocks(model))
         for block in found:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
 
@@ -79,16 +80,22 @@ class Accumulation:
 
     def note_loss(self, loss: Tensor, weight: float | Tensor) -> None:
         """Note whether a loss that has a weight is NaN before its backward; nothing is read of a device."""
-        nan = loss.detach().isnan().any() & torch.as_tensor(weight != 0, device=loss.device)
+        if isinstance(loss, FakeTensor) or (not isinstance(weight, Tensor) and weight == 0):
+            return
+        nan = loss.detach().isnan().any()
+        if isinstance(weight, Tensor):
+            nan &= weight.to(nan.device, non_blocking=True).bool().any()
         self.nan = nan if self.nan is None else self.nan | nan
 
     def poison(self, weight: float | Tensor) -> float | Tensor:
         """Return a step's weight, NaN where a loss is: its gradients may be zeros, and would count for the mean."""
-        if self.nan is None or (self.nan.device.type == "cpu" and not self.nan):
+        if self.nan is None:
             return weight
-        if self.nan.device.type == "cpu":
-            return weight * math.nan
-        return torch.where(self.nan, math.nan, torch.as_tensor(weight, dtype=torch.float64, device=self.nan.device))
+        if self.nan.device.type == "cpu":  # there it is known already
+            return weight * math.nan if self.nan.tolist() else weight
+        if not isinstance(weight, Tensor):
+            weight = torch.full((), weight, dtype=torch.float64, device=self.nan.device)
+        return torch.where(self.nan, math.nan, weight.to(self.nan.device, torch.float64))
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
         """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""

@@ -24,6 +24,12 @@ fire at the end of a reentrant checkpoint's inner backward.
 Note 5, graphs that no backward goes through to its end (a replay's, one of split backwards). torch's hook on all of
 several tensors holds their nodes, which hold it: such a graph would stay, with its activations. Its hook on any does
 not, and for one tensor, as most blocks have, it is the same.
+Note 6, gradients of inputs (torch.autograd.grad, as for a penalty on them) reach no parameter: they count no
+micro-batch and reduce nothing. A schedule of a pipeline makes whole backwards of them, and says itself what they are.
+Note 7, torch's recomputation. Where no gradient came through the module's outputs, the weights that its second forward
+saves would be released before their nodes run. zero3d's asks for them (`revive`).
+Note 8, recomputation in a backward with create_graph: the nodes that it makes save weights, under hooks that are not
+ours. The unit stays gathered until the step.
 """
 
 from __future__ import annotations
@@ -48,6 +54,7 @@ from zero3d.zero.saved import SavedWeights
 from zero3d.zero.traffic import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
+GRAPH = "graph"  # a graph of a backward may read it until the step
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
 
 
@@ -78,6 +85,7 @@ class Hooks:
         self._dropping: int | None = None  # the backward under way drops tokens at its end
         self._last_call: dict[Unit, int] = {}
         self._inputs: list[ref[Tensor]] = []  # of the last forward, leaves that need a gradient
+        self._creates_graph = False  # the backward under way
         self._last_node = 0  # the number of autograd's nodes when the last forward ended
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
@@ -159,10 +167,13 @@ class Hooks:
             if not self._open.get(module):  # a hook before `begins` raised: its error is on the way
                 return
             call = self._open[module].pop()
-            again = torch._C._current_graph_task_id() != -1 and not getattr(module.forward, "replaying", False)
-            for unit in units:
-                if again and not any(_is(token, "backward") for token in unit.users):
+            again = torch._C._current_graph_task_id() != -1  # in a backward: recomputation
+            for unit in units if again else ():
+                if _is_torchs_recomputation() and not any(_is(token, "backward") for token in unit.users):
                     self._node_needs(unit)  # Note 7
+                if self._creates_graph:
+                    self._gathers.acquire(unit, GRAPH)  # Note 8
+            for unit in units:
                 self._gathers.release(unit, ("forward", call))
             outputs = [t for t in tensors_out(output) if t.requires_grad]
             if torch.is_grad_enabled() and needed_in_backward and outputs:
@@ -186,12 +197,16 @@ class Hooks:
         return wait
 
     def _backward_needs(self, units: list[Unit], call: int) -> None:
+        self._creates_graph = torch.is_grad_enabled()
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
             self._gathers.release(unit, TURN)  # the turn has served its purpose
 
     def _node_needs(self, unit: Unit) -> None:
         """Gather a unit for a node that runs though no gradient came through its module's outputs."""
+        if torch._C._current_graph_task_id() == -1:  # somebody reads a graph
+            self._gathers.acquire(unit, KEEP)
+            return
         self._drop_at_end()
         self._backward_needs([unit], self._last_call[unit])
 
@@ -332,11 +347,12 @@ class Hooks:
             for unit in self._trainable
             if unit.weights.sharded and "full_params" not in unit.users
             for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
+            if p.requires_grad
         }
         seen, left = set(), [loss.grad_fn]
         while left:
             node = left.pop()
-            if node is None or node in seen or node._sequence_nr() < self._last_node:
+            if node is None or node in seen or node._sequence_nr() <= self._last_node:
                 continue
             seen.add(node)
             following = [child for child, _ in node.next_functions]
@@ -353,7 +369,7 @@ class Hooks:
         for calls in self._open.values():
             calls.clear()
         self._mode = None
-        over = (TURN, ROOT_TURN, STEP)
+        over = (TURN, ROOT_TURN, STEP, GRAPH)
         self._gathers.drop(lambda token: token in over or _is(token, "backward") or _is(token, "forward"))
         self._reductions.reset()
         self._accumulation.reset()
@@ -373,11 +389,19 @@ class _Reached(Enum):
     @classmethod
     def of(cls, leaf: Tensor) -> _Reached:
         """Return what happens to a leaf's gradient."""
+        if not leaf.requires_grad:
+            return cls.NOT
         try:
             executed = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
         except RuntimeError:  # torch.autograd.grad returns it
             return cls.ASKED_FOR
         return cls.ACCUMULATED if executed else cls.NOT
+
+
+def _is_torchs_recomputation() -> bool:
+    """Return whether hooks of torch's checkpoint are in force, or none, as in its reentrant form."""
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return around is None or getattr(around[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
 
+OPENED = "full_params"  # a token of who keeps units whole
 RELEASED = (State.SHARDED, State.GATHERING)
 
 
@@ -55,7 +56,9 @@ class SavedWeights:
 
         def begins(module: nn.Module, args: Any) -> None:
             outermost = not any(pushed for _, pushed in self._calls)
-            pushes = outermost and torch._C._current_graph_task_id() == -1 and _are_possible()
+            pushes = (
+                outermost and torch._C._current_graph_task_id() == -1 and _are_possible() and self._may_be_released()
+            )
             if pushes:
                 self._push()
             self._calls.append((module, pushes))
@@ -67,6 +70,10 @@ class SavedWeights:
 
         module.register_forward_pre_hook(begins)
         module.register_forward_hook(ends, always_call=True)
+
+    def _may_be_released(self) -> bool:
+        """Return whether some unit is released: inside full_params() none is before its backward."""
+        return any(OPENED not in unit.users for unit in self._units.values())
 
     def revive(self, t: Tensor) -> None:
         """Gather the unit of a tensor that others have saved, if it is a released weight."""
@@ -99,7 +106,7 @@ class SavedWeights:
                 f"one of the tensors needed for gradient computation has been modified by an inplace operation: "
                 f"{list(value.shape)} {value.dtype} is at version {value._version}; version {saved.version} was saved."
             )
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _push(self._pack, self._unpack)  # Note 2
         return value
 
