@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 
 import pytest
 import torch
@@ -196,6 +197,44 @@ def test_recomputed_blocks_have_theirs(policy, loss):
     if loss is of_both:  # what a forward leaves elsewhere is left twice: its gradient goes to the first one's graph
         policy = "full"
     check(chain(), loss, lambda model: recompute(model, policy))
+
+
+@pytest.mark.parametrize("policy", ["full", "every:2", "torch"])
+def test_recomputed_blocks_have_theirs_in_gradients_of_gradients(policy):
+    model = chain()
+    if policy == "torch":
+        for block in model.layers:
+            block.kernel.forward = functools.partial(checkpoint, block.kernel.forward, use_reentrant=False)
+    check(model, penalty, lambda model: None if policy == "torch" else recompute(model, policy))
+
+
+@pytest.mark.parametrize("loss", [of_output, penalty])
+def test_blocks_that_are_checkpointed_by_their_model_may_have_penalties(loss):
+    class Checkpointed(Chain):
+        def forward(self, x):
+            for block in self.layers:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.out(x)
+
+    torch.manual_seed(0)
+    check(Checkpointed([Block(nn.LayerNorm(WIDTH)) for _ in range(2)]), loss)
+
+
+def test_a_graph_may_be_looked_at_between_forward_and_backward():
+    engine = zero3d.Engine(chain(), stage=3, precision="fp32", units=[Block])
+    output = engine(batch(0))
+    left, seen = [output.grad_fn], 0
+    while left:
+        node = left.pop()
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                seen += torch.is_tensor(getattr(node, name))
+        left += [child for child, _ in node.next_functions if child is not None]
+    assert seen > 10
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    engine.backward(output.pow(2).mean())
+    assert engine.step().reason == "applied"
+    assert engine.arena.live("gathered") == 0
 
 
 @pytest.mark.parametrize("hidden", ["slots", "closure"])

@@ -134,7 +134,7 @@ class Hooks:
         sharded = {unit for group in uses.values() for unit in group if unit.weights.sharded}
         if not sharded:
             return
-        self.saved = saved = SavedWeights(sharded, self._node_needs)
+        self.saved = saved = SavedWeights(sharded, self._node_needs, lambda unit: self._gathers.acquire(unit, GRAPH))
         of_root = {p for unit in self._with_root for p in unit.weights.params}
         for module in root.modules():
             uses_unit = module is not root and any(unit in sharded for unit in uses.get(module, ()))

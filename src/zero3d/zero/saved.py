@@ -44,10 +44,11 @@ class SavedWeights:
 
     units    those that are released
     gather   brings back a unit's weights
+    hold     keeps them until the step, for nodes that a backward makes of what others have saved
     """
 
-    def __init__(self, units: Iterable[Unit], gather: Callable[[Unit], None]) -> None:
-        self._gather = gather
+    def __init__(self, units: Iterable[Unit], gather: Callable[[Unit], None], hold: Callable[[Unit], None]) -> None:
+        self._gather, self._hold = gather, hold
         self._units = {unit.weights.full.untyped_storage()._cdata: unit for unit in units}
         self._calls: list[tuple[nn.Module, bool]] = []  # under way, and which of them has pushed the hooks
 
@@ -76,9 +77,13 @@ class SavedWeights:
         return any(OPENED not in unit.users for unit in self._units.values())
 
     def revive(self, t: Tensor) -> None:
-        """Gather the unit of a tensor that others have saved, if it is a released weight."""
-        if (unit := self._unit_of(t)) is not None and unit.weights.state in RELEASED:
+        """Gather the unit of what others have saved, if it is a released weight, and keep it for nodes made of it."""
+        if (unit := self._unit_of(t)) is None:
+            return
+        if unit.weights.state in RELEASED:
             self._gather(unit)
+        if torch.is_grad_enabled():
+            self._hold(unit)
 
     def _push(self) -> None:
         """Put the hooks in force, inside of those that are."""
