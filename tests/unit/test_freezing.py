@@ -134,6 +134,25 @@ def test_on_two_ranks_over_tp_and_dp_states_go_on(ranks):
             assert found == [pytest.approx(each, rel=1e-9) for each in alone]
 
 
+def apart(stage):
+    """Ranks that freeze other blocks: what each hears, and whether its weights have moved."""
+    engine = engine_of([], stage)
+    before = engine.fingerprint()
+    engine.freeze(f"layers.{torch.distributed.get_rank()}.*")
+    engine.backward(loss_of(engine, 0))
+    try:
+        engine.step()
+    except zero3d.OrderError as error:
+        return str(error), engine.fingerprint() == before
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_freeze_other_parameters_are_stopped_before_the_update(ranks, stage):
+    for rank, (said, unmoved) in enumerate(ranks(2, apart, stage)):
+        assert f"froze other parameters; this rank's last operation was a step without the frozen layers.{rank}" in said
+        assert unmoved
+
+
 def staged(shape):
     """Losses and norms of a llama whose first layer is unfrozen, and whose last is frozen."""
     from models import LiftCasts
@@ -158,21 +177,48 @@ def staged(shape):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"exact": True}, "exact=True"), ({"offload": {"optimizer": "host"}}, "off the device"), ({"ema": 0.9}, "ema"),
-    ({"optimizer": zero3d.optim.muon(lr=0.1)}, "Muon"),
+    ({"exact": True}, "exact=True"), ({"ema": 0.9}, "ema"),
 ])  # fmt: skip
 def test_what_cannot_be_unfrozen_has_a_remedy_that_works(options, words):
     engine = engine_of(["head"], 3, **options)
     with pytest.raises(ConfigError, match=f"(?s){words}.*engine.freeze\\('head.weight'\\)"):
         engine.unfreeze("head*")
-    if options.keys() & {"exact", "ema"}:
-        other = engine_of([], 3, **options)
-        other.freeze("head.weight")
-        with other.full_params():
-            head = other.module.head.weight.detach().clone()
-        sharded(other, {}, "names", range(1))
-        with other.full_params():
-            assert torch.equal(other.module.head.weight, head)
+    other = engine_of([], 3, **options)
+    other.freeze("head.weight")
+    with other.full_params():
+        head = other.module.head.weight.detach().clone()
+    sharded(other, {}, "names", range(1))
+    with other.full_params():
+        assert torch.equal(other.module.head.weight, head)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"offload": {"optimizer": "host"}}, "off the device"), ({"optimizer": zero3d.optim.muon(lr=0.1)}, "Muon"),
+])  # fmt: skip
+def test_offload_and_muon_refuse_both_at_once(options, words):
+    engine = engine_of(["head"], 3, **options)
+    with pytest.raises(ConfigError, match=f"(?s){words}.*build a new Engine"):
+        engine.unfreeze("head*")
+    with pytest.raises(ConfigError, match=f"'norm.weight' is frozen after .* {words}.*before the Engine is built"):
+        engine.freeze("norm.*")
+    assert engine.module.norm.weight.requires_grad
+
+
+def test_in_a_window_nothing_is_frozen():
+    engine = engine_of([], 3, accumulate=2)
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(ConfigError, match=r"freeze\(\) after 1 micro-batches"):
+        engine.freeze("head*")
+
+
+def test_full_params_that_fail_leave_nothing_open():
+    engine = engine_of([], 3)
+    weight = engine.module.head.weight
+    kept, weight.data = weight.data, torch.ones(61, WIDTH)
+    with pytest.raises(zero3d.LayoutError, match=r"head\.weight"), engine.full_params():
+        pass
+    weight.data = kept
+    sharded(engine, {}, "names", range(1))
 
 
 def test_names_that_are_not_there_and_changes_outside():

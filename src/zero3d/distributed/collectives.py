@@ -219,9 +219,9 @@ class Comm:
     def order_error(self) -> OrderError:
         """Return the error of this rank when hashes differ."""
         return OrderError(
-            f"rank {self.rank} of axis {self.axis} and its peers used units in different orders or numbers; "
-            f"this rank's last operation was {self._last}. At stage 3 all ranks must run the same units in the "
-            "same order: make branches equal on all ranks, or pass stage=2."
+            f"rank {self.rank} of axis {self.axis} and its peers used units in different orders or numbers, or froze "
+            f"other parameters; this rank's last operation was {self._last}. At stage 3 all ranks must run the same "
+            "units in the same order: make branches equal on all ranks, or pass stage=2."
         )
 
     def check_order(self) -> None:
@@ -248,10 +248,18 @@ class Comm:
     def _reduction(self, op: str, unit: str) -> Call:
         return Call(self._axis, self._axis.reductions, op, unit, self._axis.count(op))
 
+    def note_frozen(self, names: Sequence[str]) -> None:
+        """Take the parameters that this rank's step leaves out into its hash: they must be alike on all ranks."""
+        self._last = f"a step without the frozen {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        self._hash("reduce_scatter", "\0".join(names))
+
+    def _hash(self, kind: str, text: str) -> None:
+        self._order[kind] = (self._order[kind] * 1000003 + zlib.crc32(text.encode())) % _HASH_MODULUS
+
     def _announce(self, op: str, unit: str, full: Tensor, wire: torch.dtype | None = None) -> None:
         self._last = f"{op} of unit {unit!r}"
         kind = "all_gather" if op == "all_gather" else "reduce_scatter"
-        self._order[kind] = (self._order[kind] * 1000003 + zlib.crc32(unit.encode())) % _HASH_MODULUS
+        self._hash(kind, unit)
         moved = full.numel() // self.size * (self.size - 1)
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 

@@ -41,6 +41,8 @@ class Freezing:
                 f"{pattern!r} matches no parameter: pass names or patterns of them, such as {first!r} or "
                 "'model.layers.0.*|*norm*'."
             )
+        if not trained:
+            self._refuse_frozen(next((name for name, p in self._trained() if p in chosen), None))
         if trained:
             self.open([unit for unit in self._runtime.units if not chosen.isdisjoint(unit.weights.params)])
         for p in chosen:
@@ -68,7 +70,13 @@ class Freezing:
     def check(self) -> None:
         """Raise ConfigError where something is frozen that the step would update all the same, or never trained."""
         self._runtime.optimizer.check_groups()
-        frozen = next((name for name, p in self._trained() if not p.requires_grad), None)
+        if not (frozen := [name for name, p in self._trained() if not p.requires_grad]):
+            return
+        self._refuse_frozen(frozen[0])
+        if self._runtime.accumulation.reached:
+            self._base.axes.dp.note_frozen(frozen)
+
+    def _refuse_frozen(self, frozen: str | None) -> None:
         if frozen is None:
             return
         for what, remedy, there in (
@@ -77,8 +85,8 @@ class Freezing:
         ):
             if there:
                 raise ConfigError(
-                    f"parameter {frozen!r} was frozen after the engine was built, which is not built together with "
-                    f"{what}: freeze it before, or pass {remedy}."
+                    f"parameter {frozen!r} is frozen after the engine was built, which does not go together with "
+                    f"{what}: freeze it before the Engine is built, or pass {remedy}."
                 )
 
     def _trained(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -101,8 +109,9 @@ class Freezing:
         }
         if why := next((reason for reason, there in reasons.items() if there), None):
             name = unit.layout.slots[0].name
+            later = f"build it trained, and freeze it with engine.freeze({name!r}) until then."
+            anew = "export the model, and build a new Engine on that."
             raise ConfigError(
-                f"parameter {name!r} was frozen when the engine was built, and unfreezing such a one is not built "
-                f"together with {why}: build the engine with requires_grad_(True), and freeze it with "
-                f"engine.freeze({name!r}) until it is to be trained."
+                f"parameter {name!r} was frozen when the engine was built, and unfreezing such a one does not go "
+                f"together with {why}: {anew if self._runtime.tiers or self._base.resolved.matrices else later}"
             )

@@ -12,8 +12,8 @@ backward would go unnoticed, so `unpack` looks.
 Note 2, gradients of gradients (create_graph=True). Nodes made by a backward save weights, too. `unpack` pushes the
 hooks: they are in force until its node has run, since autograd restores the state of its thread after every node.
 Note 3, hooks around ours, such as those of torch's checkpoint, pack what they would have packed without ours.
-Note 4, one operation's output would hold the operation that holds it: a detached tensor is kept. It shares memory
-and version.
+Note 4, cycles. A node that keeps its own output would keep itself alive, so a detached tensor is kept, which shares
+memory and version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 class SavedWeights:
     """Hooks on what autograd saves in forwards of modules that have weights of their own.
 
-    units    those that are released
+    units    sharded ones (stage 3)
     gather   brings back a unit's weights
     hold     keeps them until the step, for nodes that a backward makes of what others have saved
     """
@@ -58,10 +58,13 @@ class SavedWeights:
         def begins(module: nn.Module, args: Any) -> None:
             outermost = not any(pushed for _, pushed in self._calls)
             pushes = (
-                outermost and torch._C._current_graph_task_id() == -1 and _are_possible() and self._may_be_released()
+                outermost
+                and torch._C._current_graph_task_id() == -1
+                and _hooks_are_allowed()
+                and self._may_be_released()
             )
             if pushes:
-                self._push()
+                self._put_in_force()
             self._calls.append((module, pushes))
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -85,7 +88,7 @@ class SavedWeights:
         if torch.is_grad_enabled():
             self._hold(unit)
 
-    def _push(self) -> None:
+    def _put_in_force(self) -> None:
         """Put the hooks in force, inside of those that are."""
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if around is None:
@@ -124,7 +127,7 @@ class SavedWeights:
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 
 
-def _are_possible() -> bool:
+def _hooks_are_allowed() -> bool:
     """Return whether a forward saves anything, and may be followed: torch.func's gradients allow no hooks."""
     allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return torch.is_grad_enabled() and allowed
