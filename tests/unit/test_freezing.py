@@ -248,5 +248,9 @@ def test_a_loss_through_a_model_that_is_frozen_for_a_while():
     with engines[0].full_params():
         for p, other in zip(first.parameters(), plain_first.parameters(), strict=True):
             torch.testing.assert_close(p, other)
+    assert engines[1].accumulation.count == 0  # what went through was no micro-batch of its own
+    with engines[1].full_params():
+        for p, other in zip(second.parameters(), plain_second.parameters(), strict=True):
+            assert torch.equal(p, other)
     engines[1].backward(engines[1](x).pow(2).mean())
     assert engines[1].step().reason == "applied"

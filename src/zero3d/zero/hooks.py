@@ -298,17 +298,18 @@ class Hooks:
         register_multi_grad_hook(outputs, begins, mode="any")
 
     def _is_of_inputs(self) -> bool:
-        """Return whether what is under way are gradients of inputs, by torch.autograd.grad (Note 6)."""
+        """Return whether what is under way are gradients of inputs: by torch.autograd.grad, or all else is frozen."""
         if self._scheduled or self._accumulation.is_announced:
             return False
         inputs = (known() for known in self._inputs)
         asked_for = any(_Reached.of(t) is _Reached.ASKED_FOR for t in inputs if t is not None)
-        for p in (p for unit in self._trainable for p in unit.weights.params):
+        trained = [p for unit in self._trainable for p in unit.weights.params if p.requires_grad]
+        for p in trained:
             reached = _Reached.of(p)
             if reached is _Reached.ACCUMULATED:
                 return False
             asked_for = asked_for or reached is _Reached.ASKED_FOR
-        return asked_for or torch.is_grad_enabled()
+        return asked_for or not trained or torch.is_grad_enabled()
 
     def _through_root(self, fresh: list[bool]) -> None:
         """Begin a backward, or go on with it. fresh: of the root's forward that it goes through."""
@@ -389,8 +390,6 @@ class _Reached(Enum):
     @classmethod
     def of(cls, leaf: Tensor) -> _Reached:
         """Return what happens to a leaf's gradient."""
-        if not leaf.requires_grad:
-            return cls.NOT
         try:
             executed = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
         except RuntimeError:  # torch.autograd.grad returns it
