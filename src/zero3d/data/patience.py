@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class TookTooLong(BaseException):
@@ -23,11 +23,13 @@ class Patience:
     """Lets each thread of the interpreter take so many seconds at a time. Pickling carries the seconds.
 
     began  the threads that are at it, by number, and since when in seconds of their own
+    told   those that have been told to raise, and may not have yet
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.began: dict[int, float] = {}
+        self.told: set[int] = set()
         self.lock = threading.Lock()
         self._process = 0  # in which a thread looks: a fork has none
 
@@ -38,7 +40,7 @@ class Patience:
     def limited(self) -> Iterator[None]:
         """Raise TookTooLong inside, in this thread, after too many seconds."""
         if self._process != os.getpid():
-            self._process, self.lock, self.began = os.getpid(), threading.Lock(), {}
+            self._process, self.lock, self.began, self.told = os.getpid(), threading.Lock(), {}, set()
             threading.Thread(target=_watch, args=(weakref.ref(self), self.seconds / 4), daemon=True).start()
         self.began[threading.get_ident()] = time.thread_time()
         try:
@@ -51,10 +53,16 @@ class Patience:
             raise
 
     def _end(self) -> None:
-        """Forget this thread, and what it was to raise and has not yet."""
+        """Forget this thread; what it was to raise and has not yet is raised here, and handled."""
+        thread = threading.get_ident()
         with self.lock:
-            self.began.pop(threading.get_ident(), None)
-            _raise_in(threading.get_ident(), None)
+            self.began.pop(thread, None)
+            told = thread in self.told
+            self.told.discard(thread)
+        if told:
+            with suppress(TookTooLong):
+                for _ in range(100):  # it comes between two instructions
+                    pass
 
 
 def _watch(patience: weakref.ref[Patience], pause: float) -> None:
@@ -62,6 +70,7 @@ def _watch(patience: weakref.ref[Patience], pause: float) -> None:
         with mine.lock:  # no thread of `began` ends meanwhile
             for thread, began in mine.began.copy().items():
                 if _seconds_of(thread) - began > mine.seconds:
+                    mine.told.add(thread)
                     _raise_in(thread, TookTooLong)
         del mine
         time.sleep(pause)
@@ -71,7 +80,9 @@ def _seconds_of(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Have a thread raise this with its next instruction; None: have it forget what it was to raise."""
-    given = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Have a thread raise this with its next instruction.
+
+    To take that back (NULL) would leave the interpreter of Python 3.11 looking for it at every call for ever.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
