@@ -97,10 +97,10 @@ class Direct:
         self._announce(b"a backward")
         total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
-        self._accumulation.note_loss(total, weight)
+        nan = self._accumulation.note_loss(total, weight)
         try:
             on_host = total.device.type == "cpu" and not isinstance(total, FakeTensor)  # else to look would be to wait
-            if self.examine is not None and on_host and total.isnan().any().tolist():
+            if self.examine is not None and on_host and nan.tolist():
                 self.examine(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]

@@ -78,18 +78,19 @@ class Accumulation:
         finally:
             self._announced = None
 
-    def note_loss(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Note whether a loss that has a weight is NaN before its backward; nothing is read of a device."""
-        if isinstance(loss, FakeTensor) or (not isinstance(weight, Tensor) and weight == 0):
-            return
+    def note_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
+        """Note whether a loss that has a weight is NaN before its backward, and return it; no device is read."""
         nan = loss.detach().isnan().any()
+        if not isinstance(weight, Tensor) and weight == 0:
+            return nan
         if isinstance(weight, Tensor):
             nan &= weight.to(nan.device, non_blocking=True).bool().any()
         self.nan = nan if self.nan is None else self.nan | nan
+        return nan
 
     def poison(self, weight: float | Tensor) -> float | Tensor:
         """Return a step's weight, NaN where a loss is: its gradients may be zeros, and would count for the mean."""
-        if self.nan is None:
+        if self.nan is None or isinstance(self.nan, FakeTensor):
             return weight
         if self.nan.device.type == "cpu":  # there it is known already
             return weight * math.nan if self.nan.tolist() else weight
