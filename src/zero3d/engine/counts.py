@@ -1,11 +1,11 @@
 """Whether all ranks have equally many micro-batches: one that has more would wait for its peers for ever.
 
-train_batch   has a list: on the CPU, where that costs no wait for a device, all tell each other how long it is
+train_batch   has a list: all tell each other how long it is
 evaluate      has a list, or something that gives batches one by one: then all tell each other before each that there is
               one more
 
-What they tell goes through the host, on an accelerator through the store: no device is waited for. It is apart from the
-ledger, which counts what a step moves.
+On accelerators nobody asks: it would be to wait for the device. What ranks tell is apart from the ledger, which counts
+what a step moves.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Counts:
     """Compares numbers of micro-batches over all ranks of a mesh; 8 bytes to each other rank."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._comm = Comm(mesh.everyone, Arena(torch.device("cpu")), Ledger()).patient
-        self._device = mesh.device
-        self._alone = mesh.everyone.backend in ("none", "fake")  # a dry run has no peers
+        self._comm = Comm(mesh.everyone, Arena(torch.device("cpu")), Ledger())
+        alone = mesh.everyone.backend in ("none", "fake")  # a dry run has no peers
+        self._compares = mesh.device.type == "cpu" and not alone
 
     def check(self, batches: Sized) -> None:
         """Raise ConfigError on all ranks where they have lists of different lengths; not on an accelerator."""
-        if self._device.type == "cpu" and not self._alone:
+        if self._compares:
             _refuse(self._exchange(len(batches)))
 
     def even(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Return the batches; raises ConfigError on all ranks where they have different numbers, at the latest then."""
-        if self._alone:
+        if not self._compares:
             return batches
         counts = self._exchange(len(batches) if isinstance(batches, Sized) else UNKNOWN)
         if UNKNOWN in counts:
