@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from full_disks import limited
 from lock_holder import locked_by_another
+from shared_places import places
 
 from zero3d.cli import elastic, worker, workers
 from zero3d.cli.elastic import Job, run_job
@@ -182,12 +183,7 @@ def dump_in_child(folder):
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
-    """A shared and a temporary place in a test's folder; the shared one."""
-    for name in ("shm", "tmp"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(place, "SHARED", tmp_path / "shm")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    return tmp_path / "shm"
+    return places(monkeypatch, tmp_path)
 
 
 def gone():

@@ -208,18 +208,6 @@ def test_recomputed_blocks_have_theirs_in_gradients_of_gradients(policy):
     check(model, penalty, lambda model: None if policy == "torch" else recompute(model, policy))
 
 
-@pytest.mark.parametrize("loss", [of_output, penalty])
-def test_blocks_that_are_checkpointed_by_their_model_may_have_penalties(loss):
-    class Checkpointed(Chain):
-        def forward(self, x):
-            for block in self.layers:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.out(x)
-
-    torch.manual_seed(0)
-    check(Checkpointed([Block(nn.LayerNorm(WIDTH)) for _ in range(2)]), loss)
-
-
 def test_a_graph_may_be_looked_at_between_forward_and_backward():
     engine = zero3d.Engine(chain(), stage=3, precision="fp32", units=[Block])
     output = engine(batch(0))
@@ -244,17 +232,29 @@ def test_recomputed_blocks_may_hide_their_outputs(hidden):
     assert isinstance(model.layers[0].forward, Recomputed)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_under_torchs_checkpoint_have_theirs(reentrant):
-    class Checkpointed(Chain):
-        def forward(self, x):
-            for block in self.layers:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return self.out(x)
+class Checkpointed(Chain):
+    """Has torch recompute its blocks."""
 
+    reentrant = False
+
+    def forward(self, x):
+        for block in self.layers:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+def of_leaf(model, module, x):
+    return of_output(model, module, x.requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "loss"), [(False, of_output), (False, penalty), (False, of_leaf), (True, of_leaf)]
+)
+def test_blocks_under_torchs_checkpoint_have_theirs(reentrant, loss):
     torch.manual_seed(0)
     model = Checkpointed([Block(nn.LayerNorm(WIDTH)) for _ in range(2)])
-    check(model, lambda model, module, x: model(x.requires_grad_()).pow(2).mean())
+    model.reentrant = reentrant
+    check(model, loss)
 
 
 def test_a_gradient_penalty_counts_one_micro_batch_and_may_be_fp16_or_exact():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from shared_places import places
 
 from zero3d.watchdog import monitor as monitors, place
 from zero3d.watchdog.block import STALL, Block
@@ -299,15 +300,6 @@ def test_the_folder_of_a_host_is_one_for_all_its_ranks_private_and_ours(tmp_path
     folder.rmdir()
     folder.symlink_to(tmp_path)
     assert open_folder(os.getpid(), ["node", "29500"]) is None
-
-
-def places(monkeypatch, folder):
-    """Have a shared and a temporary place in a test's folder; the shared one."""
-    for name in ("shm", "tmp"):
-        (folder / name).mkdir()
-    monkeypatch.setattr(place, "SHARED", folder / "shm")
-    monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
-    return folder / "shm"
 
 
 @pytest.mark.parametrize("without", ["one", "room"])

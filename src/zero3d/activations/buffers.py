@@ -29,7 +29,7 @@ class Before(NamedTuple):
 
     @property
     def was_written(self) -> bool:
-        """Whether a forward has written it since. Kernels of normalisation do not count versions."""
+        """Say whether a forward has written the buffer since. Layers of normalisation do so without a new version."""
         now = self.module._buffers.get(self.name)
         return now is not self.tensor or now._version != self.version or isinstance(self.module, _NormBase)
 

@@ -45,6 +45,7 @@ from zero3d.activations.buffers import Before, as_before, buffers_of, written
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors, own_containers, tensors_in
 from zero3d.rng import set_torch_rng, torch_rng
+from zero3d.zero.weights import is_placeholder
 
 Forward = Callable[..., Any]
 
@@ -244,7 +245,7 @@ class Recorder:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 set_torch_rng(call.device, call.rng)
                 stack.enter_context(as_before(call.buffers))
-                if last and not _is_released(call.block):  # Note 1
+                if last and not any(map(is_placeholder, call.block.parameters())):  # Note 1
                     replay.run()
                 else:
                     call.block(*args, **kwargs)
@@ -252,11 +253,6 @@ class Recorder:
         finally:
             self._replay = None
             replay.outputs = []  # Note 4
-
-
-def _is_released(block: nn.Module) -> bool:
-    """Return whether an engine has released weights of a block: one element stands for each."""
-    return any(p.numel() > 1 and not any(p.stride()) for p in block.parameters())
 
 
 class AllFilled(Exception):

@@ -16,7 +16,7 @@ Blocks = Mapping[str, nn.Module]
 def blocks_of(model: nn.Module, blocks: Blocks | None, option: str) -> Blocks:
     """Return `blocks`, or where none are given the model's. Raises ConfigError where `option` finds none."""
     if blocks is None:
-        blocks = find_blocks(unwrap(model, lambda whole: find_blocks(whole).values()))
+        blocks = find_blocks(unwrap(model))
     if not blocks:
         raise ConfigError(
             f"{option} needs the model's repeated blocks, and {type(model).__name__} has no list of two or more "

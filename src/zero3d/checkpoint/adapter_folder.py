@@ -28,13 +28,14 @@ from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
 from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, base_prefix, is_of_base, plain_name, twin
+from zero3d.models.names import persistent_buffers
 
 WEIGHTS, TRAINED = "adapter_model.safetensors", "trained.safetensors"
 WHOLE, BESIDE = "whole:", "beside:"  # how names begin on their way of modules trained whole, and of what lies beside
 
 
 class AdapterForm:
-    """What was trained of a model with adapters, as PEFT saves it. It waits on the host until all of it is there."""
+    """Collects a model's trained adapter on the host and writes it as PEFT does, once all of it is there."""
 
     def __init__(self, exported: Exported) -> None:
         model: Any = exported.model
@@ -56,7 +57,7 @@ class AdapterForm:
 
     @property
     def _takes_modules(self) -> bool:
-        """Whether PEFT loads modules that were trained whole with this kind of adapter."""
+        """Say whether PEFT can load whole modules (modules_to_save) beside an adapter of this kind."""
         return hasattr(self._config, "modules_to_save") and not self._config.is_prompt_learning
 
     def wants(self, name: str) -> bool:
@@ -101,7 +102,7 @@ class AdapterForm:
         if not self._config.is_prompt_learning:
             by_id = {id(tensor): name for name, tensor in state.items()}
             for part in self._parts:
-                on_meta = {name: t.to("meta") for name, t in _persistent(part).items()}
+                on_meta = {name: t.to("meta") for name, t in persistent_buffers(part).items()}
                 saved = self._saved(part, state | on_meta, copy.deepcopy(self._config))
                 found |= {by_id[id(tensor)] for tensor in saved.values() if id(tensor) in by_id}
         return frozenset(found)
@@ -175,22 +176,12 @@ def _held_by(part: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] in owners}
 
 
-def _persistent(part: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to a model's weights, by all their names."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in part.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
 def _buffer_names(parts: Iterable[nn.Module]) -> dict[str, str]:
     """Return each name of a persistent buffer -> the first of all that the buffer has."""
     names: dict[str, str] = {}
     for part in parts:
         first = {buffer: name for name, buffer in part.named_buffers()}
-        names |= {name: first[buffer] for name, buffer in _persistent(part).items()}
+        names |= {name: first[buffer] for name, buffer in persistent_buffers(part).items()}
     return names
 
 

@@ -149,7 +149,7 @@ def load_slots(note: Note, engine: EngineState, records: Committed) -> str:
 
 
 def _warn_of_unverified(note: Note, world: Comm, verified: bool) -> None:
-    """Say on rank 0 where records of any rank have no checksums."""
+    """Warn on rank 0 where some rank's records have no checksums to compare."""
     of_ranks = world.exchange(torch.tensor([int(verified)])).flatten().tolist()
     if world.rank == 0 and not all(of_ranks):
         warnings.warn(

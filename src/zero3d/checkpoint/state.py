@@ -13,6 +13,7 @@ from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
+from zero3d.models.names import persistent_buffers
 from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, Tile, cover
@@ -113,11 +114,7 @@ class EngineState:
     @property
     def persistent_buffers(self) -> set[str]:
         """Names of this rank's buffers that belong to a model's weights."""
-        names = set()
-        for module in self.modules:
-            for prefix, owner in module.named_modules():
-                persistent = owner._buffers.keys() - owner._non_persistent_buffers_set
-                names |= {f"{prefix}.{name}" if prefix else name for name in persistent}
+        names = {name for module in self.modules for name in persistent_buffers(module)}
         return names & self.buffers.keys()
 
     @property

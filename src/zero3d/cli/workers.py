@@ -142,7 +142,7 @@ def killed_twice() -> int:
 
 
 def stopped_before(number: int) -> int:
-    """Say that a signal has ended what no worker was needed for, or had begun; return the exit code."""
+    """Report that a signal ended the command before any worker had started; return the exit code."""
     print(f"stopped by {signal.Signals(number).name} {BEFORE}", file=sys.stderr)
     return 128 + number
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.errors import FAULT, CheckpointError, RankError, Zero3dError
 
 _TEXT = 2000  # letters of an error message that travel between ranks
+NAMED = 4  # ranks in a message
 T = TypeVar("T")
 
 
@@ -44,6 +45,12 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
     other: Zero3dError = kind(message) if ours else RankError(f"rank {failed[0]} failed: {name}: {message}")
     other.from_rank, other.agreed = failed[0], code
     raise other from failure
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 1, 2, 5, 7 and others"."""
+    shown = ", ".join(map(str, ranks[:NAMED]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{' and others' * (len(ranks) > NAMED)}"
 
 
 def _raised(failure: Exception, rank: int) -> Exception:

@@ -201,7 +201,10 @@ def leave_note(text: str, code: int = FAULT) -> None:
 
 
 def say_ended() -> None:
-    """Say that this rank ends without an error: peers that still wait for it have more to do. The last one stays."""
+    """Record in the store that this rank has ended without an error, for peers that still wait for it.
+
+    A rank that ends later overwrites it.
+    """
     with suppress(RuntimeError, ValueError):
         _get_default_store().set(_ENDED, str(dist.get_rank()))
 

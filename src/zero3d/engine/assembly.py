@@ -13,7 +13,6 @@ execution   direct, or through pipeline stages                       execution.p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,7 +46,7 @@ from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.memory.offload import DEVICE
-from zero3d.models.blocks import find_blocks, partition_all
+from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
 from zero3d.zero.layout import padding_warning
@@ -91,7 +90,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
 
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
-    model = unwrap(model, _blocks)
+    model = unwrap(model)
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
@@ -104,7 +103,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
-    compile_by_block(module, _blocks)
+    compile_by_block(module)
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
@@ -129,12 +128,12 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     every = options.step.replay
     replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     if pipeline is None:
-        execution: Execution
-        execution = direct = Direct(
+        direct = Direct(
             module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
             resolved.mesh.heartbeat.work, replay,
         )  # fmt: skip
         direct.examine = runtime.hooks[0].refuse_released
+        execution: Execution = direct
     else:
         execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
     forget_note(resolved.mesh.everyone)
@@ -149,10 +148,6 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
         _settled(base, tiers, why), replay, frozen_base, averages, load,
     )  # fmt: skip
-
-
-def _blocks(model: nn.Module) -> Iterable[nn.Module]:
-    return find_blocks(model).values()
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:

@@ -1,11 +1,11 @@
-"""Whether all ranks have equally many micro-batches: one that has more would wait for its peers for ever.
+"""Refuse ranks with different numbers of micro-batches: one that has more would wait for its peers for ever.
 
 train_batch   has a list: all tell each other how long it is
 evaluate      has a list, or something that gives batches one by one: then all tell each other before each that there is
               one more
 
-On accelerators nobody asks: it would be to wait for the device. What ranks tell is apart from the ledger, which counts
-what a step moves.
+On accelerators nothing is compared: that would wait for the device. What ranks tell is apart from the ledger, which
+counts what a step moves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zero3d.distributed.agreement import name_ranks
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
@@ -22,7 +23,6 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 
 UNKNOWN = -1
-SHOWN = 4  # ranks in a message
 
 
 class Counts:
@@ -38,8 +38,8 @@ class Counts:
         if self._compares:
             _refuse(self._exchange(len(batches)))
 
-    def even(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return the batches; raises ConfigError on all ranks where they have different numbers, at the latest then."""
+    def checked(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches. Raises ConfigError on all ranks where numbers differ, at once or when one has no more."""
         if not self._compares:
             return batches
         counts = self._exchange(len(batches) if isinstance(batches, Sized) else UNKNOWN)
@@ -72,10 +72,9 @@ def _refuse(counts: list[int], more: bool = False) -> None:
     if least == max(counts):
         return
     fewer = [rank for rank, count in enumerate(counts) if count == least]
-    named = ", ".join(f"rank {rank}" for rank in fewer[:SHOWN]) + (" and others" if len(fewer) > SHOWN else "")
     others = "others have more" if more else f"others have up to {max(counts)}"
     raise ConfigError(
-        f"{named} {'has' if len(fewer) == 1 else 'have'} no more batches after {least}, and {others}: all ranks must "
-        "run equally many micro-batches, or those that have more wait for ever. Drop the last ones, or give a rank "
+        f"{name_ranks(fewer)} {'has' if len(fewer) == 1 else 'have'} no more batches after {least}, and {others}: all "
+        "ranks must run equally many micro-batches, or those that have more wait for ever. Drop the last ones, or give a rank "
         "that has none left a batch whose targets are all masked: its weight is 0."
     )

@@ -275,14 +275,13 @@ class Engine:
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """Return the global mean loss without update, in eval mode.
 
-        Ranks run equally many micro-batches: ConfigError on all of them else. They tell each other how many they have,
-        at the beginning or, where that has no length, before each.
+        Ranks run equally many micro-batches; on CPUs a ConfigError on all of them says so where they do not.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
         number = count()
         self._execution.check()
         with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
-            counted = (batch for batch, _ in zip(self._counts.even(micro_batches), number, strict=False))
+            counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = self._execution.evaluate(counted)
             return self._mean(self._order.sum_of(sums, next(number), trained=False))
 
@@ -338,10 +337,10 @@ class Engine:
         with self._assembly.whole_parameters.opened(modules):
             yield
             self._registry.check()
-            self._freezing.follow()
+            self._freezing.adopt_unfrozen()
 
     def freeze(self, pattern: str) -> None:
-        """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
+        """Freeze the parameters that a pattern of names matches ("model.layers.0|*norm*"), between steps.
 
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """
@@ -352,7 +351,7 @@ class Engine:
         """Train the parameters that a pattern of names matches, from the next forward on; all ranks call it.
 
         Those that were frozen when the engine was built get masters, gradients and states of zeros, with all of their
-        unit, as if trained from the start; under pp, ep, exact, offload, Muon and ema that is a ConfigError.
+        unit, as if trained from the start; a ConfigError says where that is not built, and what to do there.
         """
         self._refuse_window("unfreeze()")
         self.optimizer.settle()

@@ -10,15 +10,14 @@ The layout stays, so no parameter moves. What decides is `requires_grad` when a 
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
+from zero3d.models.names import check_patterns, is_named
 from zero3d.zero.unit import Unit
 
 
@@ -30,29 +29,24 @@ class Freezing:
 
     def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
         """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
-        parts = [part.strip() for part in pattern.split("|")]
-        named = module.named_parameters(remove_duplicate=False)
-        chosen = {p for name, p in named if any(fnmatch.fnmatchcase(name, part) for part in parts)}
-        world, device = self._base.axes.world, self._base.axes.arena.device
-        found = world.read(world.exchange(torch.tensor([float(bool(chosen))], device=device)).view(-1), [1.0])
-        if not any(found):
-            first = next(iter(dict(module.named_parameters())), "-")
-            raise ConfigError(
-                f"{pattern!r} matches no parameter: pass names or patterns of them, such as {first!r} or "
-                "'model.layers.0.*|*norm*'."
-            )
+        patterns = [part.strip() for part in pattern.split("|")]
+        named, full = list(module.named_parameters(remove_duplicate=False)), self._base.division.full_model
+        check_patterns("freeze", patterns, [*full.shapes, *full.copies, *(name for name, _ in named)])
+        chosen = {p for name, p in named if is_named(name, patterns)}
         if not trained:
             self._refuse_frozen(next((name for name, p in self._trained() if p in chosen), None))
-        if trained:
-            self.open([unit for unit in self._runtime.units if not chosen.isdisjoint(unit.weights.params)])
+        else:
+            self._make_trainable([unit for unit in self._runtime.units if not chosen.isdisjoint(unit.weights.params)])
         for p in chosen:
             p.requires_grad_(trained)
 
-    def follow(self) -> None:
-        """Give units what training needs of which a parameter has been unfrozen. Raises ConfigError."""
-        self.open([unit for unit in self._runtime.units if any(p.requires_grad for p in unit.weights.params)])
+    def adopt_unfrozen(self) -> None:
+        """Make units trainable of which a parameter has been unfrozen by `requires_grad_`. Raises ConfigError."""
+        self._make_trainable(
+            [unit for unit in self._runtime.units if any(p.requires_grad for p in unit.weights.params)]
+        )
 
-    def open(self, units: Sequence[Unit]) -> None:
+    def _make_trainable(self, units: Sequence[Unit]) -> None:
         """Make masters, gradients and states of units that were frozen when the engine was built."""
         new = [unit for unit in units if unit.grads is None]
         if not new:
@@ -68,7 +62,7 @@ class Freezing:
         runtime.optimizer.extend(new, runtime.units, self._base.division.places, groups.group)
 
     def check(self) -> None:
-        """Raise ConfigError where something is frozen that the step would update all the same, or never trained."""
+        """Raise ConfigError before a step that would update a frozen parameter, or not update one of a new group."""
         self._runtime.optimizer.check_groups()
         if not (frozen := [name for name, p in self._trained() if not p.requires_grad]):
             return

@@ -16,15 +16,14 @@ from torch import nn
 from zero3d.errors import ReleasedParameterError
 from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
-from zero3d.zero.weights import placeholder
+from zero3d.zero.weights import is_placeholder, placeholder
 
 MARK = "__reduce_ex__"
 
 
 def is_guarded(model: nn.Module) -> bool:
     """Return whether an engine already owns this model or a part of it."""
-    placeholders = (p.numel() > 1 and not any(p.stride()) for p in model.parameters())
-    return any(MARK in vars(module) for module in model.modules()) or any(placeholders)
+    return any(MARK in vars(module) for module in model.modules()) or any(map(is_placeholder, model.parameters()))
 
 
 def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callable[[Unit], bool]) -> None:

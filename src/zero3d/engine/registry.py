@@ -19,10 +19,11 @@ from typing import NamedTuple
 from torch import nn
 
 from zero3d.errors import LayoutError
+from zero3d.models.names import persistent_buffers
 
 
 class Registered(NamedTuple):
-    """What a module has of its own: identities of its parameters and modules, names of its buffers."""
+    """Holds what a module has registered itself: identities of parameters and modules, names of buffers."""
 
     parameters: tuple[int, ...]
     modules: tuple[int, ...]
@@ -41,14 +42,14 @@ class Registry:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = dict(_parameters(module))
-        self._buffers = _buffers(module)
+        self._buffers = set(persistent_buffers(module))
         self._known = _registered(module)
 
     def check(self) -> None:
         """Raise LayoutError where the model has other parameters, or persistent buffers, than it had."""
         if all(Registered.of(inner) == known for inner, known in self._known):
             return
-        found, buffers = dict(_parameters(self._module)), _buffers(self._module)
+        found, buffers = dict(_parameters(self._module)), set(persistent_buffers(self._module))
         replaced = [name for name, p in self._parameters.items() if name in found and found[name] is not p]
         added = [name for name in found if name not in self._parameters] + sorted(buffers - self._buffers)
         removed = [name for name in self._parameters if name not in found] + sorted(self._buffers - buffers)
@@ -65,16 +66,6 @@ class Registry:
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
-
-
-def _buffers(module: nn.Module) -> set[str]:
-    """Return the names of persistent buffers."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, inner in module.named_modules(remove_duplicate=False)
-        for name in inner._buffers
-        if name not in inner._non_persistent_buffers_set
-    }
 
 
 def _registered(module: nn.Module) -> list[tuple[nn.Module, Registered]]:

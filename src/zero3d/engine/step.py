@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.distributed.agreement import name_ranks
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.averages import Averages
 from zero3d.engine.health import Health
@@ -114,18 +115,18 @@ class Stepper:
         return self._result(reason, outcome.norm, lr)
 
     def _why(self, nan: Tensor | None) -> str:
-        """Say why a norm is not finite: ranks whose loss was NaN, if any; 8 bytes to each other rank."""
+        """Return the reason of a step whose norm is not finite, with the ranks whose loss was NaN.
+
+        All ranks call it; 8 bytes to each other rank.
+        """
         mine = torch.zeros((), dtype=torch.float64, device=self.dp.device) if nan is None else nan.double()
         told = self.world.read(self.world.exchange(mine.view(1)).view(-1), [0.0] * self.world.size)
-        ranks = [str(rank) for rank, flag in enumerate(told) if flag]
+        ranks = [rank for rank, flag in enumerate(told) if flag]
         if not ranks:
             return OVERFLOW
-        named = (
-            f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks[:4])}{' and others' * (len(ranks) > 4)}"
-        )
         return (
-            f"{NAN_LOSS} on {named}: all labels there may be -100, and a mean over no targets is NaN (pass the "
-            "number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
+            f"{NAN_LOSS} on {name_ranks(ranks)}: all labels there may be -100, and a mean over no targets is NaN (pass "
+            "the number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
         )
 
     def reset(self) -> None:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.gathers import Gathers
+from zero3d.models.names import persistent_buffers
+from zero3d.zero.gathers import OPENED, Gathers
 from zero3d.zero.model_group import ModelGroup
 from zero3d.zero.unit import Unit
 
-OPENED, EXPORT, CHUNK = "full_params", "export", "whole"  # tokens of a unit's users
+EXPORT, CHUNK = "export", "whole"  # tokens of a unit's users
 
 
 def is_open(unit: Unit) -> bool:
@@ -62,8 +63,8 @@ class WholeParameters:
             for unit in units:
                 if is_open(unit):
                     unit.weights.absorb()
+                self._gathers.release(unit, OPENED)
                 unit.users.discard(OPENED)
-                self._gathers.drop(lambda token: token == OPENED)
             raise
         try:
             yield
@@ -108,8 +109,8 @@ class WholeParameters:
         if self._dp.rank:
             return {}
         if not trained_only:
-            copies |= {buffer: buffer.to("cpu", copy=True) for _, buffer in _persistent_buffers(module)}
-        named = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
+            copies |= {buffer: buffer.to("cpu", copy=True) for buffer in persistent_buffers(module).values()}
+        named = [*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()]
         return {name: copies[tensor] for name, tensor in named if tensor in copies}
 
     @contextmanager
@@ -121,15 +122,6 @@ class WholeParameters:
             yield
         finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
             self._gathers.drop(lambda token: token == CHUNK or isinstance(token, tuple))
-
-
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, inner in module.named_modules(remove_duplicate=False)
-        for name, buffer in inner._buffers.items()
-        if buffer is not None and name not in inner._non_persistent_buffers_set
-    ]
 
 
 def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:

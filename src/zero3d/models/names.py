@@ -13,11 +13,23 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
+from torch import Tensor, nn
+
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
 
 WRAPPED = "base_layer"
 SHOWN = 12
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong to a model's weights, by all their names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and name not in inner._non_persistent_buffers_set
+    }
 
 
 def own_name(name: str) -> str:

@@ -5,7 +5,7 @@
     block.compile()                  no wrapper: compiles the call, with the hooks that an engine adds later
     block.forward = Compiled(...)    no wrapper: compiles the forward, inside the hooks
 
-`unwrap` takes the first away and makes the last of the second.
+`unwrap` takes the first two off; what the second has compiled becomes the last.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from zero3d.models.blocks import find_blocks
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
 
@@ -38,23 +40,17 @@ class Compiled:
         return self._forward(*args, **kwargs)
 
 
-def unwrap(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]]) -> nn.Module:
-    """Return the model without wrappers; what torch.compile's compiled is compiled by its forward.
+def unwrap(model: nn.Module) -> nn.Module:
+    """Take wrappers off a model and return it. A module that torch.compile has wrapped has a compiled forward then.
 
-    blocks  returns the blocks of a model: of one that is wrapped as a whole each is compiled by itself, since a graph
-            of all would hold the hooks of an engine
+    Of a model that is compiled as a whole each block is compiled by itself: one graph would hold an engine's hooks.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return unwrap(model.module, blocks)
+        return unwrap(model.module)
     compiled = _compile_of(model)
     if compiled is not None:
-        while (inner := _compile_of(model._modules["_orig_mod"])) is not None:  # type: ignore[arg-type]
-            compiled, model = inner, model._modules["_orig_mod"]  # type: ignore[assignment]
-        model = unwrap(model._modules["_orig_mod"], blocks)  # type: ignore[arg-type]
-        found = list(blocks(model))
-        for block in found:
-            _compile_forward(block, compiled)
-        if not found:
+        model = unwrap(model._modules["_orig_mod"])  # type: ignore[arg-type]
+        if not _compile_blocks(model, compiled):
             warnings.warn(
                 f"torch.compile({type(model).__name__}) without effect: the model has no list of blocks to compile one "
                 "by one. Compile parts of it: model.part = torch.compile(model.part).",
@@ -71,14 +67,21 @@ def unwrap(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]])
     return model
 
 
-def compile_by_block(model: nn.Module, blocks: Callable[[nn.Module], Iterable[nn.Module]]) -> None:
+def compile_by_block(model: nn.Module) -> None:
     """Have `model.compile()` compile each block's forward: compiled as one, its graph would hold an engine's hooks."""
 
     def compile_blocks(*args: Any, **options: Any) -> None:
-        for block in blocks(model):
-            _compile_forward(block, partial(torch.compile, *args, **options))
+        _compile_blocks(model, partial(torch.compile, *args, **options))
 
     model.compile = compile_blocks  # type: ignore[method-assign]
+
+
+def _compile_blocks(model: nn.Module, compile: Compile) -> bool:
+    """Compile each block's forward; return whether there are blocks."""
+    blocks = find_blocks(model)
+    for block in blocks.values():
+        _compile_forward(block, compile)
+    return bool(blocks)
 
 
 def _compile_of(module: nn.Module) -> Compile | None:

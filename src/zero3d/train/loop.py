@@ -46,7 +46,7 @@ from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
 from zero3d.train.traffic import TrainingTraffic
 from zero3d.watchdog.heartbeat import TRAINING
-from zero3d.zero.optimizer import NAN_LOSS, OVERFLOW
+from zero3d.zero.optimizer import is_not_finite
 
 SHARED = 3  # numbers that each rank tells the others in a step
 
@@ -173,7 +173,7 @@ class Loop:
         result, figures = self.engine.last_step, self.engine.figures
         assert result is not None
         assert figures is not None
-        self._overflows += result.reason.startswith((OVERFLOW, NAN_LOSS))
+        self._overflows += is_not_finite(result.reason)
         loss, *self._of_ranks = figures.besides
         saved = self.saving.figures()
         record = {
@@ -227,11 +227,7 @@ class Loop:
     def _check_health(self, step: int) -> None:
         """Give up where too many steps in a row were not finite, or a session ends in which none was applied."""
         result, health = self.engine.last_step, self.engine.health
-        if (
-            result is not None
-            and result.reason.startswith((OVERFLOW, NAN_LOSS))
-            and health.in_a_row >= self._skip_limit
-        ):
+        if result is not None and is_not_finite(result.reason) and health.in_a_row >= self._skip_limit:
             self._give_up(too_many_skips(self.config.health, health.in_a_row, step))
         if step == self._last_step and self._overflows and self.engine.steps == self._steps_at_start:
             self._give_up(none_applied(self._overflows, len(self.history), step, self.engine.loss_scale))

@@ -24,6 +24,7 @@ from zero3d.zero.streams import Lane
 from zero3d.zero.traffic import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
 
+OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written
 STEP = "step"  # release="every_step": from the first use to the end of the step
 
 

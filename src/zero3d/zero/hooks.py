@@ -48,7 +48,7 @@ from zero3d.errors import ReleasedParameterError
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
-from zero3d.zero.gathers import STEP, Gathers, Order
+from zero3d.zero.gathers import OPENED, STEP, Gathers, Order
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.saved import SavedWeights
 from zero3d.zero.traffic import ROOT_TURN, TURN
@@ -290,14 +290,14 @@ class Hooks:
             self._gathers.acquire(unit, ROOT_TURN)
 
         def begins(_: Tensor) -> None:
-            if self._is_of_inputs():
+            if self._computes_gradients_of_inputs():
                 self._drop_at_end()
             else:
                 self._through_root(fresh)
 
         register_multi_grad_hook(outputs, begins, mode="any")
 
-    def _is_of_inputs(self) -> bool:
+    def _computes_gradients_of_inputs(self) -> bool:
         """Return whether what is under way are gradients of inputs: by torch.autograd.grad, or all else is frozen."""
         if self._scheduled or self._accumulation.is_announced:
             return False
@@ -346,7 +346,7 @@ class Hooks:
         names = {
             get_gradient_edge(p).node: slot.name
             for unit in self._trainable
-            if unit.weights.sharded and "full_params" not in unit.users
+            if unit.weights.sharded and OPENED not in unit.users
             for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
             if p.requires_grad
         }

@@ -51,6 +51,11 @@ APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "n
 NAN_LOSS = "NaN loss"  # how the reason of an overflow begins that was there before the backward
 
 
+def is_not_finite(reason: str) -> bool:
+    """Return whether a step was skipped for a norm or a loss that is not finite."""
+    return reason.startswith((OVERFLOW, NAN_LOSS))
+
+
 class InForward(Protocol):
     """What is needed in a forward; deferred: by the root."""
 

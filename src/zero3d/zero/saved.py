@@ -24,15 +24,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero3d.zero.gathers import OPENED
 from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
 
-OPENED = "full_params"  # a token of who keeps units whole
 RELEASED = (State.SHARDED, State.GATHERING)
 
 
 class Saved(NamedTuple):
-    """What stands for a saved tensor. value: what hooks around ours made of it, or the tensor; version: None then."""
+    """Stands for a saved tensor in autograd's graph.
+
+    value    the tensor; where hooks around ours have packed it, what they returned
+    version  of the tensor when it was saved; None where hooks around ours have packed it
+    unit     whose weights it is a part of; None for other tensors
+    """
 
     value: Any
     version: int | None

@@ -324,6 +324,11 @@ class Weights:
                 self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
 
 
+def is_placeholder(p: Tensor) -> bool:
+    """Return whether one element stands for a parameter, which an engine has released or owns."""
+    return p.numel() > 1 and not any(p.stride())
+
+
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return one NaN in the shape of a parameter that is released (Note 1)."""
     value = float("nan") if dtype.is_floating_point else 0

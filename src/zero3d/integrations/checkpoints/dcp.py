@@ -38,11 +38,11 @@ Shape = tuple[int, ...]
 
 
 class Metadata(Inert):
-    """What is where: state_dict_metadata by name, storage_data by name and place."""
+    """Holds a checkpoint's index: tensors by name (state_dict_metadata), files of their chunks (storage_data)."""
 
 
 class Properties(Inert):
-    """Of a tensor's, the dtype."""
+    """Stands for torch's TensorProperties, of which only the dtype is read."""
 
     dtype: Any = None
 

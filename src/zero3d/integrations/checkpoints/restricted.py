@@ -70,7 +70,7 @@ class Inert:
 
 
 class Maker:
-    """What a pickle may call in place of a function or a class. Its attributes cannot be set from there."""
+    """Wraps a function that a pickle may call, so that the pickle cannot set its attributes."""
 
     __slots__ = ("_make",)
 
