@@ -224,7 +224,7 @@ def test_full_params_that_fail_leave_nothing_open():
 
 def test_names_that_are_not_there_and_changes_outside():
     engine = engine_of(["head"], 3)
-    with pytest.raises(ConfigError, match=r"'lm_head\*' names nothing in the model\. Did you mean head"):
+    with pytest.raises(ConfigError, match=r"'lm_head\*' matches no parameter: .*'embed.weight'"):
         engine.freeze("lm_head*")
     engine.module.head.requires_grad_(True)
     with pytest.raises(zero3d.LayoutError, match=r"call engine.unfreeze\('head.weight'\)"):

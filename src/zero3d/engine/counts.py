@@ -75,6 +75,6 @@ def _refuse(counts: list[int], more: bool = False) -> None:
     others = "others have more" if more else f"others have up to {max(counts)}"
     raise ConfigError(
         f"{name_ranks(fewer)} {'has' if len(fewer) == 1 else 'have'} no more batches after {least}, and {others}: all "
-        "ranks must run equally many micro-batches, or those that have more wait for ever. Drop the last ones, or give a rank "
-        "that has none left a batch whose targets are all masked: its weight is 0."
+        "ranks must run equally many micro-batches, or those that have more wait for ever. Drop the last ones, or give "
+        "a rank that has none left a batch whose targets are all masked: its weight is 0."
     )

@@ -340,7 +340,7 @@ class Engine:
             self._freezing.adopt_unfrozen()
 
     def freeze(self, pattern: str) -> None:
-        """Freeze the parameters that a pattern of names matches ("model.layers.0|*norm*"), between steps.
+        """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
 
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """

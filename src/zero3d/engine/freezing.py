@@ -17,7 +17,7 @@ from torch import nn
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
-from zero3d.models.names import check_patterns, is_named
+from zero3d.zero.param_groups import is_matched
 from zero3d.zero.unit import Unit
 
 
@@ -29,10 +29,14 @@ class Freezing:
 
     def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
         """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
-        patterns = [part.strip() for part in pattern.split("|")]
-        named, full = list(module.named_parameters(remove_duplicate=False)), self._base.division.full_model
-        check_patterns("freeze", patterns, [*full.shapes, *full.copies, *(name for name, _ in named)])
-        chosen = {p for name, p in named if is_named(name, patterns)}
+        named, full = dict(module.named_parameters(remove_duplicate=False)), self._base.division.full_model
+        names = [*full.shapes, *full.copies, *named]  # a pipeline's rank has some of them
+        if not any(is_matched(name, pattern) for name in names):
+            raise ConfigError(
+                f"{pattern!r} matches no parameter: pass names or patterns of them, such as {names[0]!r} or "
+                "'model.layers.0.*|*norm*'."
+            )
+        chosen = {p for name, p in named.items() if is_matched(name, pattern)}
         if not trained:
             self._refuse_frozen(next((name for name, p in self._trained() if p in chosen), None))
         else:

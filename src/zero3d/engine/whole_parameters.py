@@ -54,15 +54,17 @@ class WholeParameters:
         always = self._group.tied  # a write on another pipeline stage may reach them
         units = [u for u in self._units if wanted is None or u in always or any(p in wanted for p in u.weights.params)]
         units = [unit for unit in units if not is_open(unit)]  # others belong to a block around this one
+        opened: list[Unit] = []
         try:
             for unit in units:
                 self._gathers.acquire(unit, OPENED)
                 unit.users.add(OPENED)
                 unit.weights.open()
+                opened.append(unit)
         except BaseException:  # a parameter was written or replaced outside: nothing stays open
+            for unit in opened:
+                unit.weights.absorb()
             for unit in units:
-                if is_open(unit):
-                    unit.weights.absorb()
                 self._gathers.release(unit, OPENED)
                 unit.users.discard(OPENED)
             raise

@@ -60,17 +60,22 @@ def choose_optimizer(
             raise ConfigError(
                 f"param_groups entry {dict(group)!r} has no 'match': add a name pattern such as '*norm*|*.bias'."
             )
-    patterns = [str(group["match"]).split("|") for group in param_groups]
+    patterns = [str(group["match"]) for group in param_groups]
     options = [{k: v for k, v in group.items() if k != "match"} for group in param_groups] + [{}]
 
     def index(name: str) -> int:
-        hits = (i for i, parts in enumerate(patterns) if any(fnmatch.fnmatchcase(name, part.strip()) for part in parts))
+        hits = (i for i, pattern in enumerate(patterns) if is_matched(name, pattern))
         return next(hits, len(patterns))
 
     def build(pieces: list[list[Tensor]]) -> Optimizer:
         return make([{"params": part, **extra} for part, extra in zip(pieces, options, strict=True)])
 
     return OptimizerChoice({name: index(name) for name in names}, len(options), build, block, index)
+
+
+def is_matched(name: str, pattern: str) -> bool:
+    """Return whether a parameter's whole name fits one of the shell patterns in "*norm*|*.bias"."""
+    return any(fnmatch.fnmatchcase(name, part.strip()) for part in pattern.split("|"))
 
 
 def _explained(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
