@@ -112,6 +112,7 @@ def serve(connection):
         connection.send_bytes(pickle.dumps(answer))
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # an engine left in a cycle keeps its groups, each with a thread that wakes 100 times a second
 
 
 def join(rank, world, store, timeout):
