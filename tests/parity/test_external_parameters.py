@@ -6,6 +6,7 @@ from models import adamw, batch, bits, hf
 from torch.nn import functional
 
 import zero3d
+from zero3d.activations import recompute
 from zero3d.zero.traffic import count_gathers, step_traffic
 
 
@@ -57,3 +58,56 @@ def trained(name, stage, recomputed=False, precision="fp32"):
 def test_a_fused_loss_trains_at_every_stage_with_the_same_bits(ranks, name, recomputed, precision):
     wanted = ranks(2, trained, name, 2, recomputed, precision)
     assert ranks(2, trained, name, 3, recomputed, precision) == wanted
+
+
+class Inner(torch.nn.Module):
+    """A block with modules and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 6), torch.nn.Sequential(torch.nn.Linear(6, 6))
+        self.scale = torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh()) * self.scale
+
+
+class Borrowing(torch.nn.Module):
+    """Uses what its blocks have inside before it calls them."""
+
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.read = torch.nn.ModuleList([Inner(), Inner()]), read
+
+    def forward(self, x):
+        x = self.read(x, *self.blocks)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+READS = {
+    "a weight of an inner module": lambda x, first, last: x @ last.up.weight,
+    "one further inside": lambda x, first, last: x @ first.down[0].weight,
+    "a parameter of its own": lambda x, first, last: x * last.scale,
+    "a comparison": lambda x, first, last: x * 2 if first.up.weight.max() > 0 else x,
+    "a forward without its hooks": lambda x, first, last: last.up.forward(x),
+}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("read", list(READS))
+def test_weights_inside_blocks_may_be_read_by_the_root(read, recomputed):
+    found = set()
+    for stage in (2, 3):
+        model = Borrowing(READS[read])
+        if recomputed:
+            recompute(model, "full")
+        engine = zero3d.Engine(model, stage=stage, precision="fp32", optimizer=adamw, units=[Inner])
+        for step in range(2):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).square().mean())
+            assert engine.step().applied
+        found.add(engine.fingerprint())
+    assert len(found) == 1

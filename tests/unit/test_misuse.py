@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import VOCAB, Block, adamw, batch, bits, build, loss_of
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import zero3d
 from zero3d.checkpoint.json_values import from_json, to_json
@@ -47,6 +48,54 @@ def test_a_forward_that_is_never_propagated_leaves_no_old_weights_behind():
         train(engine, 3)
 
     same_weights_at_all_stages(use)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_graph_of_the_weights_before_an_update_is_an_error_as_in_torch(stage):
+    engine = make(stage=stage)
+    old = loss_of(engine, batch(0))
+    train(engine, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(old)
+    train(engine, 1)
+
+
+@pytest.mark.parametrize("method", ["train_batch", "evaluate"])
+@pytest.mark.parametrize("nothing", [[], iter([])])
+def test_no_micro_batches_are_refused(method, nothing):
+    engine = make()
+    with pytest.raises(zero3d.ConfigError, match=rf"engine\.{method} was given no micro-batches"):
+        getattr(engine, method)(nothing)
+    train(engine, 0)
+
+
+TINY = 1e-6
+CLIPPINGS = {
+    "by norm": lambda ps: clip_grad_norm_(ps, TINY),
+    "by norm, elsewhere": lambda ps: torch.nn.utils.clip_grad.clip_grad_norm_(ps, TINY),
+    "by a known norm": lambda ps: torch.nn.utils.clip_grads_with_norm_(ps, TINY, torch.tensor(2.0)),
+    "by value": lambda ps: torch.nn.utils.clip_grad_value_(ps, TINY),
+    "one parameter": lambda ps: clip_grad_norm_(next(iter(ps)), TINY),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("clip", list(CLIPPINGS))
+def test_clipping_by_torch_is_refused_where_it_would_do_nothing(clip, stage):
+    engine = make(stage=stage)
+    engine.backward(loss_of(engine, batch(0)))
+    with pytest.raises(zero3d.ConfigError, match=r"pass Engine\(clip_norm=\.\.\.\)"):
+        CLIPPINGS[clip](engine.module.parameters())
+    assert engine.step().applied
+
+
+@pytest.mark.parametrize("clip", list(CLIPPINGS))
+def test_other_models_are_clipped_as_before(clip):
+    make()
+    plain = nn.Linear(3, 3)
+    plain(torch.ones(2, 3)).sum().backward()
+    CLIPPINGS[clip](plain.parameters())
+    assert plain.weight.grad.norm() < 10 * TINY
 
 
 def test_step_and_load_inside_full_params_are_refused(tmp_path):
@@ -439,6 +488,8 @@ BAD = {
         lambda: make(torch.jit.script(nn.Linear(2, 2))),
         "whose weights cannot be pointed elsewhere: pass the plain module",
     ),
+    "a function": (lambda: make(torch.nn.functional.relu), "no torch.nn.Module"),
+    "compiled twice": (lambda: make(torch.compile(torch.compile(build("net")))), "pass the module that it was made of"),
     "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
     "weights of inference": (lambda: make(of_inference()), "build the model outside of it"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),

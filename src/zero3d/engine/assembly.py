@@ -33,7 +33,7 @@ from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import last_only
-from zero3d.engine.guards import guard, guard_rest
+from zero3d.engine.guards import guard, guard_clipping, guard_rest
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
@@ -109,6 +109,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     move_buffers(module, axes.dp)
     units, tiers = build_units(base, specs, options.model.weights)
     runtime = start(base, units, uses, tiers)
+    guard_clipping(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
         kept.slots.others = tiers.host_bytes
     padded = padding_warning([unit.layout for unit in runtime.units])

@@ -62,6 +62,12 @@ class Counts:
         return [int(each) for each in self._comm.read(told.view(-1), [count] * self._comm.size)]
 
 
+def refuse_none(number: int, method: str) -> None:
+    """Raise ConfigError where there is no micro-batch: a mean loss over nothing is NaN."""
+    if number == 0:
+        raise ConfigError(f"engine.{method} was given no micro-batches: it takes a list of at least one.")
+
+
 def _with_end(batches: Iterable[Any], over: object) -> Iterator[Any]:
     yield from batches
     yield over

@@ -31,7 +31,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, notes_memory
 from zero3d.engine.assembly import assemble
 from zero3d.engine.checks import bind_scheduler, check_step
-from zero3d.engine.counts import Counts
+from zero3d.engine.counts import Counts, refuse_none
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.freezing import Freezing
@@ -256,6 +256,7 @@ class Engine:
         batches = list(micro_batches)
         self._execution.check()
         self._counts.check(batches)
+        refuse_none(len(batches), "train_batch")
         self._order.begin(batches)
         with self._execution.together():
             try:
@@ -283,7 +284,8 @@ class Engine:
         with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = self._execution.evaluate(counted)
-            return self._mean(self._order.sum_of(sums, next(number), trained=False))
+            refuse_none(run := next(number), "evaluate")
+            return self._mean(self._order.sum_of(sums, run, trained=False))
 
     def _mean(self, of_dp: Tensor) -> Tensor:
         """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""

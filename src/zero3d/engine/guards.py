@@ -1,24 +1,38 @@
-"""Refuse copies of weights that are not there.
+"""Refuse what would go wrong in silence: copies of weights that are not there, and clipping without gradients.
 
 At stage 3 a parameter outside its forward is one NaN in the shape of the weight. Saving or
 copying it would succeed and be worthless, so `state_dict`, `load_state_dict`, `deepcopy` and
 pickling raise instead. No class is patched: torch's own hooks and an instance attribute
 `__reduce_ex__`, which copy and pickle look up, are enough.
+
+A parameter's `grad` stays None at every stage, and torch's `clip_grad_norm_` takes parameters without gradients for
+ones that need no clipping: it returns 0. It has no hook, so what it calls last is replaced, once, by a function that
+looks at the parameters first. A program that has imported `clip_grad_norm_` earlier meets it, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import functools
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero3d.errors import ReleasedParameterError
+from zero3d.errors import ConfigError, ReleasedParameterError
 from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
 from zero3d.zero.weights import is_placeholder, placeholder
 
 MARK = "__reduce_ex__"
+CLIPPING = {  # what torch clips with: where it is looked up, and the name under which a program calls it
+    "clip_grad_value_": (torch.nn.utils, clip_grad),
+    "clip_grads_with_norm_": (torch.nn.utils,),
+    "_clip_grads_with_norm_": (clip_grad,),  # by clip_grad_norm_
+}
+_owned = WeakTensorKeyDictionary()  # parameters whose gradients an engine takes
 
 
 def is_guarded(model: nn.Module) -> bool:
@@ -59,6 +73,33 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         module.register_state_dict_post_hook(detach_copies)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(refuse_write)  # type: ignore[no-untyped-call]
         setattr(module, MARK, refuse_copy)
+
+
+def guard_clipping(params: Iterable[nn.Parameter]) -> None:
+    """Refuse to clip the gradients of these parameters by torch's own functions."""
+    for p in params:
+        _owned[p] = True
+    for name, places in CLIPPING.items():
+        for place in places:
+            clip = getattr(place, name)
+            if not hasattr(clip, "_refuses_owned"):
+                setattr(place, name, _refusing(clip))
+
+
+def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(p in _owned and p.requires_grad and p.grad is None for p in parameters):
+            raise ConfigError(
+                "torch's functions cannot clip gradients that an Engine has taken (`grad` of its parameters is None): "
+                "pass Engine(clip_norm=...), whose default is 1.0, and remove this call. A step's norm is "
+                "engine.step().grad_norm."
+            )
+        return clip(parameters, *args, **kwargs)
+
+    checked._refuses_owned = True  # type: ignore[attr-defined]
+    return checked
 
 
 def guard_rest(model: nn.Module, kept: Set[nn.Parameter]) -> None:

@@ -124,9 +124,12 @@ class Stepper:
         ranks = [rank for rank, flag in enumerate(told) if flag]
         if not ranks:
             return OVERFLOW
+        released = any(of_chunk.saved is not None for of_chunk in self.hooks)
         return (
             f"{NAN_LOSS} on {name_ranks(ranks)}: all labels there may be -100, and a mean over no targets is NaN (pass "
             "the number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
+            + "; or, at stage 3, a forward goes through parameters() of a module that it does not call"
+            * released
         )
 
     def reset(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # such as torch.compile
@@ -44,7 +45,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Take wrappers off a model and return it. A module that torch.compile has wrapped has a compiled forward then.
 
     Of a model that is compiled as a whole each block is compiled by itself: one graph would hold an engine's hooks.
+    Raises ConfigError for what is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is {short(type(model).__name__)}, no torch.nn.Module: an Engine takes modules. (torch.compile "
+            "of a compiled module is a function: pass the module that it was made of.)"
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrap(model.module)
     compiled = _compile_of(model)

@@ -30,6 +30,5 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def watch(module: nn.Module, unit: Unit, read: Callable[[Unit], None]) -> None:
-    """Have a module that has no inner ones tell when its parameters are read while their unit has no values."""
-    if next(module.children(), None) is None:
-        module._parameters = WatchedParameters(module._parameters, unit, read)
+    """Have a module tell when its parameters are read while their unit has no values."""
+    module._parameters = WatchedParameters(module._parameters, unit, read)

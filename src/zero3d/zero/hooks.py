@@ -106,8 +106,7 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded and module is not root:
                 self._hook_user(module, sharded)
-                if len(sharded) == 1:
-                    watch(module, sharded[0], self._read_outside)
+                self._watch(module, sharded)
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         self._follow_saved(root, uses)
@@ -115,6 +114,14 @@ class Hooks:
         for unit in units:
             if unit.grads is not None:
                 self._take_from(unit)
+
+    def _watch(self, user: nn.Module, units: Sequence[Unit]) -> None:
+        """Watch modules that have parameters of these units, in a user of theirs."""
+        unit_of = {p: unit for unit in units for p in unit.weights.params}
+        for module in user.modules():
+            of_module = {unit_of[p] for p in module.parameters(recurse=False) if p in unit_of}
+            if len(of_module) == 1:
+                watch(module, of_module.pop(), self._read_outside)
 
     def train(self, unit: Unit) -> None:
         """Take gradients of a unit that was frozen, if it is one of the root's."""
