@@ -98,6 +98,13 @@ def test_other_models_are_clipped_as_before(clip):
     assert plain.weight.grad.norm() < 10 * TINY
 
 
+@pytest.mark.parametrize("name", ["net", "gpt2", "llama"])
+def test_an_ordinary_overflow_blames_no_weight(name):
+    engine = make(name)
+    engine.backward(loss_of(engine, batch(0)) * float("inf"))
+    assert engine.step().reason == "overflow"
+
+
 def test_step_and_load_inside_full_params_are_refused(tmp_path):
     engine = make()
     train(engine, 0)

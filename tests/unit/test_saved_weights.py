@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero3d
 from zero3d.activations import recompute
 from zero3d.activations.recomputation import Recomputed
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, ReleasedParameterError
 
 WIDTH = 6
 STEPS = range(3)
@@ -335,6 +335,63 @@ def test_functional_gradients_inside_a_forward_need_whole_weights():
     with engine.full_params():
         for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, wanted, rtol=1e-6, atol=1e-7)
+
+
+class KeepsWeight(torch.autograd.Function):
+    """A product that keeps its weight as an attribute, where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, keep):
+        ctx.weight = keep(weight)
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.t() @ x, None
+
+
+class Keeper(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.linear, self.keep = nn.Linear(WIDTH, WIDTH), keep
+
+    def forward(self, x):
+        self.kept = KeepsWeight.apply(x, self.linear.weight, self.keep)
+        return self.kept.tanh()
+
+
+def keeper(keep, stage):
+    torch.manual_seed(0)
+    return zero3d.Engine(Chain([Keeper(keep), Keeper(keep)]), stage=stage, precision="fp32", units=[Keeper])
+
+
+@pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()])
+def test_weights_that_a_function_keeps_by_itself_are_there_in_an_ordinary_backward(keep):
+    found = set()
+    for stage in (2, 3):
+        engine = keeper(keep, stage)
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        assert engine.step().applied
+        found.add(engine.fingerprint())
+    assert len(found) == 1
+
+
+def test_those_that_no_hook_sees_are_named():
+    engine = keeper(lambda w: w, 3)
+    engine(torch.ones(2, WIDTH))
+    engine.backward(engine.module.layers[1].kept.square().mean())
+    reason = engine.step().reason
+    assert reason.startswith("overflow, after a backward of 'layers.1' without its weights. A torch.autograd.Function")
+    engine = keeper(lambda w: w.detach(), 3)
+    engine(torch.ones(2, WIDTH))
+    with pytest.raises(
+        ReleasedParameterError, match=r"released, perhaps of 'layers\.1\.linear\.weight'.*save_for_backward"
+    ):
+        engine.backward(engine.module.layers[1].kept.square().mean())
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+    assert engine.step().applied
 
 
 def test_evaluation_saves_nothing():

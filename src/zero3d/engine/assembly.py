@@ -134,6 +134,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             resolved.mesh.heartbeat.work, replay,
         )  # fmt: skip
         direct.examine = runtime.hooks[0].refuse_released
+        direct.explain = runtime.hooks[0].refuse_unsaved
         execution: Execution = direct
     else:
         execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)

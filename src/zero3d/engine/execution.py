@@ -66,10 +66,12 @@ class Direct:
     announce  tells the heartbeat what comes next
     replay    computes a micro-batch of some steps once more
     examine   is shown a loss that is NaN, on the CPU: raises where it knows why
+    explain   is shown a loss and the error that its backward raised: raises where it knows why
     """
 
     vocabulary = None
     examine: Callable[[Tensor], None] | None = None
+    explain: Callable[[Tensor, BaseException], None] | None = None
 
     def __init__(
         self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
@@ -104,8 +106,10 @@ class Direct:
                 self.examine(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
             self._abandon()
+            if self.explain is not None:
+                self.explain(total, error)
             raise
 
     def _scaled(self, total: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.precision import LossScale
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
-from zero3d.zero.hooks import Hooks
+from zero3d.zero.hooks import SAVE, Hooks
 from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, ShardedOptimizer, StepResult
 from zero3d.zero.reductions import Reductions
 
@@ -112,6 +112,8 @@ class Stepper:
         applied = outcome.reason == APPLIED
         self.figures = StepFigures(applied, outcome.host_norm, self.loss_scale.value, lr, outcome.besides)
         reason = self._why(nan) if outcome.reason == OVERFLOW else outcome.reason
+        for of_chunk in self.hooks:
+            of_chunk.without_weights.clear()
         return self._result(reason, outcome.norm, lr)
 
     def _why(self, nan: Tensor | None) -> str:
@@ -123,7 +125,8 @@ class Stepper:
         told = self.world.read(self.world.exchange(mine.view(1)).view(-1), [0.0] * self.world.size)
         ranks = [rank for rank, flag in enumerate(told) if flag]
         if not ranks:
-            return OVERFLOW
+            unseen = sorted(name for of_chunk in self.hooks for name in of_chunk.without_weights)
+            return f"{OVERFLOW}, after a backward of {unseen[0]!r} without its weights. {SAVE}" if unseen else OVERFLOW
         released = any(of_chunk.saved is not None for of_chunk in self.hooks)
         return (
             f"{NAN_LOSS} on {name_ranks(ranks)}: all labels there may be -100, and a mean over no targets is NaN (pass "

@@ -34,7 +34,7 @@ ours. The unit stays gathered until the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import count
 from typing import Any, Literal
@@ -49,6 +49,7 @@ from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order
+from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.saved import SavedWeights
 from zero3d.zero.traffic import ROOT_TURN, TURN
@@ -56,6 +57,8 @@ from zero3d.zero.unit import Unit
 
 GRAPH = "graph"  # a graph of a backward may read it until the step
 KEEP = "keep"  # gathered without grad: stays until the next forward with grad, step or load
+NO_MEMORY = ("out of bounds for storage of size 0", "its data is not allocated yet")  # torch of a released weight
+SAVE = "A torch.autograd.Function keeps what its backward needs by ctx.save_for_backward, not as an attribute of ctx."
 
 
 class Hooks:
@@ -87,8 +90,13 @@ class Hooks:
         self._inputs: list[ref[Tensor]] = []  # of the last forward, leaves that need a gradient
         self._creates_graph = False  # the backward under way
         self._last_node = 0  # the number of autograd's nodes when the last forward ended
+        self.without_weights: set[str] = (
+            set()
+        )  # those of them whose gradients came in this step while they were released
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
+        embedding = {unit for module, group in uses.items() if _is_plain_embedding(module) for unit in group}
+        self._needed_in_backward = {unit for unit in units if unit.weights.sharded} - embedding  # Note 3
         self._trainable = [unit for unit in units if unit.grads is not None]
         self._persistent = [unit for unit in units if not unit.weights.sharded]
         self._with_root = [unit for unit in uses.get(root, ()) if unit.weights.sharded]
@@ -250,6 +258,8 @@ class Hooks:
         """Take a gradient as `Reductions.take` does."""
         if self._task is None and self._fresh[0] and not self._scheduled:
             self._through_root(self._fresh)  # of a loss of inner activations: no output of the root is on its way
+        if grad is not None and unit in self._needed_in_backward and unit.weights.state is not State.FULL:
+            self.without_weights.add(unit.name)
         if self.aside is None:
             self._reductions.take(unit, index, grad)
         elif grad is not None:
@@ -350,30 +360,48 @@ class Hooks:
 
     def refuse_released(self, loss: Tensor) -> None:
         """Raise ReleasedParameterError where a loss uses a released parameter behind the root's forward, as NaN."""
+        if name := next(self._released_behind(loss, since=self._last_node), None):
+            raise ReleasedParameterError(
+                f"the loss is NaN: it uses parameter {name!r} outside of a forward, where at stage 3 it has no "
+                "values. Put `with engine.full_params():` around forward, loss and backward, or pass stage=2."
+            )
+
+    def refuse_unsaved(self, loss: Tensor, error: BaseException) -> None:
+        """Raise ReleasedParameterError where a backward failed since the memory of a weight is released.
+
+        Weights that autograd saves are gathered; what a Function of the caller's own keeps as an attribute is unseen.
+        """
+        if not any(sign in str(error) for sign in NO_MEMORY):
+            return
+        if name := next(self._released_behind(loss), None):
+            raise ReleasedParameterError(
+                f"a backward used memory of a weight that is released, perhaps of {name!r}: at stage 3 those that "
+                f"autograd has saved are gathered again. {SAVE}"
+            ) from error
+
+    def _released_behind(self, loss: Tensor, since: int = -1) -> Iterator[str]:
+        """Yield released parameters that a loss depends on, through nodes of autograd made after the `since`-th."""
         names = {
             get_gradient_edge(p).node: slot.name
             for unit in self._trainable
-            if unit.weights.sharded and OPENED not in unit.users
+            if unit.weights.sharded and OPENED not in unit.users and unit.weights.state is not State.FULL
             for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
             if p.requires_grad
         }
         seen, left = set(), [loss.grad_fn]
         while left:
             node = left.pop()
-            if node is None or node in seen or node._sequence_nr() <= self._last_node:
+            if node is None or node in seen or node._sequence_nr() <= since:
                 continue
             seen.add(node)
             following = [child for child, _ in node.next_functions]
-            if name := next((names[child] for child in following if child in names), None):
-                raise ReleasedParameterError(
-                    f"the loss is NaN: it uses parameter {name!r} outside of a forward, where at stage 3 it has no "
-                    "values. Put `with engine.full_params():` around forward, loss and backward, or pass stage=2."
-                )
+            yield from (names[child] for child in following if child in names)
             left += following
 
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""
         self._task = self._dropping = None
+        self.without_weights.clear()
         for calls in self._open.values():
             calls.clear()
         self._mode = None
