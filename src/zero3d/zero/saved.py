@@ -19,7 +19,7 @@ memory and version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,6 @@ from zero3d.zero.policy import State
 from zero3d.zero.unit import Unit
 
 RELEASED = (State.SHARDED, State.GATHERING)
-
-
-class Saved(NamedTuple):
-    """Stands for a saved tensor in autograd's graph.
-
-    value    the tensor; where hooks around ours have packed it, what they returned
-    version  of the tensor when it was saved; None where hooks around ours have packed it
-    unit     whose weights it is a part of; None for other tensors
-    """
-
-    value: Any
-    version: int | None
-    unit: Unit | None
 
 
 class SavedWeights:
@@ -100,7 +87,7 @@ class SavedWeights:
             _push(self._pack, self._unpack)
         else:
             pack, unpack = around
-            _push(lambda t: Saved(pack(t), None, self._unit_of(t)), lambda saved: unpack(self._value(saved)))  # Note 3
+            _push(lambda t: (pack(t), self._unit_of(t)), lambda saved: unpack(self._gathered(*saved)))  # Note 3
 
     def _unit_of(self, t: Tensor) -> Unit | None:
         try:
@@ -108,25 +95,28 @@ class SavedWeights:
         except NotImplementedError:  # sparse tensors and wrappers have no storage
             return None
 
-    def _pack(self, t: Tensor) -> Saved:
+    def _pack(self, t: Tensor) -> tuple[Tensor, int, Unit | None]:
         kept = t.detach()  # Note 4
-        return Saved(kept, kept._version, self._unit_of(kept))
+        return kept, kept._version, self._unit_of(kept)
 
-    def _unpack(self, saved: Saved) -> Tensor:
-        value: Tensor = self._value(saved)
-        if value._version != saved.version:  # Note 1
+    def _unpack(self, saved: tuple[Tensor, int, Unit | None]) -> Tensor:
+        value, version, unit = saved
+        if unit is not None:
+            self._gathered(value, unit)
+        if value._version != version:  # Note 1
             raise RuntimeError(
                 f"one of the tensors needed for gradient computation has been modified by an inplace operation: "
-                f"{list(value.shape)} {value.dtype} is at version {value._version}; version {saved.version} was saved."
+                f"{list(value.shape)} {value.dtype} is at version {value._version}; version {version} was saved."
             )
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _push(self._pack, self._unpack)  # Note 2
         return value
 
-    def _value(self, saved: Saved) -> Any:
-        if saved.unit is not None and saved.unit.weights.state in RELEASED:
-            self._gather(saved.unit)
-        return saved.value
+    def _gathered(self, value: Any, unit: Unit | None) -> Any:
+        """Return what was saved, of a unit that is gathered."""
+        if unit is not None and unit.weights.state in RELEASED:
+            self._gather(unit)
+        return value
 
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
