@@ -80,6 +80,7 @@ def train(kind, folder, options=None, given=None, model="llama", resume=None):
         else:
             trainer = Trainer(module, args, stage=kind, **given)
         trainer.train(resume_from_checkpoint=resume)
+        assert kind in ("plain", None) or trainer.accelerator.engine.stage == kind
         return trainer, losses_of(trainer)
 
 

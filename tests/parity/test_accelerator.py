@@ -40,6 +40,7 @@ def loop(kind, stage=None, folder=None, resume=False, options=None):
     with launched():
         fresh()
         accelerator, model, optimizer, loader, schedule = parts(kind, stage, **(options or {}))
+        assert kind == "plain" or accelerator.engine.stage == stage
         logs = []
         if resume:
             accelerator.load_state(str(folder))
@@ -110,6 +111,79 @@ def test_a_loop_that_clips_one_step_clips_no_other():
         torch.testing.assert_close(tensor, plain_weights[name], rtol=1e-4, atol=1e-6)
 
 
+class Seen(Rows):
+    """Knows which of its sequences were asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.seen = []
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
+def one_epoch(kind, folder):
+    """What this rank read of one epoch, and how many processes the program sees. Nobody says that there is no GPU."""
+    from transformers import TrainingArguments
+
+    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.integrations.transformers import Trainer
+
+    rows = Seen(16)
+    with launched():
+        fresh()
+        if kind == "accelerate":
+            accelerator, model = Accelerator(stage=3), hf("llama")
+            optimizer = torch.optim.AdamW(model.parameters())
+            loader = torch.utils.data.DataLoader(rows, batch_size=2)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            args = TrainingArguments(
+                str(folder), report_to=[], disable_tqdm=True, num_train_epochs=1, per_device_train_batch_size=2,
+                save_strategy="no", dataloader_pin_memory=False,
+            )  # fmt: skip
+            trainer = Trainer(hf("llama"), args, train_dataset=rows, stage=3)
+            trainer.train()
+            accelerator = trainer.accelerator
+        return rows.seen, accelerator.num_processes, accelerator.engine.dp.size, accelerator.is_main_process
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "trainer"])
+def test_ranks_on_cpus_share_the_data(ranks, tmp_path, kind):
+    found = ranks(2, one_epoch, kind, tmp_path)
+    assert sorted(found[0][0] + found[1][0]) == list(range(16))
+    assert [rest for _, *rest in found] == [[2, 2, True], [2, 2, False]]
+
+
+def made_late():
+    """An Accelerator after something else has told Accelerate that there is one process."""
+    from accelerate import PartialState
+
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        PartialState()
+        try:
+            Accelerator(stage=3)
+        except zero3d.ConfigError as error:
+            return str(error)
+        finally:
+            fresh()
+
+
+def test_a_state_that_knows_of_one_process_is_refused(ranks):
+    for told in ranks(2, made_late):
+        assert told.startswith(
+            "2 ranks were launched, and here there is 1: each would train on the data of all. Pass cpu=True"
+        )
+
+
 def refused(what):
     from zero3d.integrations.accelerate import Accelerator
 
@@ -125,6 +199,7 @@ def refused(what):
             "two": lambda: accelerator.prepare(hf("llama"), hf("gpt2"), optimizer),
             "plugin": lambda: Accelerator(cpu=True, fsdp_plugin=object()),
             "precision": lambda: Accelerator(cpu=True, mixed_precision="fp8"),
+            "stage": lambda: Accelerator(cpu=True, stage=1, options={"stage": 3}),
             "graph": lambda: accelerator.backward(
                 model(input_ids=torch.ones(1, 4).long()).logits.sum(), retain_graph=True
             ),
@@ -141,6 +216,7 @@ def refused(what):
     ("two", r"2 models and 1 optimizers"),
     ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\) would shard the model a second time"),
     ("precision", r"mixed_precision='fp8': one of no, bf16, fp16"),
+    ("stage", r"Accelerator takes the stage by itself: pass stage=3, not in options"),
     ("graph", r"accelerator\.backward\(retain_graph=\.\.\.\) is not here"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(ranks, what, words):

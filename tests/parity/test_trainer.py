@@ -187,6 +187,7 @@ def generating(kind, folder):
                 T5ForConditionalGeneration(config), args, train_dataset=Rows(16), eval_dataset=Rows(9, 1)
             )
             trainer.train()
+            assert kind == "plain" or trainer.accelerator.engine.stage == kind
             steps = losses_of(trainer)[0]
             found = trainer.predict(Rows(9, seed=1))
     finally:
@@ -261,6 +262,8 @@ def test_a_json_that_contradicts_the_arguments_is_refused(tmp_path, tree, words)
 def test_what_would_shard_a_second_time_is_refused(tmp_path, monkeypatch):
     from zero3d.integrations.transformers import Trainer
 
+    with pytest.raises(zero3d.ConfigError, match="pass stage=2, not in options"):
+        Trainer(hf("llama"), arguments(tmp_path), options={"stage": 2})
     with pytest.raises(zero3d.ConfigError, match="has stage 3, and stage=2 is given"):
         Trainer(hf("llama"), arguments(tmp_path, deepspeed=JSON), stage=2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -26,6 +26,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.integrations.accelerate.optimizer import EngineOptimizer
+from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
 
 OTHERS = (  # what shards or cuts a model in another way
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin",
@@ -53,6 +54,12 @@ def states_in(folder: Path) -> Path | None:
     return folder / STATES if (folder / STATES).is_dir() else None
 
 
+def refuse_stage(options: Mapping[str, Any] | None, what: str) -> None:
+    """Raise ConfigError where options of an engine have a stage, too: it would replace the one that was given."""
+    if "stage" in (options or {}):
+        raise ConfigError(f"{what} takes the stage by itself: pass stage={(options or {})['stage']!r}, not in options.")
+
+
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` whose model and optimizer train on a `zero3d.Engine`, which is `engine`.
 
@@ -61,7 +68,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
                      loaded in bf16 stays so with "no", too
     others           Accelerate's own
-    Raises ConfigError for plugins that shard in another way.
+    Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
+    shard in another way, a stage among the options, and a state made before that knows of fewer processes.
     """
 
     def __init__(
@@ -77,7 +85,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         chosen = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
+        refuse_stage(options, "Accelerator")
+        if must_say_cpu():
+            others.setdefault("cpu", True)
         super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
+        refuse_other_world(
+            self.num_processes,
+            "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "
+            "before the Accelerator.",
+        )
         self._stage, self._options, self._precision = stage, dict(options or {}), chosen
         self.engine: Engine | None = None
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.integrations.accelerate.accelerator import load_engine, save_engine
+from zero3d.integrations.accelerate.accelerator import load_engine, refuse_stage, save_engine
+from zero3d.integrations.accelerate.world import refuse_other_world
 
 NAME = "zero3d"
 LOOP = "lightning.ckpt"  # what Lightning keeps of loops and callbacks, beside the engine's checkpoint
@@ -52,6 +53,7 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, stage: int = 3, options: Mapping[str, Any] | None = None, **others: Any) -> None:
+        refuse_stage(options, type(self).__name__)
         super().__init__(**others)
         self._stage, self._options = stage, dict(options or {})
         self.engine: Engine | None = None
@@ -83,6 +85,7 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
         options.setdefault("mesh", Mesh(device=self.root_device))
         clip = trainer.gradient_clip_val or None
         self.engine = Engine(wrapper, optimizer=self.optimizers[0], clip_norm=clip, **options)
+        refuse_other_world(self.world_size, "Pass devices= and num_nodes= of the launcher to Trainer.")
         self.model = wrapper
 
     def _precision(self) -> str:

@@ -7,7 +7,8 @@ trainer.py    Trainer and patch(): where the seams are put
 seams.py      the methods of transformers.Trainer that are ours, each around the one that it replaces
 arguments.py  TrainingArguments(deepspeed="ds.json") without DeepSpeed
 
-Importing this package changes one thing in transformers: a JSON of DeepSpeed's in TrainingArguments is read here.
+Importing this package changes two things in transformers. A JSON of DeepSpeed's in TrainingArguments is read here; and
+ranks that torchrun starts on CPUs are processes of one training without `use_cpu=True`, too.
 """
 
 from zero3d.integrations.transformers.trainer import Trainer, patch

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from zero3d.config import Config, load
 from zero3d.errors import ConfigError
+from zero3d.integrations.accelerate.world import must_say_cpu
 from zero3d.integrations.deepspeed.document import Document, document_of, parse, read_document
 from zero3d.integrations.deepspeed.merge import Merged, together
 
@@ -21,7 +22,8 @@ LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")  # what `acceler
 def without_json(original: Callable[[], None], args: TrainingArguments) -> None:
     """Run TrainingArguments.__post_init__ as if there was no JSON, then check the JSON beside the other arguments.
 
-    Raises ConfigError, one for all values that contradict each other.
+    On CPUs a launcher's ranks are processes of one training. Raises ConfigError, one for all values that contradict
+    each other.
     """
     given, args.deepspeed = args.deepspeed, None
     if asked := [name for name in LAUNCHERS if parse_flag_from_env(name)]:
@@ -29,6 +31,7 @@ def without_json(original: Callable[[], None], args: TrainingArguments) -> None:
             f"{asked[0]} is set, as by accelerate launch with such a configuration: launch with torchrun, and give the "
             "stage to Trainer(stage=3), patch(stage=3) or TrainingArguments(deepspeed='ds.json')."
         )
+    args.use_cpu = args.use_cpu or must_say_cpu()
     try:
         original()
     finally:

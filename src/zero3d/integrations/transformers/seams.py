@@ -54,7 +54,9 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
         raise ConfigError(
             f"{json.made.document.name} has stage {options['stage']}, and stage={choice.stage} is given: leave one out."
         )
-    stage = options.pop("stage") if choice.stage is None else choice.stage
+    stage = options.pop("stage")
+    if choice.stage is not None:
+        stage = choice.stage
     build = partial(Accelerator, stage=stage, options={**options, **choice.options})
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
