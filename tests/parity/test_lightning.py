@@ -73,6 +73,7 @@ def fitted(strategy, folder, epochs=3, resume=None, save=False, optimizers=1):
         manual = {} if optimizers == 1 else {"gradient_clip_val": None, "accumulate_grad_batches": 1}
         made, trainer = module(optimizers), trainer_of(strategy, folder, max_epochs=epochs, **manual)
         trainer.fit(made, loader(32, 0), loader(8, 1), ckpt_path=resume)
+        assert strategy == "ddp" or trainer.strategy.engine.stage == int(strategy[-1])
         if save:
             trainer.save_checkpoint(str(folder / "saved"))
         return made.losses, made.held_out
