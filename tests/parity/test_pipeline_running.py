@@ -88,7 +88,7 @@ def generate_wrongly():
 
 def test_what_a_pipeline_cannot_do_is_refused_with_what_to_type(ranks):
     words = ["has no option 'num_beams'", "engine.train_batch(micro_batches)", "engine.train_batch(micro_batches)",
-             "got none", "mappings with 'input_ids'", "got a tuple", "have one shape, and have [(1, 9), (2, 9)]",
+             "was given no micro-batches", "mappings with 'input_ids'", "got a tuple", "have one shape, and have [(1, 9), (2, 9)]",
              "a micro-batch for each of 2 pipeline stages, and a step has 1: pass 2 or more micro-batches (in a file"]  # fmt: skip
     for texts, loss in ranks(2, generate_wrongly):
         assert [word in text for word, text in zip(words, texts, strict=True)] == [True] * len(words), texts

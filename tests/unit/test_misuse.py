@@ -50,16 +50,6 @@ def test_a_forward_that_is_never_propagated_leaves_no_old_weights_behind():
     same_weights_at_all_stages(use)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_graph_of_the_weights_before_an_update_is_an_error_as_in_torch(stage):
-    engine = make(stage=stage)
-    old = loss_of(engine, batch(0))
-    train(engine, 0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        engine.backward(old)
-    train(engine, 1)
-
-
 @pytest.mark.parametrize("method", ["train_batch", "evaluate"])
 @pytest.mark.parametrize("nothing", [[], iter([])])
 def test_no_micro_batches_are_refused(method, nothing):

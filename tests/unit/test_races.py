@@ -104,7 +104,7 @@ def read_by(engine):
     return {
         "full_params": in_full_params,
         "state_dict": lambda: list(engine.module.state_dict().values()),
-        "evaluate": lambda: after(lambda: engine.evaluate([])),
+        "evaluate": lambda: after(lambda: engine.evaluate(micro_batches(1, 1))),
         "generate": lambda: after(lambda: engine.generate(ids, max_new_tokens=1)),
         "step": after_a_bare_step,
         "no method": lambda: list(engine.module.parameters()),

@@ -114,7 +114,8 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded and module is not root:
                 self._hook_user(module, sharded)
-                self._watch(module, sharded)
+                if len(sharded) == 1:
+                    self._watch(module, sharded[0])
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         self._follow_saved(root, uses)
@@ -123,13 +124,12 @@ class Hooks:
             if unit.grads is not None:
                 self._take_from(unit)
 
-    def _watch(self, user: nn.Module, units: Sequence[Unit]) -> None:
-        """Watch modules that have parameters of these units, in a user of theirs."""
-        unit_of = {p: unit for unit in units for p in unit.weights.params}
+    def _watch(self, user: nn.Module, unit: Unit) -> None:
+        """Watch the modules of a user that have parameters of its unit."""
+        of_unit = set(unit.weights.params)
         for module in user.modules():
-            of_module = {unit_of[p] for p in module.parameters(recurse=False) if p in unit_of}
-            if len(of_module) == 1:
-                watch(module, of_module.pop(), self._read_outside)
+            if not of_unit.isdisjoint(module.parameters(recurse=False)):
+                watch(module, unit, self._read_outside)
 
     def train(self, unit: Unit) -> None:
         """Take gradients of a unit that was frozen, if it is one of the root's."""

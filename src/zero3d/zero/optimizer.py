@@ -282,8 +282,6 @@ class ShardedOptimizer(OptimizerStates):
     def _update(self) -> None:
         self._count()
         self.wait()  # masters may be what is sent
-        for unit in self._units:
-            unit.weights.outdate()
         if self.updates is not None:
             self.updates.begin(frozen_options(self.torch))
             units = list(self.updates.portions)

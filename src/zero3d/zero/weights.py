@@ -227,11 +227,6 @@ class Weights:
 
     # --- after an update ------------------------------------------------------------------------
 
-    def outdate(self) -> None:
-        """Tell autograd that the values change: a backward of a graph that was made with the old ones is an error."""
-        torch.autograd.graph.increment_version([p for p in self.params if p.requires_grad])
-        self._versions = [p._version for p in self.params]
-
     def refresh(self) -> Pending:
         """Cast the masters to weights, and `send` them."""
         self.ready()
