@@ -29,7 +29,7 @@ class Before(NamedTuple):
 
     @property
     def was_written(self) -> bool:
-        """Say whether a forward has written the buffer since. Layers of normalisation do so without a new version."""
+        """Return whether the buffer may have been written since; normalisation layers write without a new version."""
         now = self.module._buffers.get(self.name)
         return now is not self.tensor or now._version != self.version or isinstance(self.module, _NormBase)
 

@@ -57,7 +57,7 @@ class AdapterForm:
 
     @property
     def _takes_modules(self) -> bool:
-        """Say whether PEFT can load whole modules (modules_to_save) beside an adapter of this kind."""
+        """Return whether this kind of adapter has PEFT's `modules_to_save`: modules that are trained whole."""
         return hasattr(self._config, "modules_to_save") and not self._config.is_prompt_learning
 
     def wants(self, name: str) -> bool:

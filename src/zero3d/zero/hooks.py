@@ -90,9 +90,7 @@ class Hooks:
         self._inputs: list[ref[Tensor]] = []  # of the last forward, leaves that need a gradient
         self._creates_graph = False  # the backward under way
         self._last_node = 0  # the number of autograd's nodes when the last forward ended
-        self.without_weights: set[str] = (
-            set()
-        )  # those of them whose gradients came in this step while they were released
+        self.without_weights: set[str] = set()  # units that gave gradients in this step while they were released
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         embedding = {unit for module, group in uses.items() if _is_plain_embedding(module) for unit in group}
@@ -367,7 +365,7 @@ class Hooks:
             )
 
     def refuse_unsaved(self, loss: Tensor, error: BaseException) -> None:
-        """Raise ReleasedParameterError where a backward failed since the memory of a weight is released.
+        """Raise ReleasedParameterError where a backward failed because the memory of a weight is released.
 
         Weights that autograd saves are gathered; what a Function of the caller's own keeps as an attribute is unseen.
         """

@@ -101,8 +101,7 @@ class SavedWeights:
 
     def _unpack(self, saved: tuple[Tensor, int, Unit | None]) -> Tensor:
         value, version, unit = saved
-        if unit is not None:
-            self._gathered(value, unit)
+        self._gathered(value, unit)
         if value._version != version:  # Note 1
             raise RuntimeError(
                 f"one of the tensors needed for gradient computation has been modified by an inplace operation: "
@@ -113,7 +112,7 @@ class SavedWeights:
         return value
 
     def _gathered(self, value: Any, unit: Unit | None) -> Any:
-        """Return what was saved, of a unit that is gathered."""
+        """Gather the unit of a saved tensor if it is released; return the tensor."""
         if unit is not None and unit.weights.state in RELEASED:
             self._gather(unit)
         return value
