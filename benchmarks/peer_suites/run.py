@@ -6,7 +6,8 @@
 
 Prints pass, fail, not run and not applicable by reason; suites/NAME.yaml lists which test is what, and names the
 repository and the installed library. Without --json the exit code is 1 where a test that applies did not pass, or one
-is unlisted. Nothing is downloaded.
+is unlisted. Nothing is downloaded. Beside the peers themselves their tests need pytest-timeout, parameterized,
+datasets, deepspeed and tensorboard.
 """
 
 from __future__ import annotations
