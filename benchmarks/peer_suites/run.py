@@ -29,7 +29,7 @@ US = {
     "accelerate": "peer_accelerate",
     "deepspeed": "peer_deepspeed",
     "transformers": "peer_transformers",
-    "trl": "peer_transformers",
+    "trl": "peer_trl",
 }
 HELP = {"trl": ["local_hub"]}  # needed with and without us
 ERROR, FOLDERS = re.compile(r"[\w.]*(Error|Exception|Failed|Exit)\b: *\S"), re.compile(r"(?<!\S)/(\S*/)+")

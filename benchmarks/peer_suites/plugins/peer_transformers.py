@@ -1,4 +1,4 @@
-"""transformers.Trainer, and so TRL's trainers, train on our engine. PEER_STAGE: of ZeRO, in place of the default."""
+"""transformers.Trainer and every subclass of it train on our engine. PEER_STAGE: of ZeRO, in place of the default."""
 
 import os
 
