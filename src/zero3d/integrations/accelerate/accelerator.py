@@ -27,6 +27,7 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.optimizer import EngineOptimizer
 from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
+from zero3d.memory.offload import Offload
 
 OTHERS = (  # what shards or cuts a model in another way
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin",
@@ -66,7 +67,7 @@ TAKE_BACK = "zero3d_take_back"  # the attribute of a model whose engine an Accel
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` whose model and optimizer train on a `zero3d.Engine`, which is `engine`.
 
-    stage            of ZeRO
+    stage            of ZeRO. On one rank, which has all weights anyway, 3 is 2, with the same bits: they stay whole
     options          more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}}
     mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
                      loaded in bf16 stays so with "no", too
@@ -161,9 +162,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if str(self.state.dynamo_plugin.backend.value).lower() != "no":
             raise ConfigError("a compiled model cannot be sharded yet: leave out torch_compile and dynamo_backend.")
         take_back(model)  # from an engine whose training is over, or has failed
-        options: dict[str, Any] = {"stage": self._stage, "precision": self._precision_of(model), **self._options}
+        options: dict[str, Any] = {"precision": self._precision_of(model), **self._options}
         mesh = None if "mesh" in options else Mesh(device=self.device)
-        engine = Engine(model, optimizer=optimizer, clip_norm=None, **{"mesh": mesh, **options})
+        options.setdefault("mesh", mesh)
+        leaves = Offload.of(options.get("offload")).params != "none"
+        stage = 2 if self._stage == 3 and options["mesh"].dp == 1 and not leaves else self._stage
+        engine = Engine(model, stage=stage, optimizer=optimizer, clip_norm=None, **options)
         self._built = engine, mesh
         self._lend(model, engine, mesh)
         return engine
