@@ -112,7 +112,11 @@ def _settings(document: Document, translation: Translation) -> Config:
             f"{document.name}: {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} auto, and initialize() has "
             "nobody to ask: give values, or train with zero3d train --deepspeed."
         )
-    return load(tree_of({ours: value.value for ours, value in translation.values.items()}))
+    settings = load(tree_of({ours: value.value for ours, value in translation.values.items()}))
+    for key in ("total_num_steps", "warmup_num_steps"):
+        if (settings.schedule.options or {}).get(key, 0) is None:
+            raise ConfigError(f"{document.name}: scheduler.params.{key} is auto, and initialize() has nobody to ask.")
+    return settings
 
 
 def _optimizer(

@@ -212,12 +212,8 @@ class DeepSpeedEngine(Batches, Checkpoints):
 
     def set_lr_scheduler(self, given: Any = None) -> None:
         """Take the JSON's schedule, or this one where it has none."""
-        name, lr = self._settings.schedule.name, self._settings.optimizer.lr
         if "scheduler.type" in self._values:
-            options = self._settings.schedule.options or {}
-            if "total_num_steps" in options and options["total_num_steps"] is None:
-                raise ConfigError(f"scheduler.params.total_num_steps of {name} is auto: give a number.")
-            given = scheduler(self._settings.schedule, 0, lr)
+            given = scheduler(self._settings.schedule, 0, self._settings.optimizer.lr)
         if given is not None:
             self.engine.scheduler = given
             self.lr_scheduler = self.engine.scheduler

@@ -12,9 +12,11 @@ from zero3d.config import Config, given_keys, load
 from zero3d.config.keys import KEYS
 from zero3d.errors import ConfigError, short
 from zero3d.integrations.deepspeed.document import Document, read_document
-from zero3d.integrations.deepspeed.translate import Translation, Value, translate
+from zero3d.integrations.deepspeed.translate import ADAM, Translation, Value, translate
 
 YOURS, DEFAULT, PLANNED = "yours", "zero3d's default", "the planner"
+THEIRS = "DeepSpeed's default, and a Trainer's"  # of what is auto
+SAME = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")  # an auto that is the same in a Trainer
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,22 @@ def _rows(translation: Translation, given: Mapping[str, Any]) -> list[Row]:
         if ours in given:
             rows.append(Row(ours, given[ours], theirs, YOURS))
         else:
-            plain = KEYS[ours].default
-            first = translation.precisions[0] if ours == "precision" else plain
-            rows.append(Row(ours, first, theirs, DEFAULT))
+            rows.append(Row(ours, *_by_default(ours, theirs, translation)))
     return sorted(rows, key=lambda row: [*KEYS].index(row.ours))
+
+
+def _by_default(ours: str, theirs: str, translation: Translation) -> tuple[Any, str, str]:
+    """Return what a key is that is auto and that nobody gives: its value, DeepSpeed's key, where the value is from."""
+    plain = KEYS[ours].default
+    if ours in SAME:
+        return ADAM[ours], theirs, THEIRS
+    if ours == "precision" and translation.precisions[0] != plain:
+        return (
+            translation.precisions[0],
+            theirs,
+            f"auto, the first of what that leaves: {', '.join(translation.precisions)}",
+        )
+    return plain, theirs, DEFAULT
 
 
 def _row(ours: str, value: Value, given: Mapping[str, Any]) -> Row:
