@@ -159,7 +159,7 @@ TORCH_FREE = (
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints",
     "integrations.deepspeed.drop_in", "integrations.deepspeed.engine", "integrations.deepspeed.engine_options",
-    "integrations.deepspeed.owners", "integrations.deepspeed.questions", "integrations.deepspeed.utils",
+    "integrations.deepspeed.lion", "integrations.deepspeed.optimizers", "integrations.deepspeed.owners", "integrations.deepspeed.questions", "integrations.deepspeed.utils",
     "integrations.deepspeed.zero",
     "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",

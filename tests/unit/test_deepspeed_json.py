@@ -76,7 +76,7 @@ def test_what_is_no_json_is_one_line(tmp_path, text, why):
 
 def test_every_key_has_one_fate_and_those_that_are_mapped_exist():
     assert len(DOTTED) == len(MAPPED) + len(IDLE) + len(REFUSED_KEYS)
-    known = {*KEYS, "loss_scale", "always AdamW"}
+    known = {*KEYS, "loss_scale", "of a program's optimizer"}
     assert {*MAPPED.values()} <= known
     assert all(row.why and row.instead for row in REFUSED_KEYS.values())
 

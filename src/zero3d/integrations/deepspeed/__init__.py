@@ -5,6 +5,7 @@ document     the JSON itself, read and checked against these keys
 translate    its values as keys of a configuration
 merge        together with the caller's own file and overrides, which fill "auto" and must not contradict
 report       what was made of it, as lines, as a commented YAML file and as the tables of docs/deepspeed.md
+optimizer_kinds  the optimizers that a JSON may name, and where
 names        what programs call of DeepSpeed: built, an alias or refused
 
 For programs that are written for DeepSpeed, with torch; the others are without:
@@ -15,6 +16,7 @@ questions    what the engine says of itself
 batches      train_batch and eval_batch
 checkpoints  checkpoints, and weights alone
 utils, zero  its modules of these names: fp32 parameters, gradients and states; GatheredParameters
+optimizers   the optimizer of a JSON for a program; lion: one of them
 owners       which engine a parameter belongs to
 """
 

@@ -25,8 +25,9 @@ from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.document import Document, document_of, read_document
 from zero3d.integrations.deepspeed.engine import DeepSpeedEngine
 from zero3d.integrations.deepspeed.merge import tree_of
+from zero3d.integrations.deepspeed.optimizer_kinds import IN_PROGRAMS
+from zero3d.integrations.deepspeed.optimizers import optimizer_for
 from zero3d.integrations.deepspeed.translate import Translation, translate
-from zero3d.setup.optimizer import adamw
 
 MATTER = ("train.", "optimizer.", "precision", "schedule.")  # keys that nobody else could give where they are "auto"
 LAUNCHED = ("dist_init_required", "distributed_port")  # what the launcher's environment says
@@ -68,8 +69,11 @@ def initialize(
     given = next((one for one in (config, older, getattr(args, "deepspeed_config", None)) if one is not None), None)
     if given is None:
         raise ConfigError("initialize() needs DeepSpeed's configuration: pass config='ds.json', or a mapping.")
-    document = document_of(given, "config") if isinstance(given, Mapping) else read_document(Path(given))
-    settings = _settings(document, translate(document))
+    if isinstance(given, Mapping):
+        document = document_of(given, "config", program=True)
+    else:
+        document = read_document(Path(given), program=True)
+    settings = _settings(document, translate(document, IN_PROGRAMS))
     engine = DeepSpeedEngine(
         settings, document, model, _optimizer(settings, document, model, optimizer, model_parameters), given
     )
@@ -127,5 +131,4 @@ def _optimizer(
         return optimizer
     if "optimizer.type" not in document.values:
         raise ConfigError(f"{document.name} has no optimizer, and none is given: add one, or pass optimizer=OPTIMIZER.")
-    trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
-    return adamw(settings.optimizer)(trained)
+    return optimizer_for(settings, document, model, parameters)

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from zero3d.integrations.deepspeed.optimizer_kinds import EXTRA
+
 ZERO, PARAM, OPTIMIZER = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 
+OF_MUON = ("momentum", "muon_lr", "adam_lr", "ns_method")
 MAPPED: Mapping[str, str] = MappingProxyType(
     {
         "train_batch_size": "train.batch",
@@ -28,11 +31,14 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         "fp16.hysteresis": "loss_scale.hysteresis",
         "fp16.min_loss_scale": "loss_scale.minimum",
         "communication_data_type": "zero.reduce_dtype",
-        "optimizer.type": "always AdamW",
+        "optimizer.type": "optimizer.name",
         "optimizer.params.lr": "optimizer.lr",
         "optimizer.params.betas": "optimizer.betas",
         "optimizer.params.eps": "optimizer.eps",
         "optimizer.params.weight_decay": "optimizer.weight_decay",
+        **{f"optimizer.params.{name}": "optimizer.muon" for name in ("momentum", "muon_lr")},
+        "optimizer.params.adam_lr": "optimizer.lr",
+        **{f"optimizer.params.{name}": "of a program's optimizer" for name in EXTRA if name not in OF_MUON},
         "scheduler.type": "schedule.name",
         "scheduler.params": "schedule.options",
         f"{ZERO}.stage": "zero.stage",
@@ -100,11 +106,14 @@ IDLE: Mapping[str, str] = MappingProxyType(
         f"{ZERO}.memory_efficient_linear": "frozen weights are never kept whole",
         f"{ZERO}.save_muon_momentum_buffer_in_memory": "momenta are where the optimizer's other states are",
         "activation_checkpointing": "only models that call DeepSpeed's own heed it; here it is activations=full",
-        "zero_allow_untested_optimizer": "the optimizer is torch's AdamW",
-        "zero_force_ds_cpu_optimizer": "the optimizer is torch's AdamW",
-        "optimizer.legacy_fusion": "the optimizer is torch's AdamW",
-        "optimizer.params.torch_adam": "the optimizer is torch's AdamW",
-        "optimizer.params.fused": "the optimizer is torch's AdamW, fused",
+        "zero_allow_untested_optimizer": "any optimizer that treats every element by itself is taken",
+        "zero_force_ds_cpu_optimizer": "the optimizer is torch's",
+        "optimizer.legacy_fusion": "the optimizer is torch's",
+        "optimizer.params.torch_adam": "Adam and AdamW are torch's",
+        "optimizer.params.fused": "AdamW is torch's, fused",
+        "optimizer.params.foreach": "AdamW is torch's, fused",
+        "optimizer.params.fp32_optimizer_states": "states are fp32",
+        "optimizer.params.ns_method": "Newton-Schulz is of the matrix itself",
         "fp16.auto_cast": "floating inputs are cast to the precision of the model",
         "bf16.immediate_grad_update": "gradients are reduced as soon as they are there",
         "bf16.check_grad_overflow": "gradients that are not finite are never applied",
@@ -194,9 +203,10 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "bf16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
         "bf16.bf16_optimizer_states": Refused("states are fp32", "offload.moments=bf16, where they are offloaded"),
         "bfloat16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "optimizer.params.per_head_muon": Refused(LATER, "false, and optimizer.split for fused matrices"),
         "optimizer.params.bias_correction": Refused("AdamW corrects its bias", "true", (True, None)),
         "optimizer.params.adam_w_mode": Refused(
-            "weight decay is AdamW's, not L2 in the gradient", "true, or weight_decay: 0", (True, None)
+            "weight decay is AdamW's, not L2 in the gradient", "true, or initialize() in a program", (True, None)
         ),
         "optimizer.params.amsgrad": Refused(LATER, "false"),
         "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it, too", "gradient_clipping", (None, 0, 0.0)),
