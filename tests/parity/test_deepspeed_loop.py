@@ -1,5 +1,7 @@
 """DeepSpeed's loop beside plain PyTorch: what accumulates, what is forgotten, whole batches, weights, fp32 states."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from models import batch, bits, hf, loss_of
@@ -241,6 +243,60 @@ def test_weights_alone_are_of_the_same_model(tmp_path):
     other = deepspeed.initialize(model=hf("gpt2"), config=document(1))[0]
     with pytest.raises(Exception, match="is of another model"):
         other.load_checkpoint(tmp_path, load_module_only=True)
+
+
+def two_ranks(stage):
+    """Norms of three steps of two ranks, and a mean loss, at stages 0 and 1 with the first micro-batch in no_sync()."""
+    engine = opened(stage)
+    rank, norms = engine.global_rank, []
+    for how in ({}, {"scale_wrt_gas": False}):
+        for number in range(MICRO):
+            with engine.no_sync() if stage < 2 and number == 0 else nullcontext():
+                engine.backward(loss_of(engine, batch(number, rank)), **how)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.set_lr(0.0)
+    rows = [{"input_ids": batch(number, rank), "labels": batch(number, rank)} for number in range(MICRO)]
+    return norms, engine.eval_batch(iter(rows)).item(), engine.train_batch(iter(rows)).item()
+
+
+def test_ranks_average_what_micro_batches_have_added_up(ranks):
+    model = hf("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    wanted = []
+    for factor in (1 / 4, 1 / 2):  # of two ranks' two micro-batches; without the division by these
+        losses = [loss_of(model, batch(number, rank)) for number in range(MICRO) for rank in range(2)]
+        (factor * sum(losses)).backward()
+        wanted.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.0
+    mean = sum(loss_of(model, batch(number, rank)).item() for number in range(MICRO) for rank in range(2)) / 4
+    for stage in (0, 1, 2, 3):
+        first, second = ranks(2, two_ranks, stage)
+        assert first == second
+        assert first[0] == pytest.approx(wanted, rel=1e-4)
+        assert first[1:] == pytest.approx((mean, mean), rel=1e-5)
+
+
+def two_ranks_load(stage, folder):
+    """Whether two ranks have the weights of a checkpoint that was loaded without its states."""
+    engine = opened(stage)
+    norm(engine, 0, 1)
+    engine.save_checkpoint(f"{folder}/{stage}")
+    other = opened(stage)
+    other.load_checkpoint(f"{folder}/{stage}", load_optimizer_states=False)
+    masters = [
+        deepspeed.utils.safe_get_full_fp32_param(next(each.module.parameters())) for each in (engine, other)
+    ]  # fmt: skip
+    engine.save_16bit_model(f"{folder}/{stage}", "weights.bin")
+    return torch.equal(*masters), other.global_steps
+
+
+def test_two_ranks_take_weights_of_a_checkpoint_and_write_one_file(ranks, tmp_path):
+    for stage in (1, 3):
+        assert ranks(2, two_ranks_load, stage, str(tmp_path)) == [(True, 1), (True, 1)]
+        assert torch.load(tmp_path / str(stage) / "weights.bin").keys() == hf("llama").state_dict().keys()
 
 
 def full_states(stage, precision):
