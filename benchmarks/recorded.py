@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,9 +33,11 @@ MEASURED = (
     "benchmarks/instruments",
     "benchmarks/offloading",
     "benchmarks/faulting",
+    "benchmarks/peer_suites",
     "examples",
     "constraints.txt",
 )
+FOLDERS = {"TABLES": "published tables", "CHECKOUTS": "checkouts of transformers, accelerate, deepspeed and trl"}
 DROPPED = ("paths", "config", "sample")  # of what `zero3d train --json` prints: where it was, and what it was told
 
 
@@ -67,6 +69,8 @@ _LAUNCHES = (
     *(f"python benchmarks/instruments/dispatches.py --dp {dp} --json OUT" for dp in (8, 1)),
     "python benchmarks/instruments/step_syncs.py --layers 32 --stage 3",
 )
+_PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
+_CHECKOUTS = ("transformers", "accelerate", "deepspeed", "trl")
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 _LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json"
 _LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
@@ -165,6 +169,11 @@ RECIPES = {
             ),
             timed=False,
         ),
+        Recipe(
+            "peer-suites",
+            (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}" for name in _CHECKOUTS)),
+            timed=False,
+        ),
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )
@@ -177,15 +186,18 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def record(name: str, tables: Path | None = None) -> Path:
-    """Run a recipe and write its file. Raises RuntimeError for code that is not committed and runs that fail."""
+def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
+    """Run a recipe and write its file. Raises RuntimeError for code that is not committed and runs that fail.
+
+    folders  what a recipe needs of `FOLDERS`
+    """
     changed = _git("status", "--porcelain", "--", *MEASURED)
     if changed:
         raise RuntimeError(f"commit first, so that results can name what they are of:\n{changed}")
     recipe = RECIPES[name]
     with _package(recipe.source) as package:
         header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
-        runs = [run(command, tables, package) for command in recipe.commands]
+        runs = [run(command, folders, package) for command in recipe.commands]
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
     return path
@@ -205,14 +217,15 @@ def _package(commit: str) -> Iterator[Path]:
             _git("worktree", "remove", "--force", folder)
 
 
-def run(command: str, tables: Path | None = None, package: Path = ROOT / "src") -> dict[str, Any]:
+def run(command: str, folders: Mapping[str, Path] | None = None, package: Path = ROOT / "src") -> dict[str, Any]:
     """One command in an empty folder: what it printed, or wrote where OUT stands."""
     begun = time.monotonic()
     with TemporaryDirectory(prefix="zero3d-tables-") as folder:
         out = Path(folder) / "out.json"
-        places = {"OUT": str(out), "TABLES": str(tables), "EXAMPLES": str(ROOT / "examples")}
-        if "TABLES" in command and tables is None:
-            raise RuntimeError(f"{command}: pass --tables, the folder of published tables")
+        given = folders or {}
+        if missing := [name for name in FOLDERS if name in command and name not in given]:
+            raise RuntimeError(f"{command}: pass --{missing[0].lower()}, the folder of {FOLDERS[missing[0]]}")
+        places = {"OUT": str(out), "EXAMPLES": str(ROOT / "examples"), **{name: str(given[name]) for name in given}}
         words = [_word(word, places) for word in shlex.split(command)]
         start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
         done = subprocess.run(

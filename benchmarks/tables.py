@@ -5,12 +5,13 @@
     python benchmarks/tables.py --run timed                   all timings: on a quiet machine, nothing beside them
     python benchmarks/tables.py --run engines,loading --write
 
-    <!-- table NAME -->          a table stands between these lines; figures_exact.py, figures_measured.py and
-    <!-- end -->                 figures_faults.py make it, from results/*.json or a command that takes milliseconds
+    <!-- table NAME -->          a table stands between these lines; figures_*.py make it, from results/*.json or a
+    <!-- end -->                 command that takes milliseconds
 
 `--run` takes committed code alone, so that a file names what it is of. `exact` needs the folder of published tables
-(`--tables DIR`), for planner-accuracy; `timed` needs DeepSpeed (pip install 'zero3d[bench]'). Tests compare the texts
-with what this script writes, and run the commands again whose results are no timings.
+(`--tables DIR`), for planner-accuracy; peer-suites needs checkouts of the peers (`--checkouts DIR`); `timed` needs
+DeepSpeed (pip install 'zero3d[bench]'). Tests compare the texts with what this script writes, and run the commands
+again whose results are no timings.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,6 +29,7 @@ from demo_curves import draw
 from figures_exact import EXACT
 from figures_faults import FAULTS
 from figures_measured import MEASURED, stamp
+from figures_peers import PEERS
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
 
@@ -36,7 +38,7 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
-TABLES = EXACT | MEASURED | FAULTS | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
+TABLES = EXACT | MEASURED | FAULTS | PEERS | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
     "timed": [name for name, recipe in RECIPES.items() if recipe.timed],
@@ -66,13 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tables", type=lambda text: Path(text).resolve(), help="folder of published tables, for planner-accuracy"
     )
+    parser.add_argument(
+        "--checkouts", type=lambda text: Path(text).resolve(), help="folder of peers' repositories, for peer-suites"
+    )
     arguments = parser.parse_args(argv)
     names = [name for word in arguments.run.split(",") if word for name in GROUPS.get(word, [word])]
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"--run {unknown[0]}: one of {', '.join([*GROUPS, *RECIPES])}")
     if arguments.tables is not None and not any(arguments.tables.glob("*.csv")):
         parser.error(f"--tables {arguments.tables}: this folder has no published table (*.csv)")
-    failed = [name for name in names if not _ran(name, arguments.tables)]
+    given = {"TABLES": arguments.tables, "CHECKOUTS": arguments.checkouts}
+    failed = [name for name in names if not _ran(name, {key: path for key, path in given.items() if path is not None})]
     if arguments.write:
         for path in DOCUMENTS:
             path.write_text(written(path.read_text()))
@@ -81,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bool(failed)
 
 
-def _ran(name: str, tables: Path | None) -> bool:
+def _ran(name: str, folders: Mapping[str, Path]) -> bool:
     """Record one recipe and say how long it took; the others go on where it fails."""
     begun = time.monotonic()
     try:
-        path = record(name, tables)
+        path = record(name, folders)
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return False

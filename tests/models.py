@@ -106,6 +106,17 @@ def lifted(function):
     return call
 
 
+def lifted_product(product):
+    """A product in float64 where one factor is: rotary of transformers 5.18 has frequencies @ positions in fp32."""
+
+    def call(left, right):
+        if torch.float64 in (left.dtype, right.dtype):
+            left, right = left.double(), right.double()
+        return product(left, right)
+
+    return call
+
+
 class LiftCasts(ExitStack):
     """Hugging Face norms, rotary and softmax cast to fp32; in the oracle run they must not, when recomputed neither.
 
@@ -117,6 +128,7 @@ class LiftCasts(ExitStack):
             for name in names:
                 self.enter_context(mock.patch.object(owner, name, lifted(getattr(owner, name))))
         to = torch.Tensor.to
+        self.enter_context(mock.patch.object(torch.Tensor, "__matmul__", lifted_product(torch.Tensor.__matmul__)))
         self.enter_context(mock.patch.object(torch.Tensor, "float", lambda tensor: to(tensor, torch.float32)))
         return super().__enter__()
 

@@ -193,7 +193,6 @@ def refused(what):
         fails = {
             "value": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
             "some": lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
-            "states": lambda: optimizer.state_dict(),
             "closure": lambda: optimizer.step(lambda: 0.0),
             "apart": lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)),
             "two": lambda: accelerator.prepare(hf("llama"), hf("gpt2"), optimizer),
@@ -210,7 +209,6 @@ def refused(what):
 @pytest.mark.parametrize(("what", "words"), [
     ("value", "clip the norm, with accelerator.clip_grad_norm_"),
     ("some", r"clip_grad_norm_ with 1 of \d+ trained parameters"),
-    ("states", r"save all with accelerator\.save_state"),
     ("closure", r"optimizer\.step\(closure\) is not here"),
     ("apart", r"0 models and 1 optimizers: pass one model with its optimizer"),
     ("two", r"2 models and 1 optimizers"),
@@ -250,3 +248,124 @@ def dropped(kind, stage):
 def test_a_window_is_forgotten_and_another_model_only_asked(ranks):
     wanted = ranks(2, dropped, "plain", None)[0]
     assert ranks(2, dropped, "ours", 3)[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def one_window(accelerator, model, optimizer, loader):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            return
+
+
+def saved_by_hooks(folder):
+    """What hooks of a save and a load are given at stage 3, and whether weights that a hook loads are kept."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts("ours", 3)
+        teacher, seen = accelerator.prepare(hf("gpt2")), []
+
+        def save(models, weights, where):
+            whole = {name: float(p.double().sum()) for name, p in models[0].named_parameters()}
+            seen.append(([type(one).__name__ for one in models], len(weights), not any(v != v for v in whole.values())))
+            if accelerator.is_main_process:
+                assert whole == {name: float(weights[0][name].double().sum()) for name in whole}
+                models[0].save_pretrained(f"{where}/mine")
+            weights.pop(0)
+
+        def load(models, where):
+            mine = models.pop(0)
+            mine.load_state_dict(type(mine).from_pretrained(f"{where}/mine").state_dict())
+            seen.append(mine is model)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        one_window(accelerator, model, optimizer, loader)
+        before = accelerator.engine.fingerprint()
+        accelerator.save_state(str(folder))
+        one_window(accelerator, model, optimizer, loader)
+        assert accelerator.engine.fingerprint() != before
+        accelerator.load_state(str(folder))
+        assert accelerator.engine.fingerprint() == before
+        assert teacher is accelerator._models[1]
+        return seen
+
+
+def test_hooks_of_saves_and_loads_have_the_model_whole(ranks, tmp_path):
+    for seen in ranks(2, saved_by_hooks, tmp_path):
+        assert seen == [(["LlamaForCausalLM", "GPT2LMHeadModel"], 2, True), True]
+
+
+def loaded_after_prepare():
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts("ours", 3)
+        other = {name: value + 1 for name, value in hf("llama").state_dict().items()}
+        model.load_state_dict(other)
+        there = accelerator.get_state_dict(model)
+        one_window(accelerator, model, optimizer, loader)
+        groups = optimizer.state_dict()["param_groups"]
+        with pytest.raises(zero3d.ConfigError, match=r"save all with accelerator\.save_state"):
+            dict(optimizer.state_dict()["state"])
+        return all(torch.equal(other[name], value) for name, value in there.items()), len(there), groups[0]["lr"]
+
+
+def test_a_prepared_model_loads_weights_and_the_optimizer_shows_its_groups(ranks):
+    found = ranks(2, loaded_after_prepare)
+    assert [one[0] for one in found] == [True, True]
+    assert found[0][1] > 0
+    assert [one[2] for one in found] == [pytest.approx(1e-3)] * 2
+
+
+def freed(precision):
+    """A model trained by two Accelerators, one after the other, and read as a plain one between."""
+    import copy
+
+    with launched():
+        model, read = hf("llama"), []
+        for _ in range(2):
+            fresh()
+            from zero3d.integrations.accelerate import Accelerator
+
+            accelerator = Accelerator(cpu=True, stage=3, mixed_precision=precision)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            loader = torch.utils.data.DataLoader(Rows(8), batch_size=4 // accelerator.num_processes)
+            one_window(accelerator, *accelerator.prepare(model, optimizer, loader))
+            accelerator.free_memory()
+            assert accelerator.engine is None
+            assert "load_state_dict" not in vars(model)
+            read.append(sum(float(p.double().sum()) for p in copy.deepcopy(model).parameters()))
+        return read, {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_after_free_memory_a_model_is_plain_and_trains_on(ranks, precision):
+    (read, dtypes), other = ranks(2, freed, precision)
+    assert (read, dtypes) == other
+    assert read[0] != read[1]
+    assert dtypes == {torch.float32}
+
+
+def newest(folder):
+    from accelerate.utils import ProjectConfiguration
+
+    with launched():
+        fresh()
+        naming = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+        accelerator, model, optimizer, loader, _ = parts("ours", 3, project_config=naming)
+        with pytest.raises(zero3d.ConfigError, match="there is none yet: name the folder"):
+            accelerator.load_state()
+        hashes = []
+        for _ in range(2):
+            one_window(accelerator, model, optimizer, loader)
+            accelerator.save_state()
+            hashes.append(accelerator.engine.fingerprint())
+        one_window(accelerator, model, optimizer, loader)
+        accelerator.load_state()
+        return accelerator.engine.fingerprint() == hashes[1] != hashes[0]
+
+
+def test_a_load_without_a_folder_takes_the_last_save(ranks, tmp_path):
+    assert ranks(1, newest, tmp_path) == [True]

@@ -24,7 +24,7 @@ def plain_curves(family, precision, meshes, **options):
     return [curve(engine, STEPS, summands=2 * engine.dp.size) for engine in engines]
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 def test_plain_training_has_the_bits_of_data_parallelism_where_ep_is_dp(ranks, precision):
     meshes = [{"stage": 3}, {"stage": 3, "ep": 2}, {"stage": 2, "ep": 2}]
     usual, *others = ranks(2, plain_curves, "qwen3_moe", precision, meshes)[0]

@@ -42,6 +42,16 @@ def test_tensorboard_reads_what_metrics_jsonl_says_also_after_a_resume(ranks, fo
         assert [value for _, value in points] == pytest.approx([float(value) for _, value in expected], rel=1e-6)
 
 
+def test_a_finished_run_that_is_resumed_opens_nothing_that_records_would_go_to(ranks, folder):
+    pytest.importorskip("tensorboard")
+    made = tree(folder, train={"steps": 1})
+    ranks(1, train, made)
+    before = metrics(made)
+    assert len(ranks(1, train, made | {"log": {"tensorboard": True}}, "auto")[0]) == len(before) == 1
+    assert not (Path(made["output"]) / "tensorboard").exists()
+    assert metrics(made) == before
+
+
 @pytest.mark.long  # its packages are larger than all others of the tests: who wants it installs zero3d[wandb]
 def test_weights_and_biases_gets_the_records_offline_in_one_run_over_a_resume(ranks, folder):
     pytest.importorskip("wandb", reason="pip install 'zero3d[wandb]'")

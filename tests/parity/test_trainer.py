@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -397,3 +398,137 @@ def test_a_smaller_batch_is_found_after_running_out_of_memory(ranks, tmp_path):
     for found, curve in ranks(2, short_of_memory, 3, tmp_path / "ours"):
         assert found == size == 1
         assert_same(curve, wanted)
+
+
+def used_after_training(folder):
+    """A trained model at stage 3: read in a callback at the end, and afterwards as people do."""
+    import copy
+    import pickle
+
+    from transformers import TrainerCallback
+
+    from zero3d.integrations.transformers import Trainer
+
+    seen = []
+
+    class Reads(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **others):
+            seen.append({name: float(p.double().sum()) for name, p in model.named_parameters()})
+
+    with launched():
+        model = hf("llama")
+        trainer = Trainer(model, arguments(folder), stage=3, train_dataset=Rows(16), callbacks=[Reads()])
+        trainer.train()
+        trainer.save_model()
+        assert model.lm_head.weight[0, 0].item() == model.state_dict()["lm_head.weight"][0, 0].item()
+        with pytest.raises(zero3d.ReleasedParameterError, match=r"engine\.close\(\) when training is over"):
+            copy.deepcopy(model)
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)  # kept, and trained on from
+        trainer.accelerator.close_engine()
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        seen.append({name: float(p.double().sum()) for name, p in twin.named_parameters()})
+        return seen, twin.lm_head.weight.numel()
+
+
+def test_after_training_a_model_can_be_read_saved_and_used(ranks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    (of_callback, of_twin), elements = ranks(2, used_after_training, tmp_path)[1]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert of_callback == {name: float(p.double().sum()) for name, p in saved.named_parameters()}
+    assert of_twin.pop("lm_head.weight") == pytest.approx(of_callback.pop("lm_head.weight") + elements)
+    assert of_twin == of_callback
+
+
+def stages_of_training(kind, folder, fails):
+    """Losses of two Trainers of one model, one after the other; the first may be interrupted at its third step."""
+    import transformers
+
+    from zero3d.integrations.transformers import Trainer
+
+    class Interrupts(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if fails and state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with launched():
+        model, found = hf("llama"), []
+        for number in range(2):
+            made = transformers.Trainer if kind == "plain" else functools.partial(Trainer, stage=kind)
+            trainer = made(
+                model, arguments(folder, learning_rate=1e-2 / (number + 1)), train_dataset=Rows(16),
+                callbacks=[] if number else [Interrupts()],
+            )  # fmt: skip
+            try:
+                trainer.train()
+            except KeyboardInterrupt:
+                assert fails
+            found.append(losses_of(trainer))
+        return found
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["in-stages", "interrupted"])
+def test_a_second_trainer_trains_the_model_of_the_first(ranks, tmp_path, fails):
+    wanted = ranks(1, stages_of_training, "plain", tmp_path / "plain", fails)[0]
+    for found in ranks(2, stages_of_training, 3, tmp_path / "ours", fails):
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+
+
+def bytes_after(folder, trainers):
+    """Bytes of all tensors, threads and process groups after each of several Trainers of one model."""
+    import gc
+    import threading
+
+    from torch.distributed.distributed_c10d import _world
+
+    from zero3d.integrations.transformers import Trainer
+
+    with launched():
+        model, found = hf("llama"), []
+        for _ in range(trainers):
+            Trainer(model, arguments(folder, max_steps=2), stage=3, train_dataset=Rows(16)).train()
+            gc.collect()
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects()
+                        if isinstance(t, torch.Tensor) and t.device.type == "cpu"}  # fmt: skip
+            found.append((sum(storages.values()), threading.active_count(), len(_world.pg_map)))
+        return found
+
+
+def test_memory_after_several_trainers_is_that_after_one(ranks, tmp_path):
+    for found in ranks(2, bytes_after, tmp_path, 4):
+        one, last = found[1], found[-1]  # the first one's has less: torch and transformers make some things once
+        assert last[1:] == one[1:]
+        assert last[0] == pytest.approx(one[0], abs=1000)  # some numbers: a model's weights take 160 kB
+
+
+def without_room(folder):
+    from unittest import mock
+
+    from zero3d.engine import assembly
+    from zero3d.integrations.transformers import Trainer
+    from zero3d.memory.auto_place import Room
+
+    with launched():
+        model = hf("llama")
+        trainer = Trainer(model, arguments(folder, max_steps=2), stage=3, train_dataset=Rows(16))
+        with (
+            mock.patch.object(assembly, "room_of", return_value=Room(1000, None, False)),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            trainer.train()
+        words = [str(one.message) for one in said if "stays sharded" in str(one.message)]
+        with pytest.raises(zero3d.ReleasedParameterError, match="full_params"):
+            model.state_dict()
+        trainer.save_model()
+        return words
+
+
+def test_a_model_without_room_stays_sharded_and_says_so(ranks, tmp_path):
+    said, silent = ranks(2, without_room, tmp_path)
+    assert len(said) == 1
+    assert "takes" in said[0]
+    assert "has room for 1.00 kB" in said[0]
+    assert silent == []

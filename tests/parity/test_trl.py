@@ -63,6 +63,7 @@ def fine_tuned(stage, folder, more=()):
     try:
         with launched():
             arguments(folder)  # takes torchrun's environment before the script asks for it
+            torch.manual_seed(0)  # adapters are drawn before the Trainer seeds
             trainer = script([
                 "--model_name_or_path", f"{folder}/model", "--dataset_name", f"{folder}/rows.jsonl",
                 "--output_dir", f"{folder}/{stage}", "--use_cpu", "true", "--bf16", "false", "--report_to", "none",
@@ -91,6 +92,13 @@ def test_a_script_of_trls_fine_tunes_at_stage_3_by_one_line(ranks, folder, more)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
     assert wanted[-1][0] < wanted[0][0]
+
+
+NEEDS_A_GPU = "this TRL computes log-probabilities by Triton kernels, which need a GPU"
+on_this_device = pytest.mark.skipif(
+    find_spec("trl") is not None and find_spec("trl.kernels") is not None and not torch.accelerator.is_available(),
+    reason=NEEDS_A_GPU,
+)
 
 
 def preferring(stage, folder, adapters):
@@ -125,10 +133,83 @@ def preferring(stage, folder, adapters):
         undo()
 
 
+@on_this_device
 @pytest.mark.parametrize("adapters", [False, True])
 def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters):
     wanted = ranks(2, preferring, None, folder, adapters)[0]
     assert len(wanted) == 6
     for found in ranks(2, preferring, 3, folder, adapters):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
+
+
+def rewarding(stage, folder):
+    """Losses of a reward model, which learns to prefer."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    from zero3d.integrations.transformers import patch
+
+    undo = (lambda: None) if stage is None else patch(stage=stage)
+    try:
+        with launched():
+            texts = sentences(32)
+            rows = Dataset.from_dict({"chosen": texts[:16], "rejected": texts[16:]})
+            args = arguments(folder / str(stage), RewardConfig, bf16=False, max_length=24, max_steps=4)
+            torch.manual_seed(0)
+            model = LlamaForSequenceClassification(LlamaConfig(
+                vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                pad_token_id=0, num_labels=1,
+            ))  # fmt: skip
+            trainer = RewardTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer())
+            trainer.train()
+            return losses_of(trainer)[0]
+    finally:
+        undo()
+
+
+def test_a_reward_model_is_learned(ranks, folder):
+    wanted = ranks(2, rewarding, None, folder)[0]
+    assert len(wanted) == 4
+    for found in ranks(2, rewarding, 3, folder):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
+
+
+def grouped(stage, folder):
+    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from zero3d.integrations.transformers import patch
+
+    def reward(completions, **others):
+        return [text.count("e") / (1 + len(text)) for text in completions]
+
+    undo = (lambda: None) if stage is None else patch(stage=stage)
+    try:
+        with launched():
+            args = arguments(
+                folder / str(stage), GRPOConfig, bf16=False, max_steps=4, num_generations=4, max_completion_length=8,
+                per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1,
+            )  # fmt: skip
+            trainer = GRPOTrainer(
+                str(folder / "model"), reward_funcs=reward, args=args, processing_class=tokenizer(),
+                train_dataset=Dataset.from_dict({"prompt": sentences(16)}),
+            )  # fmt: skip
+            trainer.train()
+            rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
+            return losses_of(trainer)[0], rewards
+    finally:
+        undo()
+
+
+@on_this_device
+def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder):
+    wanted, rewards = ranks(2, grouped, None, folder)[0]
+    assert len(set(rewards)) > 1
+    for found, rewarded in ranks(2, grouped, 3, folder):
+        assert rewarded == pytest.approx(rewards, **CLOSE)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)

@@ -3,16 +3,20 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 
 import pytest
 from lock_holder import locked_by_another
 
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
+from zero3d.cli.wandb_key import check_key
 from zero3d.config import Config, load
 from zero3d.errors import ConfigError
+from zero3d.setup.packages import is_installed
 from zero3d.train.lock import FolderLock
 
 DEMO = load(verb.config_source(None, [])[1])
@@ -112,7 +116,50 @@ REFUSED = {
     "a tokenizer that is not there": (["data.tokenizer=byte"], "data.tokenizer=byte: no folder of that name"),
     "a cluster file that is none": (["plan.cluster=file.txt"], "cluster file file.txt holds the text 'text'"),
     "a long name": ([f"data.train={'n' * 300}"], "cannot be read: File name too long"),
+    "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model first"),
+    "a model without config": (["model.path=used"], "used has no config.json (it has thesis.tex): give a folder written"),
+    "a model without weights": (["model.path=bare"], "bare has no weights (it has none): save it with save_pretrained"),
+    "a config that is cut off": (["model.path=cut.json"], "cut.json is no config that transformers knows: it is no JSON"),
+    "a model of no known type": (["model.path=odd.json", "data.length=8"], "odd.json: the installed transformers does not know the model_type 'llama9'"),
+    "a function of no module": (["model.path=no_module:build"], "model.path 'no_module:build' cannot be imported from"),
+    "values of no module": (["evaluate.function=no_module:f"], "evaluate.function 'no_module:f' cannot be imported from"),
+    "a class of no module": (["callbacks=no_module:C"], "No module named 'no_module'"),
+    "data of no module": (["data.train=no_module:rows"], "data.train 'no_module:rows' cannot be imported from"),
+    "no tokenizer of a preset": (["model.path=gpt2", "data.train=file.txt"], "the data are text, and the model brings no tokenizer: set data.tokenizer"),
+    "no tokenizer in the model": (["model.path=bare", "model.init=random", "data.train=file.txt", "data.length=8"], "bare holds no tokenizer that can be loaded (it has no tokenizer.json"),
+    "a tokenizer's folder without one": (["data.tokenizer=used"], "used holds no tokenizer that can be loaded"),
+    "sequences longer than a preset's positions": (["data.length=1024"], "data.length=1,024 is more than the model's 512 positions"),
+    "sequences longer than a config's": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.train=file.txt"], "the model's 16 positions: set data.length=16"),
+    "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),
+    "nobody logged in to wandb": (["log.wandb=mine"], "log.wandb=mine needs a key of Weights & Biases, and there is none: type `wandb login`"),
 }  # fmt: skip
+MISSING = {
+    "peft": (["lora.rank=4"], "lora.rank needs peft: pip install 'zero3d[hf]'."),
+    "PIL": (["data.images=."], "data.images needs Pillow: pip install 'zero3d[vlm]'."),
+    "pyarrow": (["data.train=rows.parquet"], "rows.parquet: reading parquet needs pyarrow: pip install 'zero3d[data]'."),
+    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard: pip install 'zero3d[tensorboard]'."),
+    "wandb": (["log.wandb=mine"], "log.wandb needs wandb: pip install 'zero3d[wandb]'."),
+    "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
+}  # fmt: skip
+CONFIG = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 16}
+AT_ONCE = """
+import json, sys
+from contextlib import redirect_stderr
+from io import StringIO
+from zero3d.cli import train as verb
+from zero3d.cli.main import main
+
+verb.run_job = lambda job: print("workers were started") or 99
+for case, words, missing in json.load(sys.stdin):
+    said = StringIO()
+    if missing:
+        sys.modules[missing] = None
+    with redirect_stderr(said):
+        code = main(["train", "--ranks", "2", "data.validation=0", *words])
+    if missing:
+        del sys.modules[missing]
+    print(json.dumps([case, code, said.getvalue(), sorted({"torch", "transformers", "wandb"} & set(sys.modules))]))
+"""
 
 
 @pytest.fixture
@@ -124,7 +171,23 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "used" / "thesis.tex").touch()
     (tmp_path / "link.txt").symlink_to("gone.txt")
     os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "rows.parquet").touch()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "odd.json").write_text(json.dumps(CONFIG | {"model_type": "llama9"}))
+    (tmp_path / "cut.json").write_text(json.dumps(CONFIG)[:-5])
+    write_package(tmp_path / "packages" / "wandb")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
     return tmp_path
+
+
+def write_package(folder):
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -136,6 +199,65 @@ def test_what_can_be_seen_is_refused_before_workers_start(folder, capsys, case):
     assert message in output
     assert output.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it(folder, monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    words, message = MISSING[package]
+    assert main(["train", "--ranks", "2", "data.validation=0", *words]) == 2
+    assert capsys.readouterr().err == f"ConfigError: {message}\n"
+
+
+def test_none_of_this_waits_for_torch_or_transformers(folder):
+    asked = [(case, words, None) for case, (words, _) in REFUSED.items()]
+    asked += [(package, words, package) for package, (words, _) in MISSING.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_ONCE], input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    messages = {case: message for case, (_, message) in (REFUSED | MISSING).items()}
+    assert [case for case, *_ in told] == list(messages)
+    for case, code, said, imported in told:
+        assert (code, imported) == (2, []), case
+        assert messages[case] in said
+
+
+def test_a_folder_of_wandbs_in_the_current_one_is_no_package(folder, monkeypatch):
+    (folder / "wandb_runs").mkdir()
+    monkeypatch.syspath_prepend(folder)
+    assert find_spec("wandb_runs") is not None
+    assert not is_installed("wandb_runs")
+    assert is_installed("pytest")
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("WANDB_API_KEY", "x"), ("WANDB_IDENTITY_TOKEN_FILE", "x"), ("WANDB_MODE", "offline"), ("NETRC", "file.txt")],
+)
+def test_a_run_with_a_key_or_that_needs_none_begins(folder, monkeypatch, where, value):
+    with pytest.raises(ConfigError, match="there is none: type `wandb login`"):
+        check_key("mine")
+    monkeypatch.setenv(where, value)
+    check_key("mine")
+
+
+@pytest.mark.parametrize("place", [".netrc", "_netrc", ".config/wandb/settings", "wandb/settings"])
+def test_a_file_that_may_hold_a_key_is_left_to_wandb(folder, place):
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / place).touch()
+    check_key("mine")
+
+
+def test_a_run_that_goes_on_may_have_nothing_to_log_and_needs_no_key(folder, monkeypatch):
+    monkeypatch.setattr(verb, "run_job", lambda job: 0)
+    assert main(["train", "--ranks", "2", "output=fresh", "--resume=auto", "log.wandb=mine"]) == 0
+
+
+def test_own_code_may_register_a_type_that_transformers_does_not_know(folder, monkeypatch):
+    monkeypatch.setattr(verb, "run_job", lambda job: 0)
+    words = ["model.path=odd.json", "data.tokenizer=bytes", "data.length=8", "data.train=file.txt"]
+    assert main(["train", "--ranks", "2", *words, "callbacks=json:JSONEncoder"]) == 0
 
 
 def test_who_has_started_the_ranks_starts_them_again():

@@ -28,6 +28,8 @@ def test_rates_and_betas_are_those_of_deepspeed(case):
     for _ in range(STEPS):
         found.append(group["lr"])
         betas.append(list(group["betas"]))
+        if "betas" in case:
+            assert list(schedule.get_mom()[0]) == betas[-1]
         optimizer.step()
         schedule.step()
     assert [found[step] for step in case["steps"]] == pytest.approx(case["rates"], rel=1e-12)

@@ -12,6 +12,8 @@ from zero3d.expert_parallel.traffic import Busiest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_name_their_experts(family):
     model = mixture(family)
+    if family == "granitemoe" and model.config.base_model_ep_plan is None:
+        pytest.skip("this transformers has no plan for GraniteMoe's experts, as 5.20 and older")
     layers = find_experts(model)
     assert len(layers) == 2 - (family in ("deepseek_v3", "glm4_moe"))  # the first layer of these is dense
     stacked = {name for name, p in model.named_parameters() if ".experts." in name}

@@ -1,5 +1,6 @@
 """Every row of docs/migrate.md is an example that both sides take, and equal numbers are equal in both."""
 
+import ast
 import dataclasses
 import re
 import tomllib
@@ -32,6 +33,21 @@ TITAN = {  # of the last JobConfig that was read from TOML
     "debug": {"seed", "deterministic"},
     "comm": {"train_timeout_seconds"},
 }  # fmt: skip
+TRAINER = {  # of Trainer.Config in torchtitan 0.3.0: an argument's class, or the function that makes it, and its own arguments
+    "training": {"TrainingConfig": TITAN["training"]},
+    "optimizer": {"default_adamw": {"lr", "betas", "eps", "weight_decay"}},
+    "lr_scheduler": {"LRSchedulersContainer.Config": TITAN["lr_scheduler"]},
+    "parallelism": {"ParallelismConfig": {*TITAN["parallelism"], "expert_parallel_degree",
+                                          "pipeline_parallel_microbatch_size"}},
+    "activation_checkpoint": {"FullAC.Config": set(), "SelectiveAC.Config": set()},
+    "checkpoint": {"CheckpointManager.Config": {"enable", *TITAN["checkpoint"]}},
+    "validator": {"Validator.Config": {"enable", "freq"}},
+    "metrics": {"MetricsProcessor.Config": {*TITAN["metrics"], "enable_wandb"}},
+    "compile": {"CompileConfig": TITAN["compile"]},
+    "debug": {"DebugConfig": TITAN["debug"]},
+    "comm": {"CommConfig": TITAN["comm"]},
+}  # fmt: skip
+OFF = re.compile(r"_degree ?= ?1\b")  # "1 means disabled"
 
 
 def rows(title):
@@ -40,7 +56,8 @@ def rows(title):
     return found
 
 
-ALL = [row for title in ("TrainingArguments", "Accelerate's configuration", "torchtitan's TOML") for row in rows(title)]
+TITLES = ("TrainingArguments", "Accelerate's configuration", "torchtitan's Python configs", "torchtitan's TOML")
+ALL = [row for title in TITLES for row in rows(title)]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), ALL)
@@ -49,7 +66,7 @@ def test_what_is_said_here_is_taken(theirs, ours):
     assert " ".join(words) == ours
     load(None, words)
     assert {word.partition("=")[0] for word in words} <= KEYS.keys()
-    assert set(NUMBER.findall(theirs)) - {"0"} <= set(NUMBER.findall(ours)) | {"0"}, "a number is lost"
+    assert set(NUMBER.findall(OFF.sub("", theirs))) - {"0"} <= set(NUMBER.findall(ours)) | {"0"}, "a number is lost"
 
 
 @pytest.mark.parametrize(("theirs", "ours"), rows("TrainingArguments"))
@@ -82,3 +99,21 @@ def test_what_is_said_of_accelerate_is_a_key_there(theirs, ours):
 def test_what_is_said_of_torchtitan_was_a_key_there(theirs, ours):
     ((section, values),) = tomllib.loads(theirs).items()
     assert values.keys() <= TITAN[section]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("torchtitan's Python configs"))
+def test_what_is_said_of_torchtitans_configs_is_an_argument_there(theirs, ours):
+    (argument,) = ast.parse(f"Config({theirs})", mode="eval").body.keywords
+    if isinstance(argument.value, ast.Constant):
+        assert argument.arg in {"dump_folder", "hf_assets_path"}
+    else:
+        arguments = TRAINER[argument.arg][ast.unparse(argument.value.func)]
+        assert {each.arg for each in argument.value.keywords} <= arguments
+
+
+@pytest.mark.parametrize("title", ["torchtitan's Python configs", "torchtitan's TOML"])
+def test_replicas_are_stage_0_only_where_nothing_is_sharded(title):
+    """Beside a shard degree, -1 by default, they are HSDP."""
+    replicated = [theirs for theirs, ours in rows(title) if "zero.stage=0" in ours]
+    assert len(replicated) == 1
+    assert all(re.search(r"replicate_degree ?= ?8, data_parallel_shard_degree ?= ?1\b", each) for each in replicated)

@@ -102,6 +102,24 @@ def test_new_weights_are_those_of_the_models_own_initialiser(family):
         assert (spread == 0) == (expected == 0)
 
 
+def test_a_parameter_that_the_initialiser_leaves_out_is_refused():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.ones(4))
+            self.inner = torch.nn.Linear(4, 4)
+
+        def _init_weights(self, module):
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.ones_(module.weight)
+                torch.nn.init.zeros_(module.bias)
+
+    weights = RandomWeights(Scaled().to("meta"), seed=3)
+    assert weights("inner.weight", whole((4, 4))).eq(1).all()
+    with pytest.raises(ConfigError, match="_init_weights gives 1 of 3 parameters no values, first 'gain'"):
+        weights("gain", whole((4,)))
+
+
 def test_new_weights_depend_on_the_seed_and_not_on_the_boxes_asked_for():
     hollow = build(hf("llama").config)
     name = "model.layers.1.mlp.up_proj.weight"

@@ -1,5 +1,6 @@
 """README.md is one page, pages in two languages are alike, links lead somewhere, and the Python that is shown runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ TABLE = re.compile(r"<!-- table [\w-]+ -->.*?<!-- end -->", re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 LEVEL = re.compile(r"^(#+) ", re.M)
+RELEASE = re.compile(r"([\w-]+) (\d+\.\d+\.\d+)")
 PROMISES = re.compile(r"\[[^\]]*\]\(((?:tests|docs)/[^)#]+)")
 
 
@@ -38,13 +40,63 @@ def test_a_page_in_chinese_has_the_code_tables_and_chapters_of_its_english_twin(
     assert english.count("\n- ") == chinese.count("\n- ")
 
 
-def test_what_is_claimed_beside_other_systems_names_what_keeps_it():
-    table = ENGLISH.read_text().split("## Why")[1].split("## Install")[0]
-    rows = [row.split("|") for row in table.splitlines() if row.startswith("|")][2:]
-    assert len(rows) == 9
-    kept = [PROMISES.findall(ours) for _, _, ours, *_ in rows]
-    assert kept.count([]) == 1  # the row in which others are ahead
+def comparison(path):
+    """The peers that a README's table compares with, our cell of each row, and what is said below the table."""
+    table, _, below = path.read_text().partition("\n| | zero3d |")[2].partition("\n\n")
+    header, _, *rows = table.splitlines()
+    return (
+        re.split("[,、|]", header.replace(" ", "").strip("|")),
+        [row.split("|")[2] for row in rows],
+        below.partition("\n\n")[0],
+    )
+
+
+def test_what_is_claimed_beside_other_systems_names_what_keeps_it_and_what_is_lacking_is_bold():
+    _, cells, _ = comparison(ENGLISH)
+    assert len(cells) == 13
+    kept = [PROMISES.findall(cell) for cell in cells]
     assert all((ROOT / path).is_file() for paths in kept for path in paths)
+    assert [cell for cell, paths in zip(cells, kept, strict=True) if not paths] == [
+        " **neither** ", " **neither** ", " **no** ", " **not yet** ",
+    ]  # fmt: skip
+
+
+def test_both_tables_compare_the_same_peers_in_the_same_rows_with_the_same_proofs():
+    (peers, cells, _), (theirs, their_cells, _) = map(comparison, READMES)
+    assert peers == theirs
+    assert [PROMISES.findall(cell) for cell in cells] == [PROMISES.findall(cell) for cell in their_cells]
+    assert [("**" in cell) for cell in cells] == [("**" in cell) for cell in their_cells]
+
+
+@pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
+def test_the_release_of_every_peer_is_named_below_the_table_with_the_month_it_was_read(path):
+    peers, _, below = comparison(path)
+    named = dict(RELEASE.findall(below))
+    assert set(peers) - {"FSDP2", "Megatron-LM", "NeMoAutoModel"} <= named.keys()
+    assert {"PyTorch", "Megatron-Core", "Bridge", "AutoModel"} <= named.keys()
+    assert named == dict(RELEASE.findall(comparison(ENGLISH)[2]))
+    assert re.search(r"November 2026|2026 年 11 月", below)
+
+
+def test_no_peer_was_read_in_an_older_release_than_the_tests_install():
+    installed = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M))
+    read = {name.lower().replace("py", ""): release for name, release in RELEASE.findall(comparison(ENGLISH)[2])}
+    both = installed.keys() & read.keys()
+    assert {"torch", "transformers", "accelerate", "deepspeed"} <= both
+    assert [name for name in both if numbers(read[name]) < numbers(installed[name])] == []
+
+
+def numbers(release):
+    return [int(part) for part in release.split(".")]
+
+
+@pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
+def test_the_flips_of_the_first_sentence_are_those_of_the_results(path):
+    (run,) = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())["runs"]
+    flips, sound = run["result"]["flips"], run["result"]["sound"]
+    assert flips["false_alarms"] == sound["alarms"] == flips["applied"] == 0
+    (first,) = (line for line in path.read_text().splitlines() if re.search("no false alarm|没有误报", line))
+    assert {int(each) for each in re.findall(r"\b(\d+) (?:of|bits|位)", first)} == {flips["planted"], flips["named"]}
 
 
 def anchors(path):

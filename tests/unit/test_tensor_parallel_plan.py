@@ -255,6 +255,8 @@ def test_embedding_and_head_are_whole_where_the_users_map_says_so(style):
     "where", [{"target_modules": ["q_proj", "embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}]
 )
 def test_an_embedding_in_pefts_wrapper_can_be_kept_whole_as_the_refusal_says(where):
+    if "model.embed_tokens" not in read_plan(on_meta("llama")):
+        pytest.skip("the plan of this transformers leaves Llama's embedding whole, as 5.17 and older")
     with pytest.raises(ConfigError, match="embed_tokens out of these") as error:
         cut(on_meta("llama", lora=where))
     name = re.search(r"with '(\S+)': 'replicate'", str(error.value))[1]

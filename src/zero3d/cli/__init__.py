@@ -12,6 +12,7 @@ ckpt               checkpoints looked at, exported, removed; ckpt_show, ckpt_exp
 config             what a run would use, what keys mean
 launch             what starts a run on a cluster
 preflight          what is refused before workers start
+wandb_key          whether anybody may be logged in to Weights & Biases
 rank_environment   whether this process is a launcher's worker, and which
 workers            this machine's workers as their launcher sees them
 worker             a worker: its work, its exception, its exit

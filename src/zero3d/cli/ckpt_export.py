@@ -16,7 +16,8 @@ from zero3d.config import Config, load
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
 from zero3d.models.adapters import add_adapters
-from zero3d.models.open import Opened, is_called, open_bare
+from zero3d.models.open import Opened, open_bare
+from zero3d.models.places import is_called
 from zero3d.models.trained import open_trained
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
 

@@ -2,21 +2,27 @@
 
 degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and mesh.ep divides dp
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
-paths        model, data and tokenizer are there
+paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
+type         transformers knows the model
 positions    data.length fits the model
 """
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 from zero3d.config import Config, Model, asked_dp, fitting_ranks, resolve_batch
-from zero3d.data.files import check_paths as check_data_paths
+from zero3d.config.own_code import check_module
+from zero3d.data.files import check_paths as check_data_paths, function_of, named_formats, parts_of_data
 from zero3d.data.tokenizers import check_length, check_tokenizer
 from zero3d.distributed.degrees import Degrees
-from zero3d.errors import ConfigError
-from zero3d.models.presets import check_model_path
+from zero3d.errors import ConfigError, short
+from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
 from zero3d.pipeline.schedules import Schedule
+
+TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 
 
 def check_world(config: Config, world: int) -> None:
@@ -32,10 +38,48 @@ def check_world(config: Config, world: int) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse a model, data or a tokenizer that is not there; looks at names only. Raises ConfigError and DataError."""
-    check_model_path(config.model.path)
+    """Refuse a model, data, a tokenizer or own code that is not there; looks at names only.
+
+    Raises ConfigError and DataError.
+    """
+    check_model_path(config.model)
     check_data_paths(config.data)
-    check_tokenizer(config.data.tokenizer)
+    check_length(config.data.length, named_positions(config.model))
+    for key, path in own_code(config):
+        check_module(key, path)
+    has_text = any(format != "npy" for format in named_formats(config.data).values())
+    if has_text or config.data.tokenizer is not None:
+        check_tokenizer(config.data.tokenizer, folder_of(config.model))
+
+
+def own_code(config: Config) -> list[tuple[str, str]]:
+    """Return the key and the module:name of all code that a run is to import."""
+    data = [function for part in parts_of_data(config.data) if (function := function_of(part))]
+    return [
+        *([("model.path", config.model.path)] if is_called(config.model) else []),
+        *([("evaluate.function", config.evaluate.function)] if config.evaluate.function is not None else []),
+        *(("callbacks", path) for path in config.callbacks or ()),
+        *(("data.train", function) for function in data),
+    ]
+
+
+def check_model_type(config: Config) -> None:
+    """Refuse a config.json whose model_type transformers does not know. Raises ConfigError.
+
+    The table of types takes torch to be imported, so its source is searched. Own code may register types of its own:
+    then ranks say it.
+    """
+    path, package = config.model.path, find_spec("transformers")
+    if not os.path.exists(path) or own_code(config) or package is None or package.origin is None:
+        return
+    file, auto = config_file(Path(path)), Path(package.origin).parent / "models" / "auto"
+    kind = config_json(file).get("model_type")
+    tables = "".join(table.read_text() for name in TABLES if (table := auto / name).is_file())
+    if isinstance(kind, str) and f'"{KNOWN}"' in tables and f'"{kind}"' not in tables:
+        raise ConfigError(
+            f"{file}: the installed transformers does not know the model_type {short(kind)!r}: upgrade it (pip install "
+            "-U transformers), or correct the entry."
+        )
 
 
 def check_transformers(model: Model) -> None:

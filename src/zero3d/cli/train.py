@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TextIO
 
 from zero3d.cli.elastic import Job, devices_here, run_job
-from zero3d.cli.preflight import check_paths, check_transformers, check_world
+from zero3d.cli.preflight import check_model_type, check_paths, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment, narrowed
 from zero3d.cli.spare_ranks import release, stand_by
+from zero3d.cli.wandb_key import check_key
 from zero3d.cli.worker import as_worker, end_with, quiet_environment, report_output
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, fitting_ranks, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.setup.packages import check_packages
 from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
 
@@ -75,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
     start = Start(name, arguments.resume, arguments.overwrite)
     check_start(config, start, alone=True)
     check_paths(config)
+    check_packages(config)
+    check_model_type(config)
+    if config.log.wandb is not None and arguments.resume is None:  # else perhaps no step is left to log
+        check_key(config.log.wandb)
     words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
     return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
 

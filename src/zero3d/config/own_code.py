@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -30,6 +32,13 @@ def imported(key: str, path: str) -> Any:
         missing = isinstance(error, (ImportError, AttributeError, ValueError))
         why = " ".join(str(error).split())[:LONGEST] if missing else in_one_line(error)
         raise ConfigError(f"{key} {short(path)!r} cannot be imported from {directory}: {why}") from error
+
+
+def check_module(key: str, path: str) -> None:
+    """Refuse what `path` names as module:name where there is no such package; imports nothing. Raises ConfigError."""
+    top, directory = path.partition(":")[0].partition(".")[0], str(Path.cwd())
+    if top and top not in sys.modules and not (find_spec(top) or PathFinder.find_spec(top, [directory])):
+        raise ConfigError(f"{key} {short(path)!r} cannot be imported from {directory}: No module named {short(top)!r}")
 
 
 def in_one_line(error: Exception) -> str:

@@ -76,6 +76,19 @@ def check_paths(data: Data) -> None:
             check_path(path, part.format)
 
 
+def named_formats(data: Data) -> dict[str, str]:
+    """Return the format of each path whose name tells it, without a look into a folder but for a saved dataset's."""
+    named = [(path, part.format) for part in parts_of_data(data) if not function_of(part) for path in part.paths]
+    return {path: known for path, format in named if (known := _named_format(path, format)) is not None}
+
+
+def _named_format(path: str, format: str) -> str | None:
+    if format != "auto":
+        return format
+    place = _place(path)
+    return "text" if path == STDLIB else "arrow" if is_saved(place) else _format_of(place)
+
+
 def check_path(path: str, format: str) -> None:
     """Refuse a file or folder that is not there or cannot be read, without a look into a folder. Raises DataError."""
     if path == STDLIB or not _is_folder(_place(path)):

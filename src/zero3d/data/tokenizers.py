@@ -20,7 +20,9 @@ from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 BYTES = "bytes"
 SAMPLE = "e\u0301 <|endoftext|>\r\n"  # what tokenizers with rules of their own change
+REMEDY = "set data.tokenizer to a folder with tokenizer.json, or to bytes."
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")  # whatever a tokenizer may be made of, no weights
+OF_A_MODEL = ("config.json", "generation_config.json", "model.safetensors.index.json")  # of these, what is of none
 
 
 class ByteTokenizer:
@@ -131,25 +133,34 @@ def load_tokenizer(name: str | None, model: str | None = None) -> Tokenizer:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.") from error
+        raise _none_in(folder, why) from error
     raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is no tokenizer: set data.tokenizer.")
 
 
-def check_tokenizer(name: str | None) -> None:
-    """Refuse a tokenizer that is named and not there. Raises ConfigError."""
-    if name not in (None, BYTES):
-        _folder(name, None)
+def check_tokenizer(name: str | None, model: str | None) -> None:
+    """Refuse the tokenizer of this `name`, else that of the model's folder, where names of files show none.
+
+    Raises ConfigError.
+    """
+    if name == BYTES:
+        return
+    folder = _folder(name, model)
+    if not any(path.name not in OF_A_MODEL for pattern in FILES for path in folder.glob(pattern)):
+        raise _none_in(folder, "it has no tokenizer.json and no other file of one")
 
 
 def _folder(name: str | None, model: str | None) -> Path:
-    place = name if name is not None else model
-    folder = os.path.expanduser(place) if place is not None else ""
+    """Return the folder of a tokenizer. Raises ConfigError."""
+    if name is None and model is None:
+        raise ConfigError(f"the data are text, and the model brings no tokenizer: {REMEDY}")
+    folder = os.path.expanduser(name if name is not None else str(model))
     if not os.path.isdir(folder):
-        raise ConfigError(
-            f"{_key(name, model)}: no folder of that name, and zero3d does not download: "
-            "set data.tokenizer to a folder with tokenizer.json, or to bytes."
-        )
+        raise ConfigError(f"{_key(name, model)}: no folder of that name, and zero3d does not download: {REMEDY}")
     return Path(folder)
+
+
+def _none_in(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"{folder} holds no tokenizer that can be loaded ({why}): set data.tokenizer.")
 
 
 def _key(name: str | None, model: str | None) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,8 @@ class Mesh:
         self.device = choose_device(device, _launched())
         self._known = read_note() if dist.is_initialized() else ""  # in a world that was there before
         start_distributed(self.device)
+        if dist.group.WORLD in _begun:
+            _of_one_process.add(self)
         check_carries(self.device)
         self.world = dist.get_world_size()
         self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep)
@@ -77,6 +80,22 @@ class Mesh:
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self._axes: dict[str, Axis] = {}
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
+
+    def close(self) -> None:
+        """End the groups of all axes, and torch.distributed where a mesh began it for one process and none is left.
+
+        All ranks call it, when no engine uses the mesh any more.
+        """
+        for axis in self._axes.values():
+            groups = {axis.gathers, axis.reductions} - {None, dist.group.WORLD}
+            axis.close()
+            for group in groups:
+                dist.destroy_process_group(group)
+        self._axes.clear()
+        if self in _of_one_process:
+            _of_one_process.discard(self)
+            if not _of_one_process:
+                _end()
 
     @property
     def rank(self) -> int:
@@ -195,6 +214,10 @@ class Mesh:
         return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
 
 
+_begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world of this process alone, if a mesh has begun it
+_of_one_process: WeakSet[Mesh] = WeakSet()  # that use it
+
+
 def start_distributed(device: torch.device | None = None) -> None:
     """Initialise torch.distributed for a device (None: as a Mesh chooses), from a launcher's environment or alone.
 
@@ -217,6 +240,8 @@ def start_distributed(device: torch.device | None = None) -> None:
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        _begun.add(dist.group.WORLD)
 
 
 def _patience(backend: str) -> timedelta:

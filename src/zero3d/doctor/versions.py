@@ -18,7 +18,7 @@ from typing import Any
 from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding, Request
 from zero3d.errors import short
 
-PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 17)
+PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 16)
 PACKAGES = ("torch", "torchvision", "transformers", "tokenizers", "peft", "safetensors", "numpy")
 # The oldest Linux driver for a major version of CUDA (minor versions are compatible): NVIDIA's release notes.
 DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}

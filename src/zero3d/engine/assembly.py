@@ -12,6 +12,7 @@ execution   direct, or through pipeline stages                       execution.p
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,18 +23,20 @@ from torch import nn
 
 from zero3d.activations.kept_inputs import KeptInputs
 from zero3d.checkpoint.frozen_base import FrozenBase
+from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
-from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
+from zero3d.engine.auto_offload import Settled, room_of, settle_gradients, settle_place
 from zero3d.engine.averages import Averages, open_averages
 from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
+from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import last_only
-from zero3d.engine.guards import guard, guard_clipping, guard_rest
+from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options
@@ -43,8 +46,9 @@ from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.expert_parallel.load import ExpertLoad
+from zero3d.memory.budget import decimal
 from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
@@ -68,6 +72,7 @@ class Assembly:
     replay     computes a micro-batch of some steps once more; None without
     expert_load  counts of tokens by expert
     frozen_base  the folder whose values frozen weights have; None without
+    changes    what the model's modules were before
     """
 
     base: Foundation
@@ -83,6 +88,53 @@ class Assembly:
     frozen_base: FrozenBase | None
     averages: Averages | None
     expert_load: ExpertLoad
+    changes: Changes
+
+    def close(self) -> None:
+        """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
+
+        Over tp, pp and ep a rank has parts of the parameters alone: there the model refuses to be used.
+        """
+        base, units, model = self.base, self.runtime.units, self.changes.model
+        axes, full_model = base.axes, base.division.full_model
+        trained = {
+            full_model.owner(slot.name) for unit in units if unit.grads is not None for slot in unit.layout.slots
+        }
+        is_here = axes.world.size == axes.dp.size and axes.ep.size == 1
+        if is_here:
+            dtypes = self.changes.dtypes
+            self.check_room(sum(math.prod(full_model.shapes[n]) * dtypes[n].itemsize for n in dtypes), "close()")
+        values = self.whole_parameters.masters(full_model, self.changes.dtypes) if is_here else {}
+        leave_clipping(p for unit in units for p in unit.weights.params)
+        self.changes.undo(values, trained)
+        groups: list[list[nn.Parameter]] = [[] for _ in range(base.resolved.groups.groups)]
+        for name, p in model.named_parameters() if is_here else ():
+            if name in trained:
+                groups[base.resolved.groups.group(name)].append(p)
+        give_back_optimizer(self.runtime.optimizer.torch, groups)
+        if not is_here:
+            guard_rest(model, set(), CLOSED_IN_PARTS)
+
+    def check_room(self, needed: int, what: str) -> None:
+        """Raise OutOfBudget on all ranks where some rank has no room for so many bytes of whole weights."""
+        world, offload = self.base.axes.world, self.base.options.zero.offload
+
+        def check() -> None:
+            room = room_of(self.base.resolved.mesh, offload).device
+            if needed > room:
+                raise OutOfBudget(
+                    f"{what} takes {decimal(needed)} on every rank for the whole model, and rank {world.rank} has room "
+                    f"for {decimal(room)}: read weights inside `with engine.full_params(modules):`, or write them with "
+                    "engine.export(directory)."
+                )
+
+        agree(world, check)
+
+
+CLOSED_IN_PARTS = (
+    "was cut over tp, pp or ep, and the engine that had its parts is closed: load what engine.export(directory) wrote "
+    "before, or build the model anew."
+)
 
 
 def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
@@ -91,6 +143,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
     model = unwrap(model)
+    before = Before(model)
     base = Foundation.of(model, mesh, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
@@ -117,8 +170,9 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         warnings.warn(padded, stacklevel=3)
     frozen_base = open_base(base, options.model.weights)
     whole = WholeParameters(
-        runtime.units, runtime.gathers, axes.dp, runtime.model_group, partial(note_writes, base, frozen_base)
-    )
+        runtime.units, runtime.gathers, axes.dp, runtime.model_group, axes.arena,
+        partial(note_writes, base, frozen_base),
+    )  # fmt: skip
     averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
     load = ExpertLoad(
         base.division.chunks, base.division.expert_layers, axes.dp, base.options.optimizer.expert_bias_rate
@@ -148,7 +202,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base, averages, load,
+        _settled(base, tiers, why), replay, frozen_base, averages, load, before.changes(),
     )  # fmt: skip
 
 

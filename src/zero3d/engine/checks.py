@@ -49,7 +49,7 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
     if is_guarded(model) or any(map(is_dtensor, parameters.values())):
         raise ConfigError(
             f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
-            "DTensor): build a plain model and pass it to one Engine."
+            "DTensor): pass it to one Engine, or close the other first: engine.close() gives the plain model back."
         )
     if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(

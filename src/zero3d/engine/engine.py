@@ -8,6 +8,7 @@ step       norm, clip, update of shards, refresh         (step.py, zero/optimize
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.traffic import UnitTraffic
+from zero3d.zero.unit import Unit
 
 
 class Engine:
@@ -176,7 +178,48 @@ class Engine:
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
-        _settle_in_the_end(self, runtime.optimizer)
+        self._unsharded: list[Unit] = []
+        self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
+
+    def close(self) -> None:
+        """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
+
+        Parameters are whole on every rank, in the dtype in which they came: of what is trained the masters' values. The
+        optimizer is one of these parameters that has taken no step; `save` first what training would go on from.
+        Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its
+        model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
+        Takes Psi parameters more on every rank while it works, and moves (N-1)/N Psi elements of masters. All ranks
+        call it; afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes
+        nothing, where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and
+        what a save with `wait=False` raised.
+        """
+        self.reshard()
+        if self._assembly.whole_parameters.any_open:
+            raise ConfigError("close() inside full_params(): leave the block first.")
+        self._refuse_averages("close()")
+        self.saved()
+        self._stepper.abandon()
+        self.release()
+        self.optimizer.wait()
+        self._assembly.close()
+        mesh = self.mesh if self._opened else None
+        if self._last is not None:
+            self._last.detach()
+        vars(self).clear()
+        self.__class__ = _Closed
+        for _ in range(2):  # an engine is part of cycles, and torch lets go of some objects only while the first runs
+            gc.collect()
+        if mesh is not None:
+            mesh.close()
+
+    def put(self, name: str, value: Any) -> None:
+        """Give the model an attribute of its own, such as a method, that is gone after `close()`."""
+        self._assembly.changes.put(name, value)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` has given the model back."""
+        return False
 
     # --- training -------------------------------------------------------------------------------
 
@@ -223,7 +266,10 @@ class Engine:
     def _step(self, besides: Tensor | None = None) -> StepResult:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
         if self._assembly.whole_parameters.any_open:
-            raise ConfigError("step() inside full_params() would be undone on leaving it: leave the block first.")
+            raise ConfigError(
+                "step() inside full_params() would be undone on leaving it: leave the block first (after unshard(): "
+                "reshard())."
+            )
         if self.accumulation.reached:
             with self.mesh.heartbeat.phase("save"):
                 self._saves.await_copy()
@@ -333,13 +379,35 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
-        self._registry.check()
-        self._saves.await_copy()
-        self.optimizer.settle()
-        with self._assembly.whole_parameters.opened(modules):
+        units = self._open(modules)
+        try:
             yield
             self._registry.check()
             self._freezing.adopt_unfrozen()
+        finally:
+            self._assembly.whole_parameters.shut(units)
+
+    def _open(self, modules: nn.Module | Sequence[nn.Module] | None) -> list[Unit]:
+        self._registry.check()
+        self._saves.await_copy()
+        self.optimizer.settle()
+        return self._assembly.whole_parameters.open(modules)
+
+    def unshard(self) -> None:
+        """Make all parameters whole until `reshard()`, as inside `full_params()`: for models that are used elsewhere.
+
+        All ranks call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
+        """
+        gathered = [unit for unit in self.units if unit.weights.sharded and not unit.users]
+        self._assembly.check_room(sum(unit.layout.total * unit.dtype.itemsize for unit in gathered), "unshard()")
+        self._unsharded += self._open(None)
+
+    def reshard(self) -> None:
+        """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it."""
+        if self._unsharded:
+            self._freezing.adopt_unfrozen()
+            self._assembly.whole_parameters.shut(self._unsharded)
+            self._unsharded = []
 
     def freeze(self, pattern: str) -> None:
         """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
@@ -564,11 +632,35 @@ class Engine:
         return self._assembly.accounts.memory + copy_entry(self._saves)
 
 
-def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> None:
-    """Let updates that are due be made when an engine goes, or its process ends."""
-    if optimizer.updates is not None:
-        weakref.finalize(engine, _settle_last, lambda: optimizer).atexit = False
-        atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
+class _Closed(Engine):
+    """An engine after `close()`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ConfigError(
+            "this engine is closed, and its model is a plain one: build a new Engine to train it further."
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ConfigError, as every other use does."""
+        self.__getattr__("__call__")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @property
+    def closed(self) -> bool:
+        """True."""
+        return True
+
+
+def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> weakref.finalize[Any, Engine] | None:
+    """Let updates that are due be made when an engine goes, or its process ends; return what does the first."""
+    if optimizer.updates is None:
+        return None
+    last = weakref.finalize(engine, _settle_last, lambda: optimizer)
+    last.atexit = False
+    atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
+    return last
 
 
 def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:

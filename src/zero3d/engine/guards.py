@@ -65,7 +65,7 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         raise ReleasedParameterError(
             "this model belongs to an Engine: a copy or pickle would hold shards or placeholders, and its hooks would "
             "drive the original's engine. Use engine.export(directory) for the weights, engine.save(directory) for "
-            "everything, or copy the model before the Engine is built."
+            "everything, or engine.close() when training is over: the model is a plain one then, and whole."
         )
 
     for module in model.modules():
@@ -86,6 +86,13 @@ def guard_clipping(params: Iterable[nn.Parameter]) -> None:
                 setattr(place, name, _refusing(clip))
 
 
+def leave_clipping(params: Iterable[nn.Parameter]) -> None:
+    """Let torch's own functions clip the gradients of these parameters again: no engine takes them any more."""
+    for p in params:
+        if p in _owned:
+            del _owned[p]
+
+
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,18 +109,22 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def guard_rest(model: nn.Module, kept: Set[nn.Parameter]) -> None:
-    """Free what a pipeline's rank does not have of a model, and refuse to use the model as a whole.
+CUT_INTO_STAGES = (
+    "was cut into pipeline stages, and this rank has some of its layers: call engine.train_batch, engine.evaluate or "
+    "engine.generate, use engine.export(directory) for the weights of the whole model, and engine.module for the "
+    "chunks that are here."
+)
 
-    kept  parameters of this rank's chunks, which share them with the model
+
+def guard_rest(model: nn.Module, kept: Set[nn.Parameter], why: str = CUT_INTO_STAGES) -> None:
+    """Free what this rank does not have of a model, and refuse to use the model as a whole.
+
+    kept  parameters that this rank has: of a pipeline's chunks, which share them with the model
+    why   what happened to the model, and what to use instead
     """
 
     def refuse(*_: Any) -> NoReturn:
-        raise ReleasedParameterError(
-            f"this {type(model).__name__} was cut into pipeline stages, and this rank has some of its layers: call "
-            "engine.train_batch, engine.evaluate or engine.generate, use engine.export(directory) for the weights of "
-            "the whole model, and engine.module for the chunks that are here."
-        )
+        raise ReleasedParameterError(f"this {type(model).__name__} {why}")
 
     model.register_forward_pre_hook(refuse)  # its modules' own forwards may be wrapped into those of the chunks
     for module in model.modules():

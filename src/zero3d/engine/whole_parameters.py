@@ -1,23 +1,28 @@
 """Whole parameters for those outside of a forward and its backward: the caller, an export, a pipeline's weight phase.
 
-opened      full_params(): reads and writes; what was written is kept on every rank
+open, shut  full_params() and unshard(): reads and writes; what was written is kept on every rank
 gathered    one unit, to be read
 copied      all units one by one, into the host memory of the first rank
+masters     all masters one by one, on every rank: what a model is given back with
 of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.collectives import Comm
+from zero3d.memory.arena import Arena
 from zero3d.models.names import persistent_buffers
+from zero3d.precision import joined, to_compute
 from zero3d.zero.gathers import OPENED, Gathers
 from zero3d.zero.model_group import ModelGroup
+from zero3d.zero.policy import parameter_views
 from zero3d.zero.unit import Unit
 
 EXPORT, CHUNK = "export", "whole"  # tokens of a unit's users
@@ -35,10 +40,10 @@ class WholeParameters:
     """
 
     def __init__(
-        self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup,
+        self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup, arena: Arena,
         note_writes: Callable[[Sequence[Unit]], None],
     ) -> None:  # fmt: skip
-        self._units, self._gathers, self._dp, self._group = units, gathers, dp, group
+        self._units, self._gathers, self._dp, self._group, self._arena = units, gathers, dp, group, arena
         self._note_writes = note_writes
 
     @property
@@ -46,9 +51,8 @@ class WholeParameters:
         """Whether this is inside full_params()."""
         return any(is_open(unit) for unit in self._units)
 
-    @contextmanager
-    def opened(self, modules: nn.Module | Sequence[nn.Module] | None) -> Iterator[None]:
-        """Keep the parameters of `modules` (None: all) whole inside, and what is written into them on exit."""
+    def open(self, modules: nn.Module | Sequence[nn.Module] | None) -> list[Unit]:
+        """Make the parameters of `modules` (None: all) whole until `shut` of the units that this returns."""
         chosen = [modules] if isinstance(modules, nn.Module) else modules
         wanted = None if chosen is None else {p for module in chosen for p in module.parameters()}
         always = self._group.tied  # a write on another pipeline stage may reach them
@@ -68,13 +72,14 @@ class WholeParameters:
                 self._gathers.release(unit, OPENED)
                 unit.users.discard(OPENED)
             raise
-        try:
-            yield
-        finally:
-            self._keep_writes(units)
-            for unit in units:
-                self._gathers.release(unit, OPENED)
-                unit.users.discard(OPENED)
+        return units
+
+    def shut(self, units: Sequence[Unit]) -> None:
+        """Keep what was written into units that `open` returned, and release them."""
+        self._keep_writes(units)
+        for unit in units:
+            self._gathers.release(unit, OPENED)
+            unit.users.discard(OPENED)
 
     @torch.no_grad()
     def _keep_writes(self, units: Sequence[Unit]) -> None:
@@ -114,6 +119,44 @@ class WholeParameters:
             copies |= {buffer: buffer.to("cpu", copy=True) for buffer in persistent_buffers(module).values()}
         named = [*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()]
         return {name: copies[tensor] for name, tensor in named if tensor in copies}
+
+    @torch.no_grad()
+    def masters(self, full_model: FullModel, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Return copies of all parameters by their names in the full model, in these dtypes, on every rank.
+
+        They are the masters' values; (N-1)/N Psi elements in the masters' dtype, one unit after the other.
+        """
+        values: dict[str, Tensor] = {}
+        for unit in self._units:
+            with self._masters_of(unit) as flat:
+                for slot, view in zip(unit.layout.slots, parameter_views(flat, unit.layout), strict=True):
+                    name = full_model.owner(slot.name)
+                    tile = full_model.tiles.get(slot.name)
+                    if tile is None:
+                        values[name] = to_compute(view, dtypes[name])
+                        continue
+                    if name not in values:
+                        values[name] = flat.new_empty(tile.shape, dtype=dtypes[name])
+                    rows = values[name].view(-1)[tile.start : tile.start + view.numel()]
+                    rows.copy_(to_compute(view.reshape(-1), dtypes[name]))
+        return values
+
+    @contextmanager
+    def _masters_of(self, unit: Unit) -> Iterator[Tensor]:
+        """Have a unit's whole masters inside, [total]; of a frozen one its weights."""
+        weights = unit.weights
+        if not weights.trainable:
+            with self.gathered(unit):
+                yield weights.full
+            return
+        own = joined(weights.masters.read(0, weights.shard_or_full.numel())).to(weights.full.device)
+        if weights.updates_all:
+            yield own
+            return
+        whole = self._arena.borrow("gathered", weights.layout.total, own.dtype)
+        unit.comm.all_gather(whole, own, unit.name).wait()
+        yield whole
+        self._arena.give_back("gathered", whole)
 
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:

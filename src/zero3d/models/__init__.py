@@ -1,6 +1,7 @@
 """Hugging Face and plain models: opened, built without weights, loaded by slices, searched for blocks.
 
 open.py          model.path -> a module and its weights
+places.py        what model.path names, by names of files
 presets.py       configs of well-known models, by name
 build.py         a config -> a module without weights; new weights
 load.py          weights of a folder, by slices

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,10 +127,18 @@ class RandomWeights:
     def _make(self, owner: str) -> dict[str, Tensor]:
         module = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device="cpu")
         digest = hashlib.sha256(f"{self._seed}:{owner}".encode()).digest()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for p in module.parameters():
+                p.fill_(math.nan)
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             module.apply(self._initialiser(owner))
-        return {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
+        made = {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
+        if left := [name for name, p in made.items() if p.isnan().any()]:
+            raise ConfigError(
+                f"{type(self._model).__name__}'s _init_weights gives {len(left)} of {len(made)} parameters no "
+                f"values, first {left[0]!r}: pass a model with weights of its own, or a newer transformers."
+            )
+        return made
 
     def _initialiser(self, owner: str) -> Callable[[nn.Module], None]:
         """Return `_init_weights` of the nearest model around `owner`."""

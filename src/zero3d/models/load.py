@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError, short
+from zero3d.models.places import INDEX, ONE_FILE, check_weights
 from zero3d.reading import Unreadable, check_regular, read_object
 from zero3d.shards.boxes import Box, slices, whole
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; narrower ones need scales beside them
@@ -207,17 +207,8 @@ class FileWeights:
 
 def _index(folder: Path) -> dict[str, str]:
     """Return the file of every tensor. Raises ConfigError when there is none."""
-    if (folder / INDEX).is_file():
-        listed = _weight_map(folder / INDEX)
-    elif (folder / ONE_FILE).is_file():
-        listed = {}
-    else:
-        files = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
-        has = f"it has {', '.join(files[:SHOWN])}, and only {ONE_FILE} or its index is read" if files else "it has none"
-        raise ConfigError(
-            f"{folder} has no weights ({has}): save it with save_pretrained, or start from new ones with "
-            "model.init=random."
-        )
+    check_weights(folder)
+    listed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
     keys: dict[str, str] = {}
     for file in sorted(set(listed.values())) or [ONE_FILE]:
         try:

@@ -22,8 +22,8 @@ from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.foreign_code import no_foreign_code, refuse_code
 from zero3d.models.load import FileWeights
-from zero3d.models.presets import PRESETS, no_model
-from zero3d.reading import Unreadable, read_object
+from zero3d.models.places import config_file, config_json, is_called, no_model
+from zero3d.models.presets import PRESETS
 from zero3d.zero.initial_weights import Source
 
 LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how keys end that hold numbers of layers
@@ -59,11 +59,6 @@ def open_model(model: Model, seed: int = 0) -> Opened:
         else ""
     )
     return replace(bare, weights=weights, notes=(unused,) if unused else ())
-
-
-def is_called(model: Model) -> bool:
-    """Say whether a function makes the module, and nothing else does."""
-    return not os.path.exists(model.path) and model.path not in PRESETS and ":" in model.path
 
 
 def open_bare(model: Model) -> Opened:
@@ -108,17 +103,8 @@ def read_config(path: Path) -> Any:
     """Read the transformers config of a folder or a config.json. Raises ConfigError."""
     from transformers import AutoConfig
 
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        names = sorted(entry.name for entry in path.iterdir())[:5]
-        raise ConfigError(
-            f"{path} has no config.json (it has {', '.join(names) or 'nothing'}): give a folder written by "
-            "save_pretrained."
-        )
-    try:
-        _check_sizes(read_object(file), file)
-    except Unreadable as error:
-        raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
+    file = config_file(path)
+    _check_sizes(config_json(file), file)
     refuse_code(file)
     try:
         with no_foreign_code():

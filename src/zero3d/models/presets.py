@@ -15,11 +15,7 @@ llava-1.5-7b  7.1 B   Liu et al. 2023: Vicuna 7B with CLIP's ViT-L/14 at 336 pix
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-from zero3d.config.hints import nearest
-from zero3d.errors import ConfigError, short
 
 _LLAMA_3 = {
     "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
@@ -92,19 +88,3 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-
-
-def check_model_path(path: str) -> None:
-    """Refuse a model.path that names nothing; a module is only imported by those that train it. Raises ConfigError."""
-    if not (os.path.isdir(path) or os.path.isfile(path) or path in PRESETS or ":" in path):
-        raise no_model(path)
-
-
-def no_model(path: str) -> ConfigError:
-    """Return the error for a path that names nothing."""
-    near = nearest(path, PRESETS)
-    hint = f" Did you mean {near!r}?" if near else ""
-    return ConfigError(
-        f"model.path {short(path)!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}) and not "
-        f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
-    )

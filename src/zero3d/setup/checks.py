@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 from torch import nn
@@ -21,16 +20,6 @@ def check_length_over_tp(length: int, slices: int) -> None:
             f"mesh.sequence_parallel cuts sequences over mesh.tp={slices}, and data.length={length} / {slices} is not "
             f"whole: type data.length={' or '.join(fits)}, or mesh.sequence_parallel=false."
         )
-
-
-def check_packages(config: Config) -> None:
-    """Refuse loggers whose packages are not installed."""
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
-    for package in (name for name, used in wanted.items() if used):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(f"log.{package} needs {package}: pip install 'zero3d[{package}]'.") from error
 
 
 def check_forward(model: nn.Module) -> None:

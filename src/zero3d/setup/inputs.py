@@ -24,8 +24,9 @@ from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.checks import check_export, check_forward, check_length_over_tp, check_packages
+from zero3d.setup.checks import check_export, check_forward, check_length_over_tp
 from zero3d.setup.model_config import config_number
+from zero3d.setup.packages import check_packages
 from zero3d.setup.vision import open_vision
 
 

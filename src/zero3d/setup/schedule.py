@@ -97,6 +97,10 @@ class CycledBetas(LambdaLR):
         for group in self.optimizer.param_groups:
             group["betas"] = self._betas(self.last_epoch)
 
+    def get_mom(self) -> list[tuple[float, float]]:
+        """Return the betas of every group, as DeepSpeed's OneCycle does."""
+        return [group["betas"] for group in self.optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         """Return its place."""
         return {key: value for key, value in super().state_dict().items() if key != "_betas"}

@@ -18,6 +18,7 @@ resume_hints       what to type where a run cannot go on as it is
 offload            what leaves the device: what auto becomes, what a resume keeps, what lies on a disk
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
+weights_and_biases a run there, and its refusals
 progress           a live bar, or lines
 remaining          how long the rest takes
 profiler           a profiler's trace of a few steps

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from zero3d.config import Config, to_dict
+from zero3d.config import Config
 from zero3d.errors import CheckpointError, remedy_of
 from zero3d.train.folder import Folder
+from zero3d.train.weights_and_biases import Wandb
 
 Record = dict[str, Any]
 
@@ -62,30 +63,15 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Logs to a Weights & Biases run; offline where WANDB_MODE says so. A run that is resumed goes on in its own."""
-
-    def __init__(self, folder: Folder, project: str, config: Config) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=project, dir=str(folder.root), config=to_dict(config), resume="allow", id=folder.run_id or None,
-            name=folder.root.resolve().name,
-        )  # fmt: skip
-
-    def write(self, record: Record) -> None:
-        self._run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Metrics:
-    """Owns all sinks of a run; none on other ranks than 0. `first` is the session's first step."""
+    """Owns all sinks of a run; none on other ranks than 0, and none where no step is left.
 
-    def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1) -> None:
+    first  step of this session
+    """
+
+    def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1, any_left: bool = True) -> None:
         self._sinks: Sequence[Sink] = ()
-        if rank == 0:
+        if rank == 0 and any_left:
             with told(folder, f"before step {first}"):
                 sinks: list[Sink] = [JsonLines(folder)]
                 if config.log.tensorboard:

@@ -10,8 +10,8 @@ Gradients are added up over a window and averaged over ranks, as with Distribute
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.optimizer import EngineOptimizer
 from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
 
@@ -58,6 +58,9 @@ def refuse_stage(options: Mapping[str, Any] | None, what: str) -> None:
     """Raise ConfigError where options of an engine have a stage, too: it would replace the one that was given."""
     if "stage" in (options or {}):
         raise ConfigError(f"{what} takes the stage by itself: pass stage={(options or {})['stage']!r}, not in options.")
+
+
+TAKE_BACK = "zero3d_take_back"  # the attribute of a model whose engine an Accelerator has made: what closes that
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -96,6 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         self._stage, self._options, self._precision = stage, dict(options or {}), chosen
         self.engine: Engine | None = None
+        self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
 
     @property
     def mixed_precision(self) -> str:
@@ -123,11 +127,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
         """Return the optimizer of a new engine, or that of the model's engine."""
+        if isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
+            optimizer = optimizer.optimizer  # of the plain model again
         if not isinstance(optimizer, EngineOptimizer):
             optimizer = EngineOptimizer(self._build(model, optimizer))
         if optimizer.engine.module is not model:
             raise ConfigError("the optimizer belongs to the engine of another model: build one for this model.")
         self.engine = optimizer.engine
+        self.engine.reshard()
+        self.engine.zero_grad()  # of a window that a failure has ended
         self.engine.release()
         return optimizer
 
@@ -152,21 +160,52 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         if str(self.state.dynamo_plugin.backend.value).lower() != "no":
             raise ConfigError("a compiled model cannot be sharded yet: leave out torch_compile and dynamo_backend.")
+        take_back(model)  # from an engine whose training is over, or has failed
         options: dict[str, Any] = {"stage": self._stage, "precision": self._precision_of(model), **self._options}
-        options.setdefault("mesh", Mesh(device=self.device))
-        engine = Engine(model, optimizer=optimizer, clip_norm=None, **options)
-        if engine.stage == 3 and engine.dp.size > 1 and hasattr(model, "generate"):  # units are gathered by all ranks
-            setattr(model, "generate", partial(getattr(model, "generate"), synced_gpus=True))  # noqa: B009, B010
+        mesh = None if "mesh" in options else Mesh(device=self.device)
+        engine = Engine(model, optimizer=optimizer, clip_norm=None, **{"mesh": mesh, **options})
+        self._built = engine, mesh
+        self._lend(model, engine, mesh)
         return engine
+
+    def _lend(self, model: nn.Module, engine: Engine, mesh: Mesh | None) -> None:
+        """Note how to take a model back, and have it generate and load as its engine needs it until then."""
+
+        def load_state_dict(*args: Any, **options: Any) -> Any:
+            with engine.full_params():
+                return type(model).load_state_dict(model, *args, **options)
+
+        engine.put(TAKE_BACK, partial(self._close, engine, mesh))
+        engine.put("load_state_dict", load_state_dict)
+        if engine.stage == 3 and engine.dp.size > 1 and hasattr(model, "generate"):  # units are gathered by all ranks
+            engine.put("generate", partial(getattr(model, "generate"), synced_gpus=True))  # noqa: B009
 
     def _precision_of(self, model: nn.Module) -> str:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
         return "bf16" if self._precision == "no" and dtypes == {torch.bfloat16} else PRECISIONS[self._precision]
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of the engine and all else that was prepared."""
-        self.engine = None
+        """Close the engine, so that its model is a plain one again, and let go of all that was prepared.
+
+        Where the whole model has no room on a rank, the engine goes with what else refers to it.
+        """
+        with suppress(OutOfBudget):
+            self.close_engine()
+        self.engine = self._built = None
         return super().free_memory(*objects)
+
+    def close_engine(self) -> None:
+        """Close the engine: its model is a plain one again. Raises OutOfBudget where some rank has no room for it."""
+        if self._built is not None:
+            self._close(*self._built)
+
+    def _close(self, engine: Engine, mesh: Mesh | None) -> None:
+        """Close an engine, and the mesh that was made for it."""
+        engine.close()
+        if mesh is not None:
+            mesh.close()
+        if self._built == (engine, mesh):
+            self.engine = self._built = None
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -213,32 +252,72 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.engine.whole_state_dict()
 
     def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
-        """Write FOLDER/zero3d, a checkpoint of ours, which loads on any number of ranks, and what Accelerate writes."""
+        """Write FOLDER/zero3d, a checkpoint of ours, which loads on any number of ranks, and what Accelerate writes.
+
+        Hooks of `register_save_state_pre_hook` have the engine's model, whole, and its weights among theirs.
+        """
         if self.engine is None:
             return super().save_state(output_dir, *args, **options)
-        with self._without_engine():
+        with self._without_engine(self._save_model_state_pre_hook):
             folder = super().save_state(output_dir, *args, **options)
         save_engine(self.engine, Path(folder))
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> Any:
-        """Go on from what `save_state` wrote."""
+        """Go on from what `save_state` wrote: the last one, where Accelerate names folders and none is given.
+
+        What hooks of `register_load_state_pre_hook` write into the engine's model is kept.
+        """
         if self.engine is None:
             return super().load_state(input_dir, *args, **options)
         if input_dir is None:
-            raise ConfigError("load_state() without a folder is not here: name the folder.")
+            input_dir = self._last_saved()
         load_engine(self.engine, Path(input_dir))
-        with self._without_engine():
+        with self._without_engine(self._load_model_state_pre_hook):
             return super().load_state(input_dir, *args, **options)
 
+    def _last_saved(self) -> str:
+        """Return the newest folder of those that Accelerate has named. Raises ConfigError."""
+        naming = self.project_configuration.automatic_checkpoint_naming
+        folders = list(Path(self.project_dir or ".", "checkpoints").glob("checkpoint_*")) if naming else []
+        if not folders:
+            raise ConfigError(
+                "load_state() without a folder takes the last one that automatic_checkpoint_naming has named, and here "
+                f"{'there is none yet' if naming else 'it is off'}: name the folder."
+            )
+        return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
+
     @contextmanager
-    def _without_engine(self) -> Iterator[None]:
-        """Leave model and optimizer out of what Accelerate saves itself."""
+    def _without_engine(self, hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
+        """Leave the engine's model and optimizer out of what Accelerate saves and loads itself; hooks have them."""
         models: list[Any] = self._models  # type: ignore[has-type]
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+        callers = dict(hooks)
         self._models = [one for one in models if self.engine is None or one is not self.engine.module]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
+        hooks |= {number: partial(self._with_engine, hook, models) for number, hook in callers.items()}
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            hooks |= callers
+
+    def _with_engine(self, hook: Callable[..., Any], models: list[Any], others: list[Any], *rest: Any) -> None:
+        """Call a hook with all models, in their order; rest: their weights, when they are saved, and the folder."""
+        engine = self.engine
+        assert engine is not None
+        shown = [one for one in models if one is engine.module or one in others]
+        *saved, folder = rest
+        whole = engine.whole_state_dict() if saved else {}
+        of_others = iter(saved[0] if saved else ())
+        weights = [[whole if one is engine.module else next(of_others) for one in shown]] if saved else []
+        with engine.full_params():
+            hook(shown, *weights, folder)
+        others[:] = [one for one in shown if one is not engine.module]
+        for given, left in zip(saved, weights, strict=True):
+            given[:] = [one for one in left if one is not whole]
+
+
+def take_back(model: nn.Module) -> None:
+    """Close the engine that an Accelerator has made for a model, if any: it is plain again. Raises OutOfBudget."""
+    vars(model).get(TAKE_BACK, lambda: None)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.zero.optimizer import APPLIED
+from zero3d.zero.optimizer import APPLIED, NOT_DUE
+
+
+class StatesOfAllRanks(Mapping[Any, Any]):
+    """Stands for the states of an optimizer, of which a rank has a part: every read raises ConfigError."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ConfigError("a rank has a part of the optimizer's states: save all with accelerator.save_state(FOLDER).")
+
+    __getitem__ = __iter__ = __len__ = __reduce_ex__ = _refuse
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -39,7 +48,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if not self.gradient_state.sync_gradients:
             return
         result = self.engine.step()
-        self._is_overflow = result.reason != APPLIED
+        self._is_overflow = result.reason not in (APPLIED, NOT_DUE)  # without a backward Accelerate's schedules go on
         if self._norm is not None:
             self._norm.copy_(result.grad_norm)
         self.engine.clip_norm, self._norm = None, None
@@ -49,9 +58,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
 
-    def state_dict(self) -> NoReturn:
-        """Raise ConfigError: a rank has a part of the states."""
-        raise ConfigError("a rank has a part of the optimizer's states: save all with accelerator.save_state(FOLDER).")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the torch optimizer's. Of several ranks each has a part of the states: they cannot be read there."""
+        found: dict[str, Any] = super().state_dict()
+        alone = self.engine.closed or self.engine.world.size == 1
+        return found if alone else {"state": StatesOfAllRanks(), "param_groups": found["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
         """Raise ConfigError: a rank has a part of the states."""

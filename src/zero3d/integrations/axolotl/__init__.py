@@ -6,7 +6,7 @@
 plugin.py      the plugin
 arguments.py   the keys that it adds to a file of Axolotl's
 
-Of its package's metadata Axolotl 0.19 takes transformers 5.16 alone; ours needs 5.17 or newer.
+Axolotl 0.21 pins transformers 5.20.1 and needs torch 2.13 or newer, both of which zero3d takes.
 """
 
 from zero3d.integrations.axolotl.plugin import Zero3dPlugin

@@ -7,6 +7,7 @@ at any number of ranks and stage.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import transformers.trainer
 from transformers import Trainer
 
 from zero3d.checkpoint.json_values import from_json, to_json
 from zero3d.engine.engine import Engine
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine, save_engine, states_in
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
@@ -38,10 +40,19 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+class TrainersAccelerator(Accelerator):
+    """An Accelerator whose engine stays when memory is freed: a Trainer does so before it trains, perhaps once more."""
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of all that was prepared but the engine."""
+        self.engine = None
+        return accelerate.Accelerator.free_memory(self, *objects)
+
+
 def engine_of(trainer: Trainer) -> Engine | None:
     """Return the engine that trains the trainer's model; None before there is one."""
     engine = trainer.accelerator.engine
-    return engine if engine is not None and engine.module is trainer.model else None
+    return engine if engine is not None and not engine.closed and engine.module is trainer.model else None
 
 
 def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Trainer) -> None:
@@ -57,7 +68,7 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
     stage = options.pop("stage")
     if choice.stage is not None:
         stage = choice.stage
-    build = partial(Accelerator, stage=stage, options={**options, **choice.options})
+    build = partial(TrainersAccelerator, stage=stage, options={**options, **choice.options})
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
     if json is not None and args.process_index == 0:
@@ -146,6 +157,27 @@ def _load_best_model(original: Callable[[], None], trainer: Trainer) -> None:
         original()
 
 
+def _finalize_training(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
+    """Make the model whole where it fits, before anybody is told that training is over.
+
+    The best checkpoint is loaded first, with its masters. The engine stays, to train on with what it has learnt.
+    """
+    args, engine = trainer.args, engine_of(trainer)
+    if engine is None:
+        return original(*given, **options)
+    if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    try:
+        engine.unshard()
+    except OutOfBudget as error:
+        if args.process_index == 0:
+            warnings.warn(
+                f"after training the model stays sharded: {error} engine: trainer.accelerator.engine.", stacklevel=2
+            )
+    with _replaced(args, "load_best_model_at_end", False):
+        return original(*given, **options)
+
+
 def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
     """Evaluate. An engine's weights have the dtype of computation: full_eval flags would cast them for good."""
     args = trainer.args
@@ -168,6 +200,7 @@ SEAMS: Mapping[str, Callable[..., Any]] = {
         _load_from_checkpoint,
         _load_optimizer_and_scheduler,
         _load_best_model,
+        _finalize_training,
         evaluation_loop,
     )
 }

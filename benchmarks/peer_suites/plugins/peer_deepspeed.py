@@ -1,0 +1,27 @@
+"""deepspeed.initialize is ours, in DeepSpeed's harness: DeepSpeed itself is installed, for its tests import its names.
+
+Those tests run on ranks that a fork server starts anew, which would import DeepSpeed as it is: they are forked from
+pytest's process instead. The all-reduce in shared memory, which would be compiled first, is left out.
+"""
+
+import os
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DS_UNITTEST_TIMEOUT", "100")
+
+import deepspeed
+import torch.multiprocessing
+
+from zero3d.integrations.deepspeed import initialize
+
+_set_start_method = torch.multiprocessing.set_start_method
+
+
+def fork(method: str, force: bool = False) -> None:
+    """Set the start method, but for the fork server."""
+    _set_start_method("fork" if method == "forkserver" else method, force=force)
+
+
+deepspeed.initialize = initialize
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+torch.multiprocessing.set_start_method = fork

@@ -1,0 +1,96 @@
+"""What model.path names, told by names of files: what training would refuse after torch is imported. No torch.
+
+a folder            has a config.json, and weights unless model.init=random
+a config.json       is JSON
+a preset            is one of those in presets.py
+module:function     is looked at by who imports it
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from zero3d.config import Model
+from zero3d.config.hints import nearest
+from zero3d.errors import ConfigError, short
+from zero3d.models.presets import PRESETS
+from zero3d.reading import Unreadable, read_object
+
+CONFIG = "config.json"
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
+SHOWN, FILES = 5, 3  # names in a message, of all and of files of weights
+
+
+def check_model_path(model: Model) -> None:
+    """Refuse a model that is not there. Raises ConfigError."""
+    path = model.path
+    if not (os.path.isdir(path) or os.path.isfile(path) or path in PRESETS or ":" in path):
+        raise no_model(path)
+    if os.path.exists(path):  # a Path's own raises for long names
+        config_json(config_file(Path(path)))
+    if os.path.isdir(path) and model.init != "random":
+        check_weights(Path(path))
+
+
+def is_called(model: Model) -> bool:
+    """Say whether a function makes the module, and nothing else does."""
+    return not os.path.exists(model.path) and model.path not in PRESETS and ":" in model.path
+
+
+def folder_of(model: Model) -> str | None:
+    """Return the folder that may hold the model's tokenizer, or None."""
+    if os.path.isdir(model.path):
+        return model.path
+    return str(Path(model.path).parent) if os.path.isfile(model.path) else None
+
+
+def config_file(path: Path) -> Path:
+    """Return the config.json that a folder has, or that the path is itself. Raises ConfigError."""
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        names = sorted(entry.name for entry in path.iterdir())[:SHOWN]
+        raise ConfigError(
+            f"{path} has no config.json (it has {', '.join(names) or 'nothing'}): give a folder written by "
+            "save_pretrained."
+        )
+    return file
+
+
+def config_json(file: Path) -> dict[str, Any]:
+    """Return what a config.json says. Raises ConfigError."""
+    try:
+        return read_object(file)
+    except Unreadable as error:
+        raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
+
+
+def named_positions(model: Model) -> int | None:
+    """Return the longest sequence that a config.json or a preset names; None where it names none."""
+    known = config_json(config_file(Path(model.path))) if os.path.exists(model.path) else PRESETS.get(model.path, {})
+    text = known.get("text_config", known)
+    number = text.get("max_position_embeddings") if isinstance(text, dict) else None
+    return number if isinstance(number, int) else None
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors. Raises ConfigError."""
+    if (folder / INDEX).is_file() or (folder / ONE_FILE).is_file():
+        return
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHTS)
+    has = f"it has {', '.join(files[:FILES])}, and only {ONE_FILE} or its index is read" if files else "it has none"
+    raise ConfigError(
+        f"{folder} has no weights ({has}): save it with save_pretrained, or start from new ones with model.init=random."
+    )
+
+
+def no_model(path: str) -> ConfigError:
+    """Return the error for a path that names nothing."""
+    near = nearest(path, PRESETS)
+    hint = f" Did you mean {near!r}?" if near else ""
+    return ConfigError(
+        f"model.path {short(path)!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}) and not "
+        f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
+    )

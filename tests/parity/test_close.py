@@ -1,0 +1,243 @@
+"""engine.close(): the model is a plain one again, with the weights of its training, and nothing of the engine stays."""
+
+import copy
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import adamw, batch, bits, hf, net
+from torch import nn
+from torch.nn import functional
+
+import zero3d
+from zero3d import ConfigError, Engine, ReleasedParameterError
+
+
+def loss_of(logits, ids):
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(engine, steps=2):
+    for step in range(steps):
+        ids = batch(step, engine.mesh.rank)
+        engine.backward(loss_of(engine(ids), ids))
+        engine.step()
+
+
+def described(p):
+    return None if p is None else (p.dtype, p.shape, len(p._post_accumulate_grad_hooks or ()))
+
+
+def made_of(model):
+    """All that a plain module has: classes, attributes, hooks, parameters' dtypes and hooks."""
+    return {
+        name: (
+            type(module),
+            {key: type(value) for key, value in vars(module).items()},
+            [list(value) for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict)],
+            {key: described(p) for key, p in module._parameters.items()},
+            list(module._modules),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def closed(options, tied):
+    """What a model is made of before and after an engine, the masters' bits before and the weights' after."""
+    model = net(tied=tied)
+    own = model.layers[0].register_forward_hook(lambda *_: None)
+    before, parameters = made_of(model), list(model.parameters())
+    engine = Engine(model, optimizer=adamw, **options)
+    train(engine)
+    with engine.full_params():
+        weights = [p.detach().clone() for p in model.parameters()]
+    torch_optimizer = engine.optimizer.torch
+    engine.close()
+    assert own.id in model.layers[0]._forward_hooks
+    assert [p is q for p, q in zip(model.parameters(), parameters, strict=True)] == [True] * len(parameters)
+    assert all(p.grad is None and p.is_contiguous() and p.requires_grad for p in parameters)
+    assert set(torch_optimizer.param_groups[0]["params"]) == set(parameters)
+    assert not torch_optimizer.state
+    return before == made_of(model), [p.to(w.dtype) for p, w in zip(parameters, weights, strict=True)], weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [
+    {"stage": 0, "precision": "fp32"},
+    {"stage": 1, "precision": "bf16", "reduce_dtype": "bf16"},
+    {"stage": 2, "precision": "bf16", "master": "split"},
+    {"stage": 3, "precision": "fp32"},
+    {"stage": 3, "precision": "bf16", "offload": {"optimizer": "host", "params": "host"}},
+], ids=str)  # fmt: skip
+def test_a_closed_engine_leaves_the_plain_model_with_what_it_learnt(ranks, options, tied):
+    for is_plain, given_back, weights in ranks(2, closed, options, tied):
+        assert is_plain
+        # bf16 weights round half away from zero, where torch's cast rounds to even: ties apart they are equal
+        torch.testing.assert_close(given_back, weights, rtol=0.01 if options["precision"] == "bf16" else 0, atol=0)
+
+
+def in_fp32(stage):
+    model = net()
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
+    train(engine)
+    engine.close()
+    rounded = [torch.equal(p, p.bfloat16().float()) for p in model.parameters()]
+    return {p.dtype for p in model.parameters()}, all(rounded), bits(model.parameters())
+
+
+def test_parameters_that_came_in_fp32_get_their_fp32_masters_at_every_stage(ranks):
+    (dtypes, rounded, weights), *others = ranks(2, in_fp32, 0) + ranks(2, in_fp32, 3)
+    assert dtypes == {torch.float32}
+    assert not rounded
+    assert [other == (dtypes, rounded, weights) for other in others] == [True] * 3
+
+
+def trained_again(stage, precision):
+    """Bits of weights after two engines of two steps, one after the other, and of plain copies between."""
+    model = net()
+    for _ in range(2):
+        engine = Engine(model, stage=stage, precision=precision, optimizer=adamw)
+        train(engine)
+        engine.close()
+        twin = copy.deepcopy(model)
+        assert bits(twin.parameters()) == bits(model.parameters())
+        twin.load_state_dict(model.state_dict())
+        ids = batch(0)
+        loss_of(twin(ids), ids).backward()
+        assert all(p.grad is not None for p in twin.parameters())
+    return bits(model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_is_trained_by_one_engine_after_another(ranks, precision):
+    wanted = ranks(2, trained_again, 0, precision)
+    assert ranks(2, trained_again, 3, precision) == wanted
+    assert wanted[0] == wanted[1]
+
+
+def in_tiles():
+    model = hf("qwen3")
+    before, names = made_of(model), [name for name, _ in model.named_parameters()]
+    engine = Engine(model, stage=3, precision="fp32", gather_budget=4096, tiled_loss=True, optimizer=adamw)
+    ids = batch(0, engine.mesh.rank)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    with engine.full_params():
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    engine.close()
+    assert names == [name for name, _ in model.named_parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert before == made_of(model)
+    now = model.state_dict()
+    return [name for name in weights if not torch.equal(weights[name], now[name])]
+
+
+def test_layers_in_tiles_are_whole_again(ranks):
+    assert ranks(2, in_tiles) == [[], []]
+
+
+def in_parts(degrees):
+    model = hf("llama", vocab=64)
+    engine = Engine(model, mesh=zero3d.Mesh(**degrees), precision="fp32")
+    engine.train_batch([{"input_ids": batch(0), "labels": batch(0)}] * 2)
+    engine.close()
+    for use in (lambda: model(batch(0)), model.state_dict, lambda: copy.deepcopy(model)):
+        with pytest.raises(ReleasedParameterError, match="the engine that had its parts is closed"):
+            use()
+    with pytest.raises(ConfigError):
+        Engine(model)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_model_that_no_rank_has_whole_refuses_to_be_used(ranks, degrees):
+    ranks(2, in_parts, degrees)
+
+
+def test_every_use_of_a_closed_engine_says_so():
+    engine = Engine(nn.Linear(4, 4), precision="fp32")
+    engine.close()
+    engine.close()
+    for use in (
+        lambda: engine(torch.ones(1, 4)), engine.step, lambda: engine.backward(torch.ones(())), lambda: engine.steps,
+        engine.fingerprint, lambda: engine.save("anywhere"), lambda: engine.full_params().__enter__(),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="this engine is closed"):
+            use()
+
+
+def test_close_inside_full_params_is_refused_and_changes_nothing():
+    engine = Engine(nn.Linear(4, 4), precision="fp32")
+    with engine.full_params(), pytest.raises(ConfigError, match="leave the block first"):
+        engine.close()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    assert engine.step().applied
+
+
+def test_gradients_of_a_half_window_are_forgotten():
+    model = nn.Linear(4, 4)
+    before = bits(model.parameters())
+    engine = Engine(model, precision="fp32", accumulate=2)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.close()
+    assert bits(model.parameters()) == before
+
+
+def test_a_hook_that_the_caller_put_in_later_stays():
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    engine = Engine(model, precision="fp32")
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    engine.close()
+    model(torch.ones(1, 4))
+    assert seen == [1]
+
+
+def test_what_was_unfrozen_later_is_given_back_with_what_it_learnt():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    first = bits(model[0].parameters())
+    engine = Engine(model, precision="fp32")
+    engine.unfreeze("0.*")
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.freeze("1.*")
+    optimizer = engine.optimizer.torch
+    engine.close()
+    assert bits(model[0].parameters()) != first
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def one_after_another(folder):
+    model, threads = net(), []
+    for _ in range(3):
+        on_disk = {"optimizer": "disk", "directory": folder}  # which one engine at a time may have
+        engine = Engine(model, precision="bf16", optimizer=adamw, offload=on_disk)
+        train(engine)
+        held = [weakref.ref(one) for one in (engine.optimizer, engine.arena, engine.gathers, *engine.units)]
+        engine.close()
+        assert [one() for one in held] == [None] * len(held)
+        threads.append(threading.active_count())
+        assert not dist.is_initialized()  # the mesh was the engine's, and began a world of one process
+    assert threads[0] == threads[-1]
+
+
+def test_nothing_of_an_engine_stays(alone, tmp_path):
+    alone(one_after_another, str(tmp_path))
+
+
+def two_meshes():
+    mesh = zero3d.Mesh()
+    Engine(nn.Linear(4, 4), mesh=mesh, precision="fp32").close()
+    Engine(nn.Linear(4, 4), mesh=mesh, precision="fp32").close()
+    other = zero3d.Mesh()
+    mesh.close()
+    assert dist.is_initialized()
+    other.close()
+    assert not dist.is_initialized()
+
+
+def test_a_mesh_of_the_caller_stays_open_and_the_last_one_ends_the_world_of_one_process(alone):
+    alone(two_meshes)
