@@ -6,7 +6,6 @@ import pytest
 import torch
 from models import batch, bits, hf, loss_of
 
-import zero3d
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
 
@@ -346,7 +345,6 @@ def test_masters_gradients_and_moments_are_whole_tensors_at_every_stage(ranks, p
         assert (ones == 1).all()
 
 
-@pytest.mark.skipif(not hasattr(zero3d.Engine, "close"), reason="Engine.close is not there yet")
 def test_destroy_gives_the_module_back():
     engine = opened(3)
     norm(engine, 0, 1)

@@ -184,7 +184,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
     def destroy(self) -> None:
         """Give the module back, whole and trainable, and let go of everything else. Nothing else may follow."""
         forget(self.engine)
-        self.engine.close()  # type: ignore[attr-defined]
+        self.engine.close()
 
     # --- what may be changed between steps ------------------------------------------------------
 
