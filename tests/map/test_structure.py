@@ -157,7 +157,10 @@ TORCH_FREE = (
     "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {
-    "plan.calibrate", "integrations.deepspeed.drop_in", "integrations.deepspeed.engine_options",
+    "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints",
+    "integrations.deepspeed.drop_in", "integrations.deepspeed.engine", "integrations.deepspeed.engine_options",
+    "integrations.deepspeed.lion", "integrations.deepspeed.optimizers", "integrations.deepspeed.owners", "integrations.deepspeed.questions", "integrations.deepspeed.utils",
+    "integrations.deepspeed.zero",
     "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
     "integrations.accelerate.world",

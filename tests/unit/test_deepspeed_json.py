@@ -76,7 +76,7 @@ def test_what_is_no_json_is_one_line(tmp_path, text, why):
 
 def test_every_key_has_one_fate_and_those_that_are_mapped_exist():
     assert len(DOTTED) == len(MAPPED) + len(IDLE) + len(REFUSED_KEYS)
-    known = {*KEYS, "loss_scale", "always AdamW"}
+    known = {*KEYS, "loss_scale", "of a program's optimizer"}
     assert {*MAPPED.values()} <= known
     assert all(row.why and row.instead for row in REFUSED_KEYS.values())
 
@@ -217,3 +217,32 @@ def test_every_synonym_leads_to_a_key_and_is_none_itself():
     for name, meant in SYNONYMS.items():
         assert meant in DOTTED or meant in SECTIONS or meant.startswith("scheduler.params."), name
         assert name not in DOTTED | SECTIONS
+
+
+def comments(tmp_path, tree, words=()):
+    """The lines of the imported file, by key: (value, comment)."""
+    _, made = read(tmp_path, tree, [*words])
+    found = re.findall(r"^ *(\w+): (.*)  # (.*)$", "\n".join(as_yaml(made)), re.M)
+    return {key: (value, comment) for key, value, comment in found}
+
+
+def test_what_is_auto_for_adam_is_deepspeeds_and_so_a_trainers(tmp_path):
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    tree = {"optimizer": {"type": "AdamW", "params": params}}
+    found = comments(tmp_path, tree)
+    assert found["betas"] == ("[0.9, 0.999]", "optimizer.params.betas: auto, DeepSpeed's default, and a Trainer's")
+    assert (found["eps"][0], found["weight_decay"][0]) == ("1.0e-08", "0.0")
+    assert found["lr"][1] == "optimizer.params.lr: auto, zero3d's default"
+    assert comments(tmp_path, tree, ["optimizer.weight_decay=0.3"])["weight_decay"][0] == "0.3"
+
+
+def test_a_comment_says_where_a_value_is_from(tmp_path):
+    found = comments(tmp_path, {"fp16": {"enabled": "auto"}})
+    assert found["precision"] == ("fp16", "fp16.enabled: auto, the first of what that leaves: fp16, fp32")
+    found = comments(tmp_path, {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}})
+    assert found["precision"] == ("bf16", "bf16.enabled and fp16.enabled: auto, zero3d's default")
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_max_lr": 0.1}
+    found = comments(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    assert found["options"][1] == (
+        "scheduler.params; warmup_num_steps is schedule.warmup; total_num_steps is train.steps"
+    )

@@ -18,13 +18,14 @@ from zero3d.integrations.deepspeed.keys import DOTTED, IDLE, OPAQUE, OPTIMIZER, 
 from zero3d.reading import Unreadable, read_text
 
 AUTO = "auto"
+OF_PROGRAMS = {"optimizer.params.adam_w_mode"}  # which `initialize` takes, and nothing else
 NAMED = 8  # other problems that are named
 LIKE = 0.6  # difflib's ratio from which a key of the same section is meant
 ELSEWHERE = 0.75  # and a key of another section, which may share most of its name with it
 SYNONYMS: Mapping[str, str] = MappingProxyType(  # what others call a key, by its last name
     {
         **dict.fromkeys(("learning_rate", "base_lr", "peak_lr"), "optimizer.params.lr"),
-        **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum"), "optimizer.params.betas"),
+        **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "optimizer.params.betas"),
         **dict.fromkeys(("epsilon", "adam_eps", "adam_epsilon"), "optimizer.params.eps"),
         **dict.fromkeys(("wd", "l2", "decay", "weight_decay_rate"), "optimizer.params.weight_decay"),
         **dict.fromkeys(("optim", "optimiser"), "optimizer"),
@@ -68,15 +69,15 @@ class Document(NamedTuple):
     idle: dict[str, Any]
 
 
-def read_document(path: Path) -> Document:
-    """Read a file. Raises ConfigError, one for all keys that are unknown or refused."""
+def read_document(path: Path, program: bool = False) -> Document:
+    """Read a file; program: for `initialize`. Raises ConfigError, one for all keys that are unknown or refused."""
     try:
         text = read_text(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Unreadable as error:
         raise ConfigError(f"{path} {error}.") from error
-    return document_of(parse(text, str(path)), str(path))
+    return document_of(parse(text, str(path)), str(path), program)
 
 
 def parse(text: str, name: str) -> Any:
@@ -97,16 +98,17 @@ def parse(text: str, name: str) -> Any:
         raise ConfigError(f"{name} is no JSON: {why}. Nor is it Hjson: {short(str(error))}.") from error
 
 
-def document_of(tree: Any, name: str) -> Document:
-    """Check a JSON that is read already. Raises ConfigError."""
+def document_of(tree: Any, name: str, program: bool = False) -> Document:
+    """Check a JSON that is read already; program: for `initialize`. Raises ConfigError."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{name} is no configuration of DeepSpeed's: a JSON object is wanted.")
     flat: dict[str, Any] = {}
     problems = list(_flatten(tree, "", flat))
-    problems += [why for key, value in flat.items() if (why := _refusal(flat, key, value))]
+    refused = REFUSED.keys() - (OF_PROGRAMS if program else set())
+    problems += [why for key, value in flat.items() if key in refused and (why := _refusal(flat, key, value))]
     raise_all(name, problems)
     idle = {key: value for key, value in flat.items() if key in IDLE}
-    values = {key: value for key, value in flat.items() if key not in IDLE and key not in REFUSED}
+    values = {key: value for key, value in flat.items() if key not in IDLE and key not in refused}
     return Document(name, values, idle)
 
 

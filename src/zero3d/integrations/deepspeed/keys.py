@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from zero3d.integrations.deepspeed.optimizer_kinds import EXTRA
+
 ZERO, PARAM, OPTIMIZER = "zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
 
+OF_MUON = ("momentum", "muon_lr", "adam_lr", "ns_method")
 MAPPED: Mapping[str, str] = MappingProxyType(
     {
         "train_batch_size": "train.batch",
@@ -28,11 +31,14 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         "fp16.hysteresis": "loss_scale.hysteresis",
         "fp16.min_loss_scale": "loss_scale.minimum",
         "communication_data_type": "zero.reduce_dtype",
-        "optimizer.type": "always AdamW",
+        "optimizer.type": "optimizer.name",
         "optimizer.params.lr": "optimizer.lr",
         "optimizer.params.betas": "optimizer.betas",
         "optimizer.params.eps": "optimizer.eps",
         "optimizer.params.weight_decay": "optimizer.weight_decay",
+        **{f"optimizer.params.{name}": "optimizer.muon" for name in ("momentum", "muon_lr")},
+        "optimizer.params.adam_lr": "optimizer.lr",
+        **{f"optimizer.params.{name}": "of a program's optimizer" for name in EXTRA if name not in OF_MUON},
         "scheduler.type": "schedule.name",
         "scheduler.params": "schedule.options",
         f"{ZERO}.stage": "zero.stage",
@@ -98,13 +104,16 @@ IDLE: Mapping[str, str] = MappingProxyType(
         f"{ZERO}.parameter_alignment": "every cut is a multiple of 16 elements",
         f"{ZERO}.enable_sanity_checks": "the engine always checks",
         f"{ZERO}.memory_efficient_linear": "frozen weights are never kept whole",
-        f"{ZERO}.save_muon_momentum_buffer_in_memory": "there is no Muon here yet",
+        f"{ZERO}.save_muon_momentum_buffer_in_memory": "momenta are where the optimizer's other states are",
         "activation_checkpointing": "only models that call DeepSpeed's own heed it; here it is activations=full",
-        "zero_allow_untested_optimizer": "the optimizer is torch's AdamW",
-        "zero_force_ds_cpu_optimizer": "the optimizer is torch's AdamW",
-        "optimizer.legacy_fusion": "the optimizer is torch's AdamW",
-        "optimizer.params.torch_adam": "the optimizer is torch's AdamW",
-        "optimizer.params.fused": "the optimizer is torch's AdamW, fused",
+        "zero_allow_untested_optimizer": "any optimizer that treats every element by itself is taken",
+        "zero_force_ds_cpu_optimizer": "the optimizer is torch's",
+        "optimizer.legacy_fusion": "the optimizer is torch's",
+        "optimizer.params.torch_adam": "Adam and AdamW are torch's",
+        "optimizer.params.fused": "AdamW is torch's, fused",
+        "optimizer.params.foreach": "AdamW is torch's, fused",
+        "optimizer.params.fp32_optimizer_states": "states are fp32",
+        "optimizer.params.ns_method": "Newton-Schulz is of the matrix itself",
         "fp16.auto_cast": "floating inputs are cast to the precision of the model",
         "bf16.immediate_grad_update": "gradients are reduced as soon as they are there",
         "bf16.check_grad_overflow": "gradients that are not finite are never applied",
@@ -137,8 +146,7 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "disable_python_gc": "training makes no garbage that waits for it",
         "tensor_parallel.vocab_parallel_lm_head": "the model's plan says whether the vocabulary is cut",
         "tensor_parallel.vocab_parallel_ce_backend": "the loss is torch's",
-        "managed_gradient_accumulation": "train.accumulate is",
-        "use_data_before_expert_parallelism": "there is no expert parallelism here yet",
+        "use_data_before_expert_parallelism": "experts are shared out over neighbours on dp: mesh.ep",
         "tensor_parallel.tp": "the degree is autotp_size",
         "tensor_parallel.dtype": "the precision is the run's",
         "tensor_parallel.tp_overlap_comm": UNITS,
@@ -156,42 +164,49 @@ class Refused(NamedTuple):
 
 
 LATER = "is not here yet"
+REMOVED_7, REMOVED_8 = "DeepSpeed itself has removed it in 0.19.7", "DeepSpeed itself has removed it in 0.19.8"
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
-        "amp": Refused("NVIDIA's amp is no longer kept", "bf16: {enabled: true}"),
+        "amp": Refused(REMOVED_8, "bf16: {enabled: true}"),
         "torch_autocast": Refused("autocast computes parts of a model in fp32", "bf16: {enabled: true}"),
-        "sparse_attention": Refused(LATER, "model.attn=sdpa or flash_attention_2"),
-        "compression_training": Refused(LATER, "a model that is compressed already"),
-        "quantize_training": Refused(LATER, "bf16: {enabled: true}"),
-        "progressive_layer_drop": Refused("it changes the model while it trains", "dropout in the model's config"),
-        "hybrid_engine": Refused(LATER, "engine.generate, which trains and generates with one engine"),
+        "sparse_attention": Refused(REMOVED_7, "model.attn=sdpa or flash_attention_2"),
+        "compression_training": Refused(REMOVED_7, "a model that is compressed already"),
+        "quantize_training": Refused(REMOVED_7, "bf16: {enabled: true}"),
+        "progressive_layer_drop": Refused(REMOVED_8, "dropout in the model's config"),
+        "hybrid_engine": Refused("every engine generates here", "engine.generate"),
         "autotuning": Refused("there is a planner", "zero3d plan MODEL --gpus N"),
-        "elasticity": Refused("dp shrinks and grows by itself", "health.min_ranks with train --max-restarts"),
-        "eigenvalue": Refused(LATER, "nothing"),
+        "elasticity": Refused(REMOVED_8, "health.min_ranks with train --max-restarts"),
+        "eigenvalue": Refused(REMOVED_8, "nothing in its place"),
         "data_efficiency": Refused(LATER, "data.train with weights"),
-        "curriculum_learning": Refused(LATER, "data.train with weights"),
-        "expert_parallel": Refused(LATER, "mesh.tp, which cuts experts"),
-        "nebula": Refused("it is a service of its own", "checkpoint.asynchronous=true"),
+        "curriculum_learning": Refused(REMOVED_8, "data.train with weights"),
+        "expert_parallel": Refused("experts are shared out by the mesh", "mesh.ep=N beside the JSON"),
+        "nebula": Refused(REMOVED_7, "checkpoint.asynchronous=true"),
         "comet": Refused(LATER, "wandb, tensorboard or metrics.jsonl"),
         "inference": Refused("this is training", "the exported folder"),
-        "graph_harvesting": Refused(LATER, "train.compile=true"),
+        "graph_harvesting": Refused(REMOVED_8, "train.compile=true"),
         "pipeline": Refused("pipelines are made of the model's blocks", "mesh.pp"),
         "sequence_parallel_size": Refused(LATER, "mesh.tp with mesh.sequence_parallel=true", (1, None)),
-        "sparse_gradients": Refused("gradients of embeddings are dense", "false"),
+        "sparse_gradients": Refused(REMOVED_8, "false: gradients of embeddings are dense"),
         "gradient_allreduce_op": Refused("the gradient is that of the mean loss", "mean", ("mean", None)),
+        "managed_gradient_accumulation": Refused(
+            "micro-batches are counted", "engine.set_gradient_accumulation_boundary", (True, None)
+        ),
         "compile.deepcompile": Refused(LATER, "compile: {enabled: true}"),
         "data_types.param_dtype": Refused("masters are fp32", "bf16 or fp16: {enabled: true}", ("fp32", None)),
         "data_types.keep_in_fp32_modules": Refused("those that the model names stay in fp32", "auto", ("auto", None)),
         "data_types.buffer_dtype": Refused("buffers keep their dtype", "null", (None,)),
-        "checkpoint.load_universal": Refused("a checkpoint of DeepSpeed's is not read here yet", "false"),
+        "checkpoint.load_universal": Refused(
+            "a checkpoint of DeepSpeed's is made one of ours first", "zero3d ckpt import SOURCE FOLDER, and false"
+        ),
         "fp16.consecutive_hysteresis": Refused(LATER, "hysteresis"),
         "fp16.fp16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
         "bf16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
         "bf16.bf16_optimizer_states": Refused("states are fp32", "offload.moments=bf16, where they are offloaded"),
         "bfloat16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "optimizer.params.per_head_muon": Refused(LATER, "false, and optimizer.split for fused matrices"),
         "optimizer.params.bias_correction": Refused("AdamW corrects its bias", "true", (True, None)),
         "optimizer.params.adam_w_mode": Refused(
-            "weight decay is AdamW's, not L2 in the gradient", "true, or weight_decay: 0", (True, None)
+            "weight decay is AdamW's, not L2 in the gradient", "true, or initialize() in a program", (True, None)
         ),
         "optimizer.params.amsgrad": Refused(LATER, "false"),
         "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it, too", "gradient_clipping", (None, 0, 0.0)),
@@ -199,9 +214,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         f"{ZERO}.zero_quantized_weights": Refused(LATER, "false"),
         f"{ZERO}.zero_quantized_nontrainable_weights": Refused(LATER, "false"),
         f"{ZERO}.zero_quantized_gradients": Refused(LATER, "zero.reduce_dtype=bf16"),
-        f"{ZERO}.zeropp_loco_param": Refused(LATER, "null", (None,)),
-        f"{ZERO}.mics_shard_size": Refused(LATER, "-1", (-1, 0, None)),
-        f"{ZERO}.mics_hierarchical_params_gather": Refused(LATER, "false"),
+        f"{ZERO}.zeropp_loco_param": Refused(REMOVED_8, "null", (None,)),
+        f"{ZERO}.mics_shard_size": Refused(REMOVED_7, "-1", (-1, 0, None)),
+        f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "false"),
         f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
     }
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,9 +12,12 @@ from zero3d.config import Config, given_keys, load
 from zero3d.config.keys import KEYS
 from zero3d.errors import ConfigError, short
 from zero3d.integrations.deepspeed.document import Document, read_document
-from zero3d.integrations.deepspeed.translate import Translation, Value, translate
+from zero3d.integrations.deepspeed.optimizer_kinds import IN_RUNS, IN_TRAINER
+from zero3d.integrations.deepspeed.translate import ADAM, Translation, Value, translate
 
 YOURS, DEFAULT, PLANNED = "yours", "zero3d's default", "the planner"
+THEIRS = "DeepSpeed's default, and a Trainer's"  # of what is auto
+SAME = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")  # an auto that is the same in a Trainer
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def merged(
 ) -> Merged:
     """Put a file's values beside those of the caller's file and overrides. Raises ConfigError."""
     where = f"{source} and the overrides" if source and overrides else str(source or "the overrides")
-    return together(read_document(path), given_keys(source, overrides), where, below, planned)
+    return together(read_document(path), given_keys(source, overrides), where, below, planned, IN_RUNS)
 
 
 def together(
@@ -59,14 +62,16 @@ def together(
     where: str,
     below: Path | None = None,
     planned: Mapping[str, Any] = MappingProxyType({}),
+    kinds: Collection[str] = IN_TRAINER,
 ) -> Merged:
     """Put a JSON's values beside the caller's. Raises ConfigError, one for all that contradict each other.
 
     given    the caller's values by our keys; where: what they are called
     below    a file whose keys the JSON and the caller replace, such as the demo's
+    kinds    of optimizers that are taken
     planned  values of the planner for keys that are "auto" and to which the caller gives none
     """
-    translation = translate(document)
+    translation = translate(document, kinds)
     contradictions = [
         f"{value.key} ({ours}) is {_shown(value.value)} there and {_shown(given[ours])} here"
         for ours, value in translation.values.items()
@@ -115,10 +120,22 @@ def _rows(translation: Translation, given: Mapping[str, Any]) -> list[Row]:
         if ours in given:
             rows.append(Row(ours, given[ours], theirs, YOURS))
         else:
-            plain = KEYS[ours].default
-            first = translation.precisions[0] if ours == "precision" else plain
-            rows.append(Row(ours, first, theirs, DEFAULT))
+            rows.append(Row(ours, *_by_default(ours, theirs, translation)))
     return sorted(rows, key=lambda row: [*KEYS].index(row.ours))
+
+
+def _by_default(ours: str, theirs: str, translation: Translation) -> tuple[Any, str, str]:
+    """Return what a key is that is auto and that nobody gives: its value, DeepSpeed's key, where the value is from."""
+    plain = KEYS[ours].default
+    if ours in SAME:
+        return ADAM[ours], theirs, THEIRS
+    if ours == "precision" and translation.precisions[0] != plain:
+        return (
+            translation.precisions[0],
+            theirs,
+            f"auto, the first of what that leaves: {', '.join(translation.precisions)}",
+        )
+    return plain, theirs, DEFAULT
 
 
 def _row(ours: str, value: Value, given: Mapping[str, Any]) -> Row:

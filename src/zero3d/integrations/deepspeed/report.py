@@ -10,8 +10,10 @@ import yaml
 from zero3d.config.keys import KEYS
 from zero3d.errors import short
 from zero3d.integrations.deepspeed.keys import IDLE, MAPPED, REFUSED
-from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, YOURS, Merged, Row
+from zero3d.integrations.deepspeed.merge import DEFAULT, PLANNED, THEIRS, YOURS, Merged, Row
 from zero3d.page.text import columns
+
+FROM_RUN = {"total_num_steps": "train.steps", "warmup_num_steps": "schedule.warmup", "warmup_max_lr": "optimizer.lr"}
 
 
 def lines(made: Merged) -> Iterator[str]:
@@ -78,11 +80,15 @@ def _values(made: Merged) -> dict[str, object]:
 
 
 def _comment(row: Row) -> str:
-    return row.theirs if row.source == "the JSON" else f"{row.theirs}: {_origin(row.source)}"
+    text = row.theirs if row.source == "the JSON" else f"{row.theirs}: {_origin(row.source)}"
+    if row.ours != "schedule.options":
+        return text
+    taken = [f"{key} is {FROM_RUN[key]}" for key, value in row.value.items() if value is None and key in FROM_RUN]
+    return "; ".join((text, *taken))
 
 
 def _origin(source: str) -> str:
-    return f"auto, {source}" if source in (DEFAULT, PLANNED) else source
+    return f"auto, {source}" if source in (DEFAULT, PLANNED, THEIRS) else source
 
 
 def _value(value: object) -> str:

@@ -8,7 +8,7 @@ auto     the caller's, if there is one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,15 @@ from zero3d.config.keys import KEYS
 from zero3d.errors import short
 from zero3d.integrations.deepspeed.document import AUTO, Document, raise_all, shown
 from zero3d.integrations.deepspeed.keys import OPTIMIZER, PARAM, ZERO
+from zero3d.integrations.deepspeed.optimizer_kinds import (
+    IN_PROGRAMS,
+    IN_RUNS,
+    MATRICES,
+    OPTIONS as OF_KIND,
+    RATE,
+    RATES,
+    REST,
+)
 
 DEVICES: Mapping[str | None, str] = {"none": "none", None: "none", "cpu": "host", "nvme": "disk"}
 DTYPES = {
@@ -52,9 +61,9 @@ class Translation:
     precisions: tuple[str, ...] = ()
 
 
-def translate(document: Document) -> Translation:
-    """Return what a JSON says. Raises ConfigError."""
-    reader = _Reader(document.values)
+def translate(document: Document, kinds: Collection[str] = IN_RUNS) -> Translation:
+    """Return what a JSON says; kinds: of optimizers that are taken. Raises ConfigError."""
+    reader = _Reader(document.values, kinds)
     for part in (_batch, _precision, _zero, _offload, _optimizer, _schedule, _others):
         part(reader)
     raise_all(document.name, reader.problems)
@@ -64,8 +73,8 @@ def translate(document: Document) -> Translation:
 class _Reader:
     """Takes values key by key, and collects what is wrong."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(self, given: Mapping[str, Any], kinds: Collection[str]) -> None:
+        self.given, self.kinds = given, kinds
         self.made = Translation()
         self.problems: list[str] = []
 
@@ -186,19 +195,62 @@ def _optimizer(reader: _Reader) -> None:
         if some := [key for key in reader.given if key.startswith("optimizer.params.")]:
             reader.problems.append(f"{some[0]} is of an optimizer without optimizer.type: add AdamW.")
         return
-    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
-        reader.problems.append(
-            f"optimizer.type={shown(kind)} is refused: runs from a file have AdamW, "
-            "and Muon as optimizer.name=muon; use AdamW, or that, or "
-            "zero3d.Engine(optimizer=...) in a program."
-        )
+    name = kind.lower() if isinstance(kind, str) else ""
+    if name not in reader.kinds:
+        reader.problems.append(f"optimizer.type={shown(kind)} is refused: {_instead(name, reader.kinds)}.")
         return
+    for key in reader.given:
+        option = key.removeprefix("optimizer.params.")
+        if option != key and option not in OF_KIND[name] and reader.given[key] is not None:
+            reader.problems.append(f"{key} is not of {kind}, which has {', '.join(OF_KIND[name])}.")
+    {"muon": _muon, "adam": _adam, "adamw": _adam}.get(name, _of_program)(reader)
+
+
+def _instead(name: str, kinds: Collection[str]) -> str:
+    """Return why an optimizer is not taken, and what is."""
+    taken = "AdamW or Muon" if "muon" in kinds else "AdamW"
+    if name in IN_PROGRAMS:
+        return f"it is for programs; use {taken}, or zero3d.integrations.deepspeed.initialize in one"
+    return f"it is not here; use {taken}, or zero3d.Engine(optimizer=...) in a program"
+
+
+def _adam(reader: _Reader) -> None:
     for ours, default in ADAM.items():
-        key = f"optimizer.params.{ours.partition('.')[2]}"
-        reader.put(ours, default, key, strong=False)
-        if reader.given.get(key) == AUTO:
-            del reader.made.values[ours]
-        reader.take(key, ours)
+        _take(reader, ours, f"optimizer.params.{ours.partition('.')[2]}", default)
+
+
+def _take(reader: _Reader, ours: str, key: str, default: Any) -> None:
+    reader.put(ours, default, key, strong=False)
+    if reader.given.get(key) == AUTO:
+        del reader.made.values[ours]
+    reader.take(key, ours)
+
+
+def _muon(reader: _Reader) -> None:
+    """Translate Muon, whose rate is that of matrices and of all else, but for muon_lr and adam_lr."""
+    above, given = "optimizer.params.", reader.given
+    reader.put("optimizer.name", "muon", "optimizer.type")
+    _take(reader, "optimizer.lr", f"{above}{'lr' if given.get(f'{above}adam_lr') is None else 'adam_lr'}", REST)
+    _take(reader, "optimizer.betas", f"{above}betas", (0.9, 0.95))
+    _take(reader, "optimizer.eps", f"{above}eps", 1e-10)
+    _take(reader, "optimizer.weight_decay", f"{above}weight_decay", 0.0)
+    own: dict[str, Any] = {"adjust_lr": "original", "momentum": 0.95, "lr": MATRICES}
+    for key, name in ((f"{above}momentum", "momentum"), (f"{above}lr", "lr"), (f"{above}muon_lr", "lr")):
+        if given.get(key) == AUTO:
+            own.pop(name)
+        elif given.get(key) is not None:
+            own[name] = given[key]
+    reader.put("optimizer.muon", own, "optimizer.params")
+
+
+def _of_program(reader: _Reader) -> None:
+    """Translate the rate alone: the optimizer takes its options as they are."""
+    autos = [key for key, value in reader.given.items() if key.startswith("optimizer.params.") and value == AUTO]
+    for key in autos:
+        reader.problems.append(f"{key} cannot be auto: give a number.")
+    if not autos:
+        name = str(reader.given["optimizer.type"]).lower()
+        _take(reader, "optimizer.lr", "optimizer.params.lr", RATES.get(name, RATE))
 
 
 def _schedule(reader: _Reader) -> None:

@@ -1,0 +1,261 @@
+"""What programs call of DeepSpeed 0.19.8, name by name: built here, an alias of something else, or refused.
+
+    fate      of a name that is read or called here
+    built     it does what the line says
+    alias     it is another thing of this name
+    refused   ConfigError when it is called, AttributeError when it is read, with the line as what to use
+
+A name of the engine that is in none of these tables is the module's, as there. Source: deepspeed/__init__.py,
+runtime/engine.py, runtime/pipe/engine.py, runtime/zero/__init__.py, utils/__init__.py of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+from zero3d.errors import ConfigError
+
+BUILT, ALIAS, REFUSED = "built", "alias", "refused"
+
+
+class Name(NamedTuple):
+    """What becomes of a name. parts: it is a module of DeepSpeed's, of which there is nothing."""
+
+    fate: str
+    line: str
+    parts: bool = False
+
+
+def _table(
+    built: Mapping[str, str], alias: Mapping[str, str], refused: Mapping[str, str], parts: Mapping[str, str]
+) -> Mapping[str, Name]:
+    rows = {name: Name(BUILT, line) for name, line in built.items()}
+    rows |= {name: Name(ALIAS, line) for name, line in alias.items()}
+    rows |= {name: Name(REFUSED, line) for name, line in refused.items()}
+    return MappingProxyType(rows | {name: Name(REFUSED, line, parts=True) for name, line in parts.items()})
+
+
+PACKAGE = _table(
+    {
+        "initialize": "the engine of a model, an optimizer and a JSON; (engine, optimizer, loader, scheduler)",
+        "init_distributed": "starts torch.distributed by a launcher's environment, or for one rank alone",
+        "add_config_arguments": "adds --deepspeed and --deepspeed_config to a parser",
+        "DeepSpeedEngine": "the class of the engine",
+        "utils": "the functions below",
+        "zero": "the functions below",
+    },
+    {
+        "comm": "torch.distributed",
+        "DeepSpeedConfigError": "zero3d.errors.ConfigError",
+        "__version__": "0.19.8, whose interface this is",
+    },
+    {
+        "init_inference": "use engine.generate, or engine.export and an inference server",
+        "default_inference_config": "use engine.generate, or engine.export and an inference server",
+        "tp_model_init": "write tensor_parallel: {autotp_size: N} in the JSON",
+        "set_autotp_mode": "write tensor_parallel: {autotp_size: N} in the JSON",
+        "PipelineModule": "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)), which cuts a plain model",
+        "OnDevice": "use torch.device('meta') and zero3d.Engine(weights=...), or build the model on the CPU",
+        "get_accelerator": "use torch.accelerator",
+        "InferenceEngine": "use engine.generate, or engine.export and an inference server",
+        "DeepSpeedHybridEngine": "use engine.generate, which trains and generates with one engine",
+        "DeepSpeedTransformerLayer": "use the model's own layers, with model.attn=sdpa",
+        "log_dist": "use logging, where torch.distributed.get_rank() == 0",
+    },
+    {
+        "ops": "use torch.optim.AdamW(params, fused=True) for its optimizers, or the JSON's",
+        "moe": "use a Hugging Face model with experts and zero3d.Engine(mesh=zero3d.Mesh(ep=N))",
+        "pipe": "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)), which cuts a plain model",
+        "checkpointing": "use zero3d.activations.recompute(model) before initialize()",
+        "accelerator": "use torch.accelerator",
+        "module_inject": "write tensor_parallel: {autotp_size: N} in the JSON",
+        "sequence": "use mesh.tp with mesh.sequence_parallel=true",
+    },
+)
+
+ENGINE = _table(
+    {
+        "forward": "calls the module, as engine(...) does",
+        "backward": "back-propagates loss / accumulation steps; with scale_wrt_gas=False the loss itself",
+        "step": "clips and updates at the boundary, then steps the schedule",
+        "zero_grad": "forgets the gradients that were accumulated, at every stage (DeepSpeed: of stages 0 and 1)",
+        "no_sync": "no backward inside ends a step; refused at stages 2 and 3, when nested, and around step()",
+        "is_gradient_accumulation_boundary": "whether this micro-batch is the last one of a step",
+        "set_gradient_accumulation_boundary": "says so in place of counting",
+        "was_step_applied": "whether the latest step() changed parameters",
+        "train": "sets the module's mode, and returns the engine",
+        "eval": "sets the module's mode, and returns the engine",
+        "train_batch": "a step on the micro-batches of an iterator; the mean loss of all ranks",
+        "eval_batch": "the mean loss of all ranks over micro-batches of an iterator",
+        "set_dataiterator": "an iterator for train_batch()",
+        "set_dataloader": "a loader for train_batch()",
+        "set_batch_fn": "a function that changes every micro-batch of train_batch() and eval_batch()",
+        "is_first_stage": "True: a JSON has no pipeline here",
+        "is_last_stage": "True: a JSON has no pipeline here",
+        "deepspeed_io": "a loader of this rank's micro-batches of a dataset",
+        "module_state_dict": "whole weights on rank 0 at every stage, {} on the other ranks",
+        "load_module_state_dict": "takes whole weights, the same on all ranks",
+        "save_checkpoint": "writes a checkpoint of ours, and the file latest",
+        "load_checkpoint": "goes on from it; load_optimizer_states=False, load_lr_scheduler_states=False and "
+        "load_module_only=True take parts of it",
+        "save_16bit_model": "writes a Hugging Face folder, or with save_filename a file by torch.save",
+        "compile": "does nothing where compile: {enabled: true} of the JSON has compiled every block, else refuses",
+        "is_compiled": "whether the JSON had every block compiled",
+        "destroy": "gives the module back, whole and trainable",
+        "empty_partition_cache": "releases gathered parameters and free memory of the allocator",
+        "get_lr": "the rate of each parameter group",
+        "get_mom": "momentum of SGD and RMSprop, betas of others, of each parameter group",
+        "set_lr": "sets the rate of all parameter groups (there: of the optimizer)",
+        "get_global_grad_norm": "the norm of the last step before clipping",
+        "get_data_types": "dtypes of the model, and of gradients as they are accumulated",
+        "train_batch_size": "sequences of a step",
+        "train_micro_batch_size_per_gpu": "sequences of a forward",
+        "gradient_accumulation_steps": "micro-batches of a step and rank",
+        "set_train_batch_size": "changes the number of micro-batches",
+        "set_train_micro_batch_size": "changes the sequences of a forward",
+        "zero_optimization": "whether the stage is above 0",
+        "zero_optimization_stage": "the stage",
+        "zero_optimization_partition_gradients": "whether it is 2 or 3",
+        "zero_optimization_partition_weights": "whether it is 3",
+        "gradient_clipping": "the largest norm; 0 does not clip",
+        "fp16_enabled": "whether the model computes in fp16",
+        "bfloat16_enabled": "whether the model computes in bf16",
+        "loss_scale": "the JSON's; 0 follows overflows",
+        "dynamic_loss_scale": "whether it follows overflows",
+        "cur_scale": "the loss scale in use",
+        "optimizer_name": "the name of the optimizer's class",
+        "optimizer_params": "the JSON's",
+        "scheduler_name": "the JSON's",
+        "scheduler_params": "the JSON's",
+        "steps_per_print": "the JSON's",
+        "get_data_parallel_rank": "the rank along dp",
+        "get_tensor_parallel_rank": "the rank along tp",
+        "global_steps": "steps so far, skipped ones too",
+        "global_samples": "sequences of those",
+        "micro_steps": "calls of step()",
+        "skipped_steps": "steps that were not applied",
+        "device": "where the model is",
+        "local_rank": "of the launcher",
+        "global_rank": "of torch.distributed",
+        "world_size": "of torch.distributed",
+        "dp_world_size": "ranks along dp",
+        "mp_world_size": "ranks along tp",
+        "module": "the model",
+        "optimizer": "torch's, on this rank's pieces of the masters",
+        "lr_scheduler": "what is stepped after every applied step",
+        "training_dataloader": "of initialize(training_data=...)",
+        "config": "what initialize() was given",
+    },
+    {
+        "save_fp16_model": "save_16bit_model",
+        "get_model_parallel_rank": "get_tensor_parallel_rank",
+    },
+    {
+        "scale": "use engine.backward(loss), which scales it",
+        "coalesce_grad_reduction": "use stage 0 or 1, which reduce once in a step, and no_sync()",
+        "allreduce_gradients": "leave it out: the last backward of a step reduces",
+        "buffered_allreduce_fallback": "leave it out: the last backward of a step reduces",
+        "clip_fp32_gradients": "write gradient_clipping in the JSON; step() clips",
+        "get_batch_info": "call train_batch_size(), train_micro_batch_size_per_gpu(), gradient_accumulation_steps()",
+        "get_wall_clock_timers": "use zero3d train with profile.steps, which makes a trace",
+        "get_type": "call optimizer_name()",
+        "offload_states": "write zero_optimization.offload_optimizer in the JSON",
+        "reload_states": "write zero_optimization.offload_optimizer in the JSON",
+        "get_sequence_parallel_group": "use mesh.tp with mesh.sequence_parallel=true",
+        "load_moe_state_dict": "use zero3d ckpt import, which reads DeepSpeed's checkpoints of experts",
+        "set_data_post_process_func": "use set_batch_fn()",
+        "set_custom_curriculum_learning_schedule": "choose the data in the loader",
+        "register_compile_pass": "write compile: {enabled: true} in the JSON",
+        "is_deepcompile_enabled": "write compile: {enabled: true} in the JSON, and read is_compiled",
+        "get_compile_time": "use zero3d train with profile.steps, which makes a trace",
+        "data_efficiency_enabled": "choose the data in the loader",
+        "random_ltd_enabled": "leave it out: every layer has every token",
+        "get_pipeline_parallel_rank": "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)): a JSON has no pipeline here",
+    },
+    {},
+)  # fmt: skip
+
+UTILS = _table(
+    {
+        "safe_get_full_fp32_param": "a parameter's fp32 master as a whole tensor",
+        "safe_set_full_fp32_param": "overwrites it, and the weight with it",
+        "safe_get_full_optimizer_state": "a state such as exp_avg as a whole tensor",
+        "safe_set_full_optimizer_state": "overwrites it",
+        "safe_get_full_grad": "the gradient of a step that waits for step(), averaged over ranks",
+        "safe_set_full_grad": "overwrites it",
+        "safe_update_full_grad_vectorized": "overwrites those of a list by a function",
+        "RepeatingLoader": "begins a loader anew where it ends",
+    },
+    {},
+    {
+        "safe_get_local_fp32_param": "use safe_get_full_fp32_param: shards are flat parts of units here",
+        "safe_set_local_fp32_param": "use safe_set_full_fp32_param: shards are flat parts of units here",
+        "safe_get_local_grad": "use safe_get_full_grad: shards are flat parts of units here",
+        "safe_set_local_grad": "use safe_set_full_grad: shards are flat parts of units here",
+        "safe_get_local_optimizer_state": "use safe_get_full_optimizer_state: shards are flat parts of units here",
+        "safe_set_local_optimizer_state": "use safe_set_full_optimizer_state: shards are flat parts of units here",
+        "set_z3_leaf_modules": "leave it out: units are found, and zero3d.Engine(units=...) names others",
+        "unset_z3_leaf_modules": "leave it out: units are found, and zero3d.Engine(units=...) names others",
+        "get_z3_leaf_modules": "leave it out: units are found, and zero3d.Engine(units=...) names others",
+        "log_dist": "use logging, where torch.distributed.get_rank() == 0",
+        "logger": "use logging.getLogger('zero3d')",
+        "OnDevice": "use torch.device('meta') and zero3d.Engine(weights=...), or build the model on the CPU",
+        "instrument_w_nvtx": "use torch.cuda.nvtx.range",
+    },
+    {"groups": "use zero3d.Mesh, whose axes have their ranks"},
+)  # fmt: skip
+
+ZERO = _table(
+    {"GatheredParameters": "parameters are whole inside, and what is written into them is kept"},
+    {},
+    {
+        "Init": "build the model on the CPU of every rank, or use zero3d.models.open.open_model and "
+        "zero3d.Engine(weights=...), with which a rank reads what it holds",
+        "register_external_parameter": "leave it out: a parameter that another module uses is found",
+        "unregister_external_parameter": "leave it out: a parameter that another module uses is found",
+        "unwrap_model_for_generation": "use engine.generate, or engine.engine.full_params()",
+        "TiledLinear": "use zero3d.Engine(gather_budget='64MB'), which tiles larger layers",
+    },
+    {},
+)
+
+TABLES: Mapping[str, Mapping[str, Name]] = MappingProxyType(
+    {"deepspeed": PACKAGE, "engine": ENGINE, "deepspeed.utils": UTILS, "deepspeed.zero": ZERO}
+)
+
+
+def instead_of(table: Mapping[str, Name], name: str) -> str | None:
+    """Return what to use for a name that is refused, else None."""
+    row = table.get(name)
+    return row.line if row is not None and row.fate == REFUSED else None
+
+
+def refused(module: str, table: Mapping[str, Name], name: str) -> Any:
+    """Return what stands in a module for a name that is refused: it raises ConfigError when it is called.
+
+    Raises AttributeError for a module of DeepSpeed's, and for a name that is unknown.
+    """
+    line = instead_of(table, name)
+    if line is None:
+        raise AttributeError(f"module 'zero3d.integrations.{module}' has no attribute {name!r}")
+    if table[name].parts:
+        raise AttributeError(f"there is no deepspeed.{name} here: {line}.")
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise ConfigError(f"{name}() of {module} is not here: {line}.")
+
+    return refuse
+
+
+def as_markdown() -> str:
+    """Return the tables of docs/deepspeed.md: every name and what becomes of it."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    for title, table in TABLES.items():
+        yield from (f"### {title}", "", "| name | here | what it does, or what to use |", "|---|---|---|")
+        yield from (f"| `{name}` | {row.fate} | {row.line} |" for name, row in table.items())
+        yield ""
