@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
+from zero3d.nested import map_tensors
 from zero3d.zero.optimizer import APPLIED, NOT_DUE
 
 
@@ -59,10 +60,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self.engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the torch optimizer's. Of several ranks each has a part of the states: they cannot be read there."""
+        """Return a copy of the torch optimizer's; of several ranks each has a part of the states: not shown."""
         found: dict[str, Any] = super().state_dict()
-        alone = self.engine.closed or self.engine.world.size == 1
-        return found if alone else {"state": StatesOfAllRanks(), "param_groups": found["param_groups"]}
+        if self.engine.closed or self.engine.world.size == 1:
+            return map_tensors(found, torch.clone)  # type: ignore[no-any-return]
+        return {"state": StatesOfAllRanks(), "param_groups": found["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
         """Raise ConfigError: a rank has a part of the states."""
