@@ -241,3 +241,76 @@ def two_meshes():
 
 def test_a_mesh_of_the_caller_stays_open_and_the_last_one_ends_the_world_of_one_process(alone):
     alone(two_meshes)
+
+
+def replaced_before(precision):
+    """A head that the caller puts in after training stays; all else has what it learnt."""
+    model = net()
+    engine = Engine(model, stage=3, precision=precision, optimizer=adamw)
+    train(engine)
+    engine.unshard()
+    body = [p.detach().clone() for p in model.layers.parameters()]
+    model.head = head = nn.Linear(24, 7, bias=False)
+    weight = head.weight.detach().clone()
+    engine.close()
+    assert model.head is head
+    assert torch.equal(head.weight, weight)
+    assert all(torch.equal(p, q) for p, q in zip(model.layers.parameters(), body, strict=True))
+
+
+def test_what_the_caller_replaces_before_the_close_stays(ranks):
+    ranks(2, replaced_before, "fp32")
+
+
+def unsharded(stage, folder):
+    """What is written after unshard() is saved, found by the fingerprint, loaded and trained on from."""
+    model = net()
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw, ema=0.9)
+    train(engine)
+    before = engine.fingerprint()
+    engine.unshard()
+    engine.unshard()
+    assert engine.fingerprint() == before
+    with torch.no_grad():
+        model.head.weight.fill_(0.5)
+    written = engine.fingerprint()
+    assert written != before
+    engine.save(folder)
+    assert model.head.weight.eq(0.5).all()
+    ids = batch(5, engine.mesh.rank)
+    for call in (engine.step, lambda: engine.train_batch([ids])):
+        with pytest.raises(ConfigError, match=r"leave the block first \(after unshard\(\): call reshard\(\)\)"):
+            call()
+    own = bits(model.parameters())
+    with engine.averaged(), engine.full_params():
+        shown = bits(model.parameters())
+    assert shown != own
+    assert bits(model.parameters()) == own
+    engine.reshard()
+    train(engine)
+    engine.unshard()
+    engine.load(folder)
+    assert engine.fingerprint() == written
+    return bits(model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unsharded_weights_are_those_of_training(ranks, tmp_path, stage):
+    first, second = ranks(2, unsharded, stage, tmp_path)
+    assert first == second
+
+
+def test_a_model_without_room_changes_nothing(monkeypatch):
+    from zero3d import OutOfBudget
+    from zero3d.engine import assembly
+    from zero3d.memory.auto_place import Room
+
+    model = nn.Linear(4, 4)
+    engine = Engine(model, precision="fp32", accumulate=2)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    monkeypatch.setattr(assembly, "room_of", lambda *_: Room(10, None, False))
+    for call in (engine.close, engine.unshard):
+        with pytest.raises(OutOfBudget, match="has room for 10 B"):
+            call()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    assert engine.step().reason == "applied"

@@ -532,3 +532,59 @@ def test_a_model_without_room_stays_sharded_and_says_so(ranks, tmp_path):
     assert "takes" in said[0]
     assert "has room for 1.00 kB" in said[0]
     assert silent == []
+
+
+def changed_between(folder, how):
+    """A model whose head is replaced, or which gets adapters that are merged, between two Trainers of it."""
+    from peft import LoraConfig, get_peft_model
+
+    from zero3d.integrations.transformers import Trainer
+
+    def train_on(module, steps=2):
+        trainer = Trainer(module, arguments(folder, max_steps=steps), stage=3, train_dataset=Rows(16))
+        trainer.train()
+        return trainer
+
+    with launched():
+        model = hf("llama")
+        trainer = train_on(model)
+        trainer.accelerator.save_state(f"{folder}/state")
+        trainer.accelerator.load_state(f"{folder}/state")
+        body = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        if how == "head":
+            model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB, bias=False)
+            head = model.lm_head.weight.detach().clone()
+            trainer.accelerator.close_engine()
+            return torch.equal(model.lm_head.weight, head), torch.equal(model.model.layers[0].mlp.up_proj.weight, body)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+        train_on(adapted)
+        frozen = torch.equal(adapted.base_model.model.model.layers[0].mlp.up_proj.weight, body)
+        merged = adapted.merge_and_unload()
+        merged.requires_grad_(True)
+        train_on(merged)
+        return frozen, not torch.equal(merged.model.layers[0].mlp.up_proj.weight, body)
+
+
+@pytest.mark.parametrize("how", ["head", "adapters"])
+def test_a_model_may_change_between_two_trainers(ranks, tmp_path, how):
+    assert ranks(2, changed_between, tmp_path, how) == [(True, True)] * 2
+
+
+def groups_after(folder, trainings):
+    """Process groups after each training of one Trainer, whose model is made anew for each."""
+    from torch.distributed.distributed_c10d import _world
+
+    from zero3d.integrations.transformers import Trainer
+
+    with launched():
+        args, found = arguments(folder, max_steps=2), []
+        trainer = Trainer(model_init=lambda: hf("llama"), args=args, stage=3, train_dataset=Rows(16))
+        for _ in range(trainings):
+            trainer.train()
+            found.append(len(_world.pg_map))
+        return found
+
+
+def test_trainings_of_new_models_leave_no_groups(ranks, tmp_path):
+    for found in ranks(2, groups_after, tmp_path, 3):
+        assert len(set(found)) == 1

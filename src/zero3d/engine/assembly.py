@@ -90,29 +90,41 @@ class Assembly:
     expert_load: ExpertLoad
     changes: Changes
 
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether this rank's parameters together with those of other dp ranks are the whole model: no tp, pp or ep."""
+        axes = self.base.axes
+        return axes.world.size == axes.dp.size and axes.ep.size == 1
+
+    def check_close(self) -> None:
+        """Raise OutOfBudget on all ranks where some rank has no room for the whole model."""
+        if self.has_whole_model:
+            shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
+            self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
+
     def close(self) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
 
         Over tp, pp and ep a rank has parts of the parameters alone: there the model refuses to be used.
         """
-        base, units, model = self.base, self.runtime.units, self.changes.model
-        axes, full_model = base.axes, base.division.full_model
-        trained = {
-            full_model.owner(slot.name) for unit in units if unit.grads is not None for slot in unit.layout.slots
-        }
-        is_here = axes.world.size == axes.dp.size and axes.ep.size == 1
-        if is_here:
-            dtypes = self.changes.dtypes
-            self.check_room(sum(math.prod(full_model.shapes[n]) * dtypes[n].itemsize for n in dtypes), "close()")
-        values = self.whole_parameters.masters(full_model, self.changes.dtypes) if is_here else {}
-        leave_clipping(p for unit in units for p in unit.weights.params)
-        self.changes.undo(values, trained)
+        base, model, full_model = self.base, self.changes.model, self.base.division.full_model
+        slots = [
+            (unit, slot.name, p)
+            for unit in self.runtime.units
+            for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
+        ]
+        values = self.whole_parameters.masters(full_model, self.changes.dtypes) if self.has_whole_model else {}
+        leave_clipping(p for _, _, p in slots)
+        owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
+        made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})
+        updated = {full_model.owner(name) for unit, name, _ in slots if unit.grads is not None}
         groups: list[list[nn.Parameter]] = [[] for _ in range(base.resolved.groups.groups)]
-        for name, p in model.named_parameters() if is_here else ():
-            if name in trained:
+        there = set(model.parameters())
+        for name, p in made.items() if self.has_whole_model else ():
+            if name in updated and p in there:
                 groups[base.resolved.groups.group(name)].append(p)
         give_back_optimizer(self.runtime.optimizer.torch, groups)
-        if not is_here:
+        if not self.has_whole_model:
             guard_rest(model, set(), CLOSED_IN_PARTS)
 
     def check_room(self, needed: int, what: str) -> None:
@@ -120,6 +132,9 @@ class Assembly:
         world, offload = self.base.axes.world, self.base.options.zero.offload
 
         def check() -> None:
+            device = self.base.resolved.mesh.device
+            if device.type != "cpu":
+                torch.get_device_module(device).empty_cache()  # what the allocator keeps of training counts as taken
             room = room_of(self.base.resolved.mesh, offload).device
             if needed > room:
                 raise OutOfBudget(

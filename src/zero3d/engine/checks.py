@@ -49,7 +49,8 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
     if is_guarded(model) or any(map(is_dtensor, parameters.values())):
         raise ConfigError(
             f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
-            "DTensor): pass it to one Engine, or close the other first: engine.close() gives the plain model back."
+            "DTensor): pass it to one Engine, or close the other first: engine.close(), of a Trainer "
+            "trainer.accelerator.close_engine(), gives a model that is cut over dp alone back."
         )
     if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """What an engine changed in a model's modules, to be undone when it is closed.
 
-    before   Before.of(model)          hooks, attributes and parameters of every module, as the caller has made them
-    built    before.changes(model)     what is different now: that is the engine's; nothing else is remembered
-    closed   changes.undo(values)      the modules as they were, with parameters that have these values
+    before   Before(model)             hooks, attributes and parameters of every module, as the caller has made them
+    built    before.changes()          what is different now: that is the engine's; nothing else is remembered
+    closed   changes.undo(values, ...)  the modules as they were, with parameters that have these values
 
     hooks        those that came are removed; the caller's own, later ones too, stay
     attributes   forwards, classes and child modules that were replaced are put back, unless the caller has replaced
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name]
-KEPT = {"training", "_parameters", "_buffers", *HOOKS}  # no attributes to be put back as they were
+KEPT = {"training", "_parameters", "_buffers", *HOOKS}  # not compared as attributes
 ABSENT = object()
 
 
 class Known(NamedTuple):
-    """A module as the caller has made it; parameters: names in the model by names in the module."""
+    """A module as the caller has made it. parameters: from a name in the module to that in the model."""
 
     kind: type[nn.Module]
     attributes: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Known(NamedTuple):
 
 
 class Before:
-    """Knows a model as it was: no tensor is kept alive by it."""
+    """Knows a model as it was, by names, numbers and identities: it keeps no parameter alive."""
 
     def __init__(self, model: nn.Module) -> None:
         names = {p: name for name, p in model.named_parameters()}
@@ -65,6 +65,7 @@ class _Change:
 
     def __init__(self, module: nn.Module, known: Known) -> None:
         self.module, self._kind, self._parameters = module, known.kind, known.parameters
+        self._built = dict(module._parameters)
         self._hooks = {name: set(vars(module)[name]) - known.hooks[name] for name in HOOKS}
         now = {**vars(module), "_modules": dict(module._modules)}
         before = known.attributes
@@ -96,9 +97,14 @@ class _Change:
                 del vars(module)[name]
             else:
                 vars(module)[name] = before
-        now = dict(module._parameters)
-        theirs = {key: None if name is None else made.get(name, now.get(key)) for key, name in self._parameters.items()}
-        module._parameters = {**theirs, **{key: p for key, p in now.items() if key not in theirs}}
+        registered = dict(module._parameters)
+        back: dict[str, nn.Parameter | None] = {}
+        for key, owner in self._parameters.items():
+            if registered.get(key, ABSENT) is self._built.get(key, ABSENT):
+                back[key] = None if owner is None else made.get(owner, registered.get(key))
+            elif key in registered:
+                back[key] = registered[key]  # the caller has replaced it
+        module._parameters = {**back, **{key: p for key, p in registered.items() if key not in self._parameters}}
 
 
 class Changes:
@@ -114,16 +120,20 @@ class Changes:
     ) -> None:  # fmt: skip
         self.model, self.dtypes, self._hooks, self._modules = model, dtypes, hooks, list(modules)
 
-    def put(self, name: str, value: Any) -> None:
-        """Give the model an attribute of its own, to be undone with the rest."""
-        self._modules[0].put(name, value)
+    def put(self, name: str, value: Any, everywhere: bool = False) -> None:
+        """Give the model, or each of its modules, an attribute of its own, to be undone with the rest."""
+        for change in self._modules if everywhere else self._modules[:1]:
+            change.put(name, value)
 
-    def undo(self, values: Mapping[str, Tensor], trained: Collection[str]) -> None:
-        """Put the modules back as they were, and whole values into their parameters, by name.
+    def undo(
+        self, values: Mapping[str, Tensor], owned: Mapping[str, nn.Parameter], trained: Collection[str]
+    ) -> dict[str, nn.Parameter]:
+        """Put the modules back as they were, and whole values into their parameters, by name; return these.
 
-        trained  names of those that are made anew, since an engine had them in parts, and require a gradient
+        owned    the engine's parameters; of a layer that it had in parts a new one is made
+        trained  names of those of which some part requires a gradient
         """
-        made = dict(self.model.named_parameters(remove_duplicate=False))
+        made = dict(owned)
         for name, p in made.items():
             for number in set(_hooks_of(p)) - self._hooks.get(name, set()):
                 del _hooks_of(p)[number]
@@ -134,10 +144,11 @@ class Changes:
                 made[name] = nn.Parameter(value, requires_grad=name in trained)
         for change in self._modules:
             change.undo(made)
+        return made
 
 
 def give_back_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Make an engine's torch optimizer one of these parameters, by group, that has taken no step."""
+    """Have an engine's torch optimizer hold these parameters, by group, with empty state."""
     optimizer.state.clear()
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = list(params)

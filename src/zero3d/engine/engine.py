@@ -184,22 +184,27 @@ class Engine:
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
 
-        Parameters are whole on every rank, in the dtype in which they came: of what is trained the masters' values. The
-        optimizer is one of these parameters that has taken no step; `save` first what training would go on from.
-        Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its
-        model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
-        Takes Psi parameters more on every rank while it works, and moves (N-1)/N Psi elements of masters. All ranks
-        call it; afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes
-        nothing, where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and
-        what a save with `wait=False` raised.
+        Parameters are whole on every rank, in the dtype in which they came: those that were trained have their masters'
+        values, frozen ones those that were computed with. The torch optimizer holds these parameters, with empty state:
+        `save` first what training would go on from. Gradients of a step that is not applied are forgotten. Over tp, pp
+        and ep no rank has a whole model, and its model refuses to be used: `export` first. A mesh that the engine has
+        made is closed, too.
+        Takes the whole model in that dtype on every rank, and moves (N-1)/N Psi elements of masters. All ranks call it;
+        afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes nothing,
+        where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and what a
+        save with `wait=False` raised.
         """
-        self.reshard()
-        if self._assembly.whole_parameters.any_open:
-            raise ConfigError("close() inside full_params(): leave the block first.")
         self._refuse_averages("close()")
+        self._assembly.check_close()
+        if self._unsharded:
+            with torch.no_grad():  # what was unfrozen meanwhile is not to be trained here
+                self._assembly.whole_parameters.shut(self._unsharded)
+            self._unsharded = []
+        self._refuse_open("close()")
         self.saved()
         self._stepper.abandon()
-        self.release()
+        with torch.no_grad():
+            self.release()
         self.optimizer.wait()
         self._assembly.close()
         mesh = self.mesh if self._opened else None
@@ -212,9 +217,14 @@ class Engine:
         if mesh is not None:
             mesh.close()
 
-    def put(self, name: str, value: Any) -> None:
-        """Give the model an attribute of its own, such as a method, that is gone after `close()`."""
-        self._assembly.changes.put(name, value)
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether `close()` can give the whole model back: it is cut over dp alone."""
+        return self._assembly.has_whole_model
+
+    def put(self, name: str, value: Any, everywhere: bool = False) -> None:
+        """Give the model, or each of its modules, an attribute of its own that is gone after `close()`: a method."""
+        self._assembly.changes.put(name, value, everywhere)
 
     @property
     def closed(self) -> bool:
@@ -265,11 +275,7 @@ class Engine:
 
     def _step(self, besides: Tensor | None = None) -> StepResult:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
-        if self._assembly.whole_parameters.any_open:
-            raise ConfigError(
-                "step() inside full_params() would be undone on leaving it: leave the block first (after unshard(): "
-                "reshard())."
-            )
+        self._refuse_open("step()")
         if self.accumulation.reached:
             with self.mesh.heartbeat.phase("save"):
                 self._saves.await_copy()
@@ -299,6 +305,7 @@ class Engine:
         is on its way: to read a parameter is then for all ranks to do together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
+        self._refuse_open("train_batch()")
         batches = list(micro_batches)
         self._execution.check()
         self._counts.check(batches)
@@ -394,9 +401,10 @@ class Engine:
         return self._assembly.whole_parameters.open(modules)
 
     def unshard(self) -> None:
-        """Make all parameters whole until `reshard()`, as inside `full_params()`: for models that are used elsewhere.
+        """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
 
-        All ranks call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
+        `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load` and `averaged` see to it. All ranks
+        call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
         """
         gathered = [unit for unit in self.units if unit.weights.sharded and not unit.users]
         self._assembly.check_room(sum(unit.layout.total * unit.dtype.itemsize for unit in gathered), "unshard()")
@@ -408,6 +416,22 @@ class Engine:
             self._freezing.adopt_unfrozen()
             self._assembly.whole_parameters.shut(self._unsharded)
             self._unsharded = []
+
+    @contextmanager
+    def _resharded(self) -> Iterator[None]:
+        """Have what was written since `unshard()` in the masters inside, and then unshard again."""
+        again = bool(self._unsharded)
+        self.reshard()
+        yield
+        if again:
+            self.unshard()
+
+    def _refuse_open(self, call: str) -> None:
+        if self._assembly.whole_parameters.any_open:
+            raise ConfigError(
+                f"{call} inside full_params() would be undone on leaving it: leave the block first (after unshard(): "
+                "call reshard())."
+            )
 
     def freeze(self, pattern: str) -> None:
         """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
@@ -436,11 +460,13 @@ class Engine:
         if self.averages is None:
             raise ConfigError("there are no averages of the weights: build the engine with ema=0.999 (train.ema).")
         self._refuse_averages("averaged()")
-        self._saves.await_copy()
-        self.release()
-        with self.averages.shown():
-            yield
-            self.gathers.drop(lambda token: token == KEEP)
+        with self._resharded():
+            self._refuse_open("averaged()")
+            self._saves.await_copy()
+            self.release()
+            with self.averages.shown():
+                yield
+                self.gathers.drop(lambda token: token == KEEP)
 
     def _refuse_averages(self, call: str) -> None:
         if self.averages is not None and self.averages.are_shown:
@@ -480,7 +506,7 @@ class Engine:
                 "holds no gradients, so they would be lost. Save after the step() that applies it, or forget them with "
                 "engine.zero_grad()."
             )
-        with self.mesh.heartbeat.phase("save"):
+        with self.mesh.heartbeat.phase("save"), self._resharded():
             self.optimizer.settle()
             save = self._saves.now if wait else self._saves.begin
             return save(Path(directory), lambda: engine_state(self._assembly, loop))
@@ -514,13 +540,16 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        if self._assembly.whole_parameters.any_open:
-            raise ConfigError("load() inside full_params() would be undone on leaving it: leave the block first.")
+        with self._resharded():
+            return self._load(Path(directory))
+
+    def _load(self, directory: Path) -> Any:
+        self._refuse_open("load()")
         self._refuse_averages("load()")
         with self.mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = engine_state(self._assembly)
-        checked = restore.check(Path(directory), state)
+        checked = restore.check(directory, state)
         self.optimizer.settle()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
@@ -578,8 +607,9 @@ class Engine:
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""
-        self.optimizer.settle()
-        return fingerprint(engine_state(self._assembly))
+        with self._resharded():
+            self.optimizer.settle()
+            return fingerprint(engine_state(self._assembly))
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.

@@ -65,7 +65,8 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         raise ReleasedParameterError(
             "this model belongs to an Engine: a copy or pickle would hold shards or placeholders, and its hooks would "
             "drive the original's engine. Use engine.export(directory) for the weights, engine.save(directory) for "
-            "everything, or engine.close() when training is over: the model is a plain one then, and whole."
+            "everything, or engine.close() when training is over (of a Trainer: trainer.accelerator.close_engine()), "
+            "which makes the model a plain one."
         )
 
     for module in model.modules():

@@ -179,7 +179,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with engine.full_params():
                 return type(model).load_state_dict(model, *args, **options)
 
-        engine.put(TAKE_BACK, partial(self._close, engine, mesh))
+        engine.put(TAKE_BACK, partial(self._close, engine, mesh), everywhere=True)
         engine.put("load_state_dict", load_state_dict)
         if engine.stage == 3 and engine.dp.size > 1 and hasattr(model, "generate"):  # units are gathered by all ranks
             engine.put("generate", partial(getattr(model, "generate"), synced_gpus=True))  # noqa: B009
@@ -191,10 +191,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine, so that its model is a plain one again, and let go of all that was prepared.
 
-        Where the whole model has no room on a rank, the engine goes with what else refers to it.
+        Where no rank can have the whole model, the engine stays open, and is let go of.
         """
-        with suppress(OutOfBudget):
-            self.close_engine()
+        if self._built is not None and self._built[0].has_whole_model:
+            with suppress(OutOfBudget):
+                self.close_engine()
         self.engine = self._built = None
         return super().free_memory(*objects)
 
@@ -204,8 +205,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._close(*self._built)
 
     def _close(self, engine: Engine, mesh: Mesh | None) -> None:
-        """Close an engine, and the mesh that was made for it."""
-        engine.close()
+        """Close an engine, and the mesh that was made for it. Raises ConfigError over tp, pp and ep."""
+        if not engine.closed:
+            if not engine.has_whole_model:
+                raise ConfigError(
+                    "the model is cut over tp, pp or ep by the engine that trains it, and no rank has the whole: write "
+                    "it with engine.export(FOLDER), and train what from_pretrained loads from there."
+                )
+            module = engine.module
+            engine.close()
+            models: list[Any] = self._models  # type: ignore[has-type]
+            optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+            self._models = [one for one in models if one is not module]
+            self._optimizers = [one for one in optimizers if getattr(one, "engine", None) is not engine]
         if mesh is not None:
             mesh.close()
         if self._built == (engine, mesh):
@@ -294,8 +306,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def _without_engine(self, hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
         """Leave the engine's model and optimizer out of what Accelerate saves and loads itself; hooks have them."""
-        models: list[Any] = self._models  # type: ignore[has-type]
-        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+        models: list[Any] = self._models
+        optimizers: list[Any] = self._optimizers
         callers = dict(hooks)
         self._models = [one for one in models if self.engine is None or one is not self.engine.module]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
@@ -323,5 +335,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def take_back(model: nn.Module) -> None:
-    """Close the engine that an Accelerator has made for a model, if any: it is plain again. Raises OutOfBudget."""
-    vars(model).get(TAKE_BACK, lambda: None)()
+    """Close the engines that Accelerators have made for a model or parts of it. Raises ConfigError, OutOfBudget."""
+    for module in list(model.modules()):
+        vars(module).get(TAKE_BACK, lambda: None)()

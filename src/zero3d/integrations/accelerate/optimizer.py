@@ -48,6 +48,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             raise ConfigError("optimizer.step(closure) is not here: call the model and accelerator.backward before it.")
         if not self.gradient_state.sync_gradients:
             return
+        self.engine.reshard()
         result = self.engine.step()
         self._is_overflow = result.reason not in (APPLIED, NOT_DUE)  # without a backward Accelerate's schedules go on
         if self._norm is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,12 +41,19 @@ class Choice:
 
 
 class TrainersAccelerator(Accelerator):
-    """An Accelerator whose engine stays when memory is freed: a Trainer does so before it trains, perhaps once more."""
+    """An Accelerator of a Trainer, which calls `free_memory` before every training and goes on with its engine."""
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared but the engine."""
         self.engine = None
         return accelerate.Accelerator.free_memory(self, *objects)
+
+    def _build(self, model: Any, optimizer: Any) -> Engine:
+        """Build an engine in the place of the last one, whose model the Trainer has replaced (`model_init`)."""
+        if self._built is not None and self._built[0].has_whole_model:
+            with suppress(OutOfBudget):
+                self.close_engine()
+        return super()._build(model, optimizer)
 
 
 def engine_of(trainer: Trainer) -> Engine | None:
@@ -172,10 +179,14 @@ def _finalize_training(original: Callable[..., Any], trainer: Trainer, *given: A
     except OutOfBudget as error:
         if args.process_index == 0:
             warnings.warn(
-                f"after training the model stays sharded: {error} engine: trainer.accelerator.engine.", stacklevel=2
+                f"after training the model stays sharded: {error} (`engine` is trainer.accelerator.engine.)",
+                stacklevel=2,
             )
-    with _replaced(args, "load_best_model_at_end", False):
+    vars(trainer)["_load_best_model"] = lambda: None  # it is there
+    try:
         return original(*given, **options)
+    finally:
+        del vars(trainer)["_load_best_model"]
 
 
 def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
