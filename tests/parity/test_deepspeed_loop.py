@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from models import batch, bits, hf, loss_of
+from safetensors.torch import load_file
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
@@ -193,9 +194,11 @@ def test_weights_go_out_and_come_in_whole(stage, tmp_path):
     assert found.keys() == {f"m.{name}" for name in wanted}
     assert all(torch.equal(found[f"m.{name}"], wanted[name]) for name in wanted)
     engine.load_module_state_dict({"module": {name: 2 * values for name, values in wanted.items()}})
-    assert engine.save_16bit_model(tmp_path, "pytorch_model.bin")
-    written = torch.load(tmp_path / "pytorch_model.bin")
+    assert engine.save_16bit_model(tmp_path, "weights.safetensors")
+    written = load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(written[name], 2 * wanted[name]) for name in wanted)
+    with pytest.raises(ConfigError, match=r"would be a pickle, and none is written here"):
+        engine.save_16bit_model(tmp_path, "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"needs the weights as \{'module': WEIGHTS\}"):
         engine.load_module_state_dict(wanted)
 
@@ -288,14 +291,14 @@ def two_ranks_load(stage, folder):
     masters = [
         deepspeed.utils.safe_get_full_fp32_param(next(each.module.parameters())) for each in (engine, other)
     ]  # fmt: skip
-    engine.save_16bit_model(f"{folder}/{stage}", "weights.bin")
+    engine.save_16bit_model(f"{folder}/{stage}", "weights.safetensors")
     return torch.equal(*masters), other.global_steps
 
 
 def test_two_ranks_take_weights_of_a_checkpoint_and_write_one_file(ranks, tmp_path):
     for stage in (1, 3):
         assert ranks(2, two_ranks_load, stage, str(tmp_path)) == [(True, 1), (True, 1)]
-        assert torch.load(tmp_path / str(stage) / "weights.bin").keys() == hf("llama").state_dict().keys()
+        assert load_file(tmp_path / str(stage) / "weights.safetensors").keys() == hf("llama").state_dict().keys()
 
 
 def full_states(stage, precision):

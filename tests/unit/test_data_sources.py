@@ -219,8 +219,15 @@ def test_text_gets_the_start_the_tokenizer_adds_and_one_end(tmp_path):
 
 
 def test_a_tokenizer_that_is_no_folder_is_refused_without_a_download(tmp_path):
-    for asked, model in (("gpt2", None), (None, None), (None, "demo"), (str(tmp_path / "none"), None)):
-        with pytest.raises(ConfigError, match="zero3d does not download"):
+    nowhere, none = "zero3d does not download", "the model brings no tokenizer: set data.tokenizer to a folder"
+    asked_for = (
+        ("gpt2", None, nowhere),
+        (str(tmp_path / "none"), None, nowhere),
+        (None, None, none),
+        (None, "demo", nowhere),
+    )
+    for asked, model, said in asked_for:
+        with pytest.raises(ConfigError, match=said):
             load_tokenizer(asked, model)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"holds no tokenizer that can be loaded"):

@@ -25,6 +25,7 @@ ARGUMENTS = {  # what each is called with besides self
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_load_best_model": [],
+    "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
 }
 

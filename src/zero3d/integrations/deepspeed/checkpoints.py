@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from zero3d.checkpoint.fields import quote_name
@@ -32,6 +33,7 @@ from zero3d.integrations.deepspeed.questions import Questions
 from zero3d.models.names import persistent_buffers
 from zero3d.watchdog.own_files import write_whole
 
+SUFFIX = ".safetensors"
 LATEST = "latest"  # the file of a folder of checkpoints that names the last one, as DeepSpeed writes it
 
 
@@ -130,12 +132,18 @@ class Checkpoints(Questions):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str | None = None, exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights: as a Hugging Face folder, or by torch.save in a file of this name, such as
-        pytorch_model.bin.
+        """Write the weights: as a Hugging Face folder, or in a file of this name, which ends in .safetensors.
+
+        Raises ConfigError for other names, such as DeepSpeed's pytorch_model.bin: that is a pickle.
         """
         if save_filename is None and not exclude_frozen_parameters:
             self.engine.export(save_dir)
             return True
+        if save_filename is not None and not save_filename.endswith(SUFFIX):
+            raise ConfigError(
+                f"save_16bit_model(save_filename={save_filename!r}) would be a pickle, and none is written here: pass "
+                f"a name that ends in {SUFFIX}, or none for a folder that from_pretrained loads."
+            )
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         agree(self.engine.world.patient, lambda: self._write(weights, Path(save_dir), save_filename))
         return True
@@ -144,11 +152,11 @@ class Checkpoints(Questions):
 
     def _write(self, weights: Mapping[str, Tensor], folder: Path, name: str | None) -> None:
         if self.global_rank == 0:
-            path = folder / (name or "pytorch_model.bin")
+            path = folder / (name or f"model{SUFFIX}")
             with told(path):
                 folder.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_name(f"{path.name}.tmp")
-                torch.save(dict(weights), unfinished)
+                save_file({key: value.clone() for key, value in weights.items()}, unfinished)  # tied ones apart
                 unfinished.replace(path)
 
     def _load_all(self, path: Path, with_schedule: bool) -> Any:

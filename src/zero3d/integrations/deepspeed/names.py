@@ -100,7 +100,7 @@ ENGINE = _table(
         "save_checkpoint": "writes a checkpoint of ours, and the file latest",
         "load_checkpoint": "goes on from it; load_optimizer_states=False, load_lr_scheduler_states=False and "
         "load_module_only=True take parts of it",
-        "save_16bit_model": "writes a Hugging Face folder, or with save_filename a file by torch.save",
+        "save_16bit_model": "writes a Hugging Face folder, or with save_filename a file of safetensors",
         "compile": "does nothing where compile: {enabled: true} of the JSON has compiled every block, else refuses",
         "is_compiled": "whether the JSON had every block compiled",
         "destroy": "gives the module back, whole and trainable",
