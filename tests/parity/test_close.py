@@ -316,3 +316,13 @@ def test_a_model_without_room_changes_nothing(monkeypatch):
             call()
     engine.backward(engine(torch.ones(1, 4)).sum())
     assert engine.step().reason == "applied"
+
+
+def test_a_checkpoint_that_cannot_be_loaded_leaves_weights_unsharded(tmp_path):
+    model = nn.Linear(4, 4)
+    engine = Engine(model, stage=3, precision="fp32")
+    engine.unshard()
+    before = bits(model.parameters())
+    with pytest.raises(zero3d.CheckpointError):
+        engine.load(tmp_path / "none")
+    assert bits(model.parameters()) == before

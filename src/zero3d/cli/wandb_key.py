@@ -1,4 +1,4 @@
-"""Whether anybody may be logged in to Weights & Biases, told by names alone. Imports no wandb.
+"""Looks for a key of Weights & Biases where wandb would, without importing wandb or opening a file.
 
 Where a key may be (wandb/sdk/lib/wbauth, wandb/sdk/wandb_settings.py):
 

@@ -92,7 +92,7 @@ class Assembly:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether this rank's parameters together with those of other dp ranks are the whole model: no tp, pp or ep."""
+        """True where the model is cut over dp alone, not over tp, pp or ep."""
         axes = self.base.axes
         return axes.world.size == axes.dp.size and axes.ep.size == 1
 

@@ -1,4 +1,4 @@
-"""What an engine changed in a model's modules, to be undone when it is closed.
+"""Records what an engine changes in a model's modules, and undoes it when the engine is closed.
 
     before   Before(model)             hooks, attributes and parameters of every module, as the caller has made them
     built    before.changes()          what is different now: that is the engine's; nothing else is remembered
@@ -61,7 +61,7 @@ class Before:
 
 
 class _Change:
-    """What has become of one module."""
+    """Records how one module differs from before."""
 
     def __init__(self, module: nn.Module, known: Known) -> None:
         self.module, self._kind, self._parameters = module, known.kind, known.parameters

@@ -219,16 +219,16 @@ class Engine:
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether `close()` can give the whole model back: it is cut over dp alone."""
+        """True where the model is cut over dp alone, so that `close()` can give it back."""
         return self._assembly.has_whole_model
 
     def put(self, name: str, value: Any, everywhere: bool = False) -> None:
-        """Give the model, or each of its modules, an attribute of its own that is gone after `close()`: a method."""
+        """Set an attribute, such as a method, on the model or on each of its modules; `close()` removes it."""
         self._assembly.changes.put(name, value, everywhere)
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` has given the model back."""
+        """True once `close()` has ended."""
         return False
 
     # --- training -------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class Engine:
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:
-        """Have what was written since `unshard()` in the masters inside, and then unshard again."""
+        """Take what was written since `unshard()` into the masters for a block, and unshard again after it."""
         again = bool(self._unsharded)
         self.reshard()
         yield
@@ -540,8 +540,14 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        with self._resharded():
-            return self._load(Path(directory))
+        again = bool(self._unsharded)
+        try:
+            with self._resharded():
+                return self._load(Path(directory))
+        except CheckpointError:  # of all ranks
+            if again:
+                self.unshard()
+            raise
 
     def _load(self, directory: Path) -> Any:
         self._refuse_open("load()")
@@ -666,9 +672,7 @@ class _Closed(Engine):
     """An engine after `close()`."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ConfigError(
-            "this engine is closed, and its model is a plain one: build a new Engine to train it further."
-        )
+        raise ConfigError("this engine is closed: build a new Engine to train its model further.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ConfigError, as every other use does."""

@@ -61,7 +61,7 @@ def refuse_stage(options: Mapping[str, Any] | None, what: str) -> None:
         raise ConfigError(f"{what} takes the stage by itself: pass stage={(options or {})['stage']!r}, not in options.")
 
 
-TAKE_BACK = "zero3d_take_back"  # the attribute of a model whose engine an Accelerator has made: what closes that
+TAKE_BACK = "zero3d_take_back"  # an attribute of modules in an Accelerator's engine: a function that closes it
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -191,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine, so that its model is a plain one again, and let go of all that was prepared.
 
-        Where no rank can have the whole model, the engine stays open, and is let go of.
+        An engine whose model has no room, or is cut over tp, pp or ep, is not closed: only the reference is dropped.
         """
         if self._built is not None and self._built[0].has_whole_model:
             with suppress(OutOfBudget):

@@ -118,16 +118,16 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self.micro_steps += 1
 
     def was_step_applied(self) -> bool:
-        """Say whether the latest `step` changed parameters: it was at a boundary, and its gradient was finite."""
+        """Return whether the latest `step` updated parameters: at a boundary, with a finite gradient."""
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Say whether the micro-batch that is being computed is the last one of a step."""
+        """Return whether the current micro-batch is the last one of its step."""
         at_end = (self.micro_steps + 1) % self._batch.accumulate == 0
         return at_end if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say for what comes next whether it ends a step, in place of counting."""
+        """Set whether the following micro-batches end a step; from then on they are not counted."""
         self._boundary = is_boundary
 
     @contextmanager

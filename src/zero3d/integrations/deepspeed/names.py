@@ -1,4 +1,4 @@
-"""What programs call of DeepSpeed 0.19.8, name by name: built here, an alias of something else, or refused.
+"""Tables of the names of DeepSpeed 0.19.8 that programs call: built here, an alias of something else, or refused.
 
     fate      of a name that is read or called here
     built     it does what the line says
@@ -21,7 +21,7 @@ BUILT, ALIAS, REFUSED = "built", "alias", "refused"
 
 
 class Name(NamedTuple):
-    """What becomes of a name. parts: it is a module of DeepSpeed's, of which there is nothing."""
+    """Says how a name is treated here. parts: it is a module of DeepSpeed's, and each name in it is refused, too."""
 
     fate: str
     line: str

@@ -67,7 +67,7 @@ def _build(kind: str, settings: Config, document: Document) -> Build:
 
 
 def _are_all(given: list[Any], model: nn.Module) -> bool:
-    """Say whether parameters are all that is trained, in no groups."""
+    """Return whether `given` is a plain list of all trainable parameters, not a list of groups."""
     if not all(isinstance(each, nn.Parameter) for each in given):
         return False
     trained = {p for p in model.parameters() if p.requires_grad}
