@@ -1,5 +1,7 @@
 """A loop that is written for Accelerate, with its Accelerator on one process and with ours on two ranks."""
 
+import pickle
+
 import pytest
 import torch
 from models import hf
@@ -210,7 +212,7 @@ def refused(what):
     ("value", "clip the norm, with accelerator.clip_grad_norm_"),
     ("some", r"clip_grad_norm_ with 1 of \d+ trained parameters"),
     ("closure", r"optimizer\.step\(closure\) is not here"),
-    ("apart", r"0 models and 1 optimizers: pass one model with its optimizer"),
+    ("apart", r"prepared with its model, in one call: accelerator\.prepare\(model, optimizer\)"),
     ("two", r"2 models and 1 optimizers"),
     ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\) would shard the model a second time"),
     ("precision", r"mixed_precision='fp8': one of no, bf16, fp16"),
@@ -220,6 +222,28 @@ def refused(what):
 def test_what_cannot_be_is_refused(ranks, what, words):
     with pytest.raises(zero3d.ConfigError, match=words):
         refused(what)
+
+
+def test_an_optimizer_alone_is_pickled_and_steps_with_its_model_only():
+    """Accelerate trains a model that is prepared in another call; here several ranks would each go their own way."""
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(4, 4)
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
+        for wrong in (optimizer.step, lambda: accelerator.prepare(model)):
+            with pytest.raises(zero3d.ConfigError, match="prepared with its model, in one call"):
+                wrong()
+        other = accelerator.prepare(torch.nn.Linear(2, 2))  # for evaluation
+        assert other(torch.ones(1, 2)).shape == (1, 2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        before = accelerator.get_state_dict(model)["weight"].clone()
+        accelerator.backward(model(torch.ones(3, 4)).sum())
+        optimizer.step()
+        assert not torch.equal(accelerator.get_state_dict(model)["weight"], before)
 
 
 def dropped(kind, stage):

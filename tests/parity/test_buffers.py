@@ -8,6 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import zero3d
 from zero3d.activations import recompute
+from zero3d.errors import CheckpointError
 
 WIDTH = 6
 
@@ -114,3 +115,35 @@ def test_all_ranks_have_the_first_ones_statistics(ranks, tmp_path, stage):
     alone = ranks(1, of_ranks, stage, tmp_path / "alone")[0]
     assert alone[0]["0.writer.running_mean"] != first[0]["0.writer.running_mean"]  # weights are of both ranks' batches
     assert alone[3][0] == first[3][0]
+
+
+class Seen(nn.Module):
+    """Notes the first numbers of what it sees: a buffer that grows."""
+
+    def __init__(self, size=0):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, 1), nn.Buffer(torch.zeros(size))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x[:, 0].detach()])
+        return self.linear(x)
+
+
+def test_a_buffer_that_grows_has_the_shape_of_the_checkpoint(tmp_path):
+    def opened(size=0):
+        torch.manual_seed(0)
+        return zero3d.Engine(Seen(size), stage=3, precision="fp32", optimizer=sgd, units=[nn.Linear])
+
+    def step(engine, number):
+        engine.backward(engine(batch(number)).pow(2).mean())
+        engine.step()
+        return engine.module.seen
+
+    first, second = opened(), opened()
+    step(first, 0)
+    first.save(tmp_path / "a")
+    second.load(tmp_path / "a")
+    assert torch.equal(step(second, 1), step(first, 1))
+    assert second.module.seen.shape == (10,)
+    with pytest.raises(CheckpointError, match=r"'seen' is float32 \(5,\) in the checkpoint, and float32 \(3,\)"):
+        opened(3).load(tmp_path / "a")

@@ -247,6 +247,20 @@ def test_weights_alone_are_of_the_same_model(tmp_path):
         other.load_checkpoint(tmp_path, load_module_only=True)
 
 
+def test_weights_alone_come_with_buffers_of_the_same_shape(tmp_path):
+    def with_buffer(size):
+        model = hf("gpt2")
+        model.register_buffer("seen", torch.ones(size))
+        return deepspeed.initialize(model=model, config=document(1))[0]
+
+    with_buffer(1).save_checkpoint(tmp_path)
+    grown = with_buffer(0)
+    grown.load_checkpoint(tmp_path, load_module_only=True)
+    assert grown.module.seen.tolist() == [1.0]
+    with pytest.raises(Exception, match="'seen' is float32"):
+        with_buffer(5).load_checkpoint(tmp_path, load_module_only=True)
+
+
 def two_ranks(stage):
     """Norms of three steps of two ranks, and a mean loss, at stages 0 and 1 with the first micro-batch in no_sync()."""
     engine = opened(stage)

@@ -121,6 +121,9 @@ REFUSED = {
     "a model without weights": (["model.path=bare"], "bare has no weights (it has none): save it with save_pretrained"),
     "a config that is cut off": (["model.path=cut.json"], "cut.json is no config that transformers knows: it is no JSON"),
     "a model of no known type": (["model.path=odd.json", "data.length=8"], "odd.json: the installed transformers does not know the model_type 'llama9'"),
+    "attention nobody knows": (["model.attn=quick"], "model.attn=quick: the installed transformers does not know it: type eager, sdpa"),
+    "a folder without data": (["data.train=used"], "the folder used holds 1 files, none of which ends in .txt .md"),
+    "a folder without data of its format": (["data.train=bare", "data.format=npy"], "none of which ends in .npy"),
     "a function of no module": (["model.path=no_module:build"], "model.path 'no_module:build' cannot be imported from"),
     "values of no module": (["evaluate.function=no_module:f"], "evaluate.function 'no_module:f' cannot be imported from"),
     "a class of no module": (["callbacks=no_module:C"], "No module named 'no_module'"),
@@ -138,6 +141,7 @@ MISSING = {
     "PIL": (["data.images=."], "data.images needs Pillow: pip install 'zero3d[vlm]'."),
     "pyarrow": (["data.train=rows.parquet"], "rows.parquet: reading parquet needs pyarrow: pip install 'zero3d[data]'."),
     "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard: pip install 'zero3d[tensorboard]'."),
+    "flash_attn": (["model.attn=flash_attention_2"], "model.attn=flash_attention_2 needs the package flash_attn, which is not installed: install flash-attn for this GPU, or set model.attn=sdpa."),
     "wandb": (["log.wandb=mine"], "log.wandb needs wandb: pip install 'zero3d[wandb]'."),
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
 }  # fmt: skip

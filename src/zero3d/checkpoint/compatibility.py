@@ -110,13 +110,20 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
-    """Return why a saved buffer is not the model's, or None."""
-    if saved.shape == tuple(live.shape) and convertible(saved.dtype, live.dtype):
+    """Return why a saved buffer is not the model's, or None. One that is empty in the model may have grown since."""
+    if (saved.shape == tuple(live.shape) or live.numel() == 0) and convertible(saved.dtype, live.dtype):
         return None
     return (
         f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {_name(live.dtype)} "
         f"{tuple(live.shape)} in the model: build the model the checkpoint was saved from."
     )
+
+
+def fill_buffer(live: Tensor, values: Tensor) -> None:
+    """Copy a saved buffer into the model's, which takes its shape if it was empty."""
+    if live.numel() == 0:
+        live.resize_(values.shape)
+    live.copy_(values)
 
 
 # --- the optimizer ------------------------------------------------------------------------------

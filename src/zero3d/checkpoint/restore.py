@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_states, check_streams
+from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_states, check_streams, fill_buffer
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import own_tensors, verify_file
@@ -278,7 +278,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     live = engine.buffers
     for name, file in checkpoint.buffers.items():
         for buffer in live[name]:
-            buffer.copy_(reader.tensor(file, f"{BUFFER}{name}"))
+            fill_buffer(buffer, reader.tensor(file, f"{BUFFER}{name}"))
     if checkpoint.streams is not None:
         set_rng_state(*checkpoint.streams, engine.world.device)
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams
+from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams, fill_buffer
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.integrity import header
 from zero3d.checkpoint.json_values import from_json
@@ -208,7 +208,7 @@ def _restore(note: Note, engine: EngineState, records: Committed) -> None:
         own = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for key, values in own.items():
         for buffer in live[key.removeprefix(BUFFER)] if key.startswith(BUFFER) else ():
-            buffer.copy_(values)
+            fill_buffer(buffer, values)
     streams = {key.removeprefix(STREAM): values for key, values in own.items() if key.startswith(STREAM)}
     set_rng_state(streams, entries["python_rng"], engine.world.device)
 

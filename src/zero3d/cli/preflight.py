@@ -4,6 +4,7 @@ degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and mesh.ep divides dp
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 type         transformers knows the model
+attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
 """
 
@@ -21,8 +22,10 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
 from zero3d.pipeline.schedules import Schedule
+from zero3d.setup.packages import is_installed
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # or the package kernels
 
 
 def check_world(config: Config, world: int) -> None:
@@ -79,6 +82,27 @@ def check_model_type(config: Config) -> None:
         raise ConfigError(
             f"{file}: the installed transformers does not know the model_type {short(kind)!r}: upgrade it (pip install "
             "-U transformers), or correct the entry."
+        )
+
+
+def check_attention(config: Config) -> None:
+    """Refuse a model.attn that transformers does not know, or whose kernels are not installed. Raises ConfigError.
+
+    Its source is searched, as for the type. A kernel of a repository, or one of own code, is left to the ranks.
+    """
+    attn, package = config.model.attn, find_spec("transformers")
+    if attn is None or not attn.isidentifier() or own_code(config) or package is None or package.origin is None:
+        return
+    source = (Path(package.origin).parent / "modeling_utils.py").read_text()
+    if '"sdpa"' in source and f'"{attn}"' not in source:
+        raise ConfigError(
+            f"model.attn={short(attn)}: the installed transformers does not know it: type eager, sdpa, "
+            "flash_attention_2 or flex_attention."
+        )
+    if attn in KERNELS and not is_installed(KERNELS[attn]) and not is_installed("kernels"):
+        raise ConfigError(
+            f"model.attn={attn} needs the package {KERNELS[attn]}, which is not installed: install flash-attn for this "
+            "GPU, or set model.attn=sdpa."
         )
 
 

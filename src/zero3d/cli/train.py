@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from zero3d.cli.elastic import Job, devices_here, run_job
-from zero3d.cli.preflight import check_model_type, check_paths, check_transformers, check_world
+from zero3d.cli.preflight import check_attention, check_model_type, check_paths, check_transformers, check_world
 from zero3d.cli.rank_environment import join_environment, narrowed
 from zero3d.cli.spare_ranks import release, stand_by
 from zero3d.cli.wandb_key import check_key
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_paths(config)
     check_packages(config)
     check_model_type(config)
+    check_attention(config)
     if config.log.wandb is not None and arguments.resume is None:  # else perhaps no step is left to log
         check_key(config.log.wandb)
     words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0

@@ -70,7 +70,7 @@ def function_of(part: Part) -> str | None:
 
 
 def check_paths(data: Data) -> None:
-    """Refuse files that are not there; looks at names only. Raises DataError."""
+    """Refuse files that are not there, and folders without any; looks at names only. Raises DataError."""
     for part in parts_of_data(data):
         for path in () if function_of(part) else part.paths:
             check_path(path, part.format)
@@ -90,9 +90,20 @@ def _named_format(path: str, format: str) -> str | None:
 
 
 def check_path(path: str, format: str) -> None:
-    """Refuse a file or folder that is not there or cannot be read, without a look into a folder. Raises DataError."""
-    if path == STDLIB or not _is_folder(_place(path)):
+    """Refuse a file that is not there or cannot be read, and a folder without one. Raises DataError.
+
+    A folder is read up to the first name that fits: it may be large, and ranks list it once more.
+    """
+    if path == STDLIB or not _is_folder(place := _place(path)) or not any(_may_be_read(place, format)):
         _find(path, format, "")
+
+
+def _may_be_read(folder: Path, format: str) -> Iterator[bool]:
+    """Yield for each name below a folder whether files like it are read."""
+    for path in _below(folder):
+        yield (
+            path.name == SPLITS or format == "text" or _format_of(path) in (SUFFIXES if format == "auto" else (format,))
+        )
 
 
 def _find(path: str, format: str, split: str) -> list[Source]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_choice_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
-from zero3d.integrations.accelerate.optimizer import EngineOptimizer
+from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
 from zero3d.memory.offload import Offload
 
@@ -112,11 +113,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Return the objects prepared: a model together with its optimizer as an engine's, all else as Accelerate does.
 
-        A model alone is for evaluation: it is moved to the device, whole. Raises ConfigError.
+        A model alone is for evaluation: it is moved to the device, whole. An optimizer alone may be read and pickled,
+        and takes no step. Raises ConfigError.
         """
         models = [one for one in objects if isinstance(one, nn.Module)]
         optimizers = [one for one in objects if isinstance(one, Optimizer)]
-        if optimizers:
+        if models and optimizers:
             if len(models) != 1 or len(optimizers) != 1:
                 raise ConfigError(
                     f"prepare() was given {len(models)} models and {len(optimizers)} optimizers: pass one model with "
@@ -128,7 +130,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
         """Return the optimizer of a new engine, or that of the model's engine."""
-        if isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
+        if isinstance(optimizer, LoneOptimizer):
+            known: list[Any] = self._optimizers  # type: ignore[has-type]
+            self._optimizers = [one for one in known if one is not optimizer]
+            optimizer = optimizer.optimizer
+        elif isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
             optimizer = optimizer.optimizer  # of the plain model again
         if not isinstance(optimizer, EngineOptimizer):
             optimizer = EngineOptimizer(self._build(model, optimizer))
@@ -143,17 +149,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the engine's model as it is, and another, which is for evaluation alone, on the device."""
+        """Return the engine's model as it is, and another, which is for evaluation alone, on the device.
+
+        Raises ConfigError where its optimizer was prepared without it.
+        """
         if self.engine is None or model is not self.engine.module:
+            if any(shares(one, model) for one in self._optimizers if isinstance(one, LoneOptimizer)):
+                raise ConfigError(TOGETHER)
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
         if model not in self._models:
             self._models.append(model)
         return model
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> EngineOptimizer:
-        """Return an engine's optimizer as it is. Raises ConfigError for another."""
-        if not isinstance(optimizer, EngineOptimizer):
-            raise ConfigError("an optimizer is prepared with its model: accelerator.prepare(model, optimizer).")
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Return an engine's optimizer as it is, and another as one that takes no step.
+
+        Raises ConfigError where its model was prepared without it.
+        """
+        if not isinstance(optimizer, EngineOptimizer | LoneOptimizer):
+            if any(shares(optimizer, model) for model in self._models):
+                raise ConfigError(TOGETHER)
+            optimizer = LoneOptimizer(optimizer)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         return optimizer
@@ -215,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             module = engine.module
             engine.close()
             models: list[Any] = self._models  # type: ignore[has-type]
-            optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+            optimizers: list[Any] = self._optimizers
             self._models = [one for one in models if one is not module]
             self._optimizers = [one for one in optimizers if getattr(one, "engine", None) is not engine]
         if mesh is not None:

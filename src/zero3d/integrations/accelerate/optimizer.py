@@ -1,4 +1,4 @@
-"""The optimizer that `Accelerator.prepare` returns: its step is the engine's."""
+"""The optimizers that `Accelerator.prepare` returns: the engine's, and one that has no model yet."""
 
 from __future__ import annotations
 
@@ -8,12 +8,32 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
 from zero3d.nested import map_tensors
 from zero3d.zero.optimizer import APPLIED, NOT_DUE
+
+TOGETHER = "an optimizer is prepared with its model, in one call: accelerator.prepare(model, optimizer)."
+
+
+def shares(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Say whether an optimizer updates parameters of a model."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return any(id(p) in own for p in model.parameters())
+
+
+class LoneOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Is prepared without its model: it can be read and pickled, and every step raises ConfigError."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        """Raise ConfigError: on several ranks each would go its own way."""
+        raise ConfigError(TOGETHER)
 
 
 class StatesOfAllRanks(Mapping[Any, Any]):

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zero3d.checkpoint.compatibility import buffer_problem, fill_buffer
 from zero3d.checkpoint.fields import quote_name
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import verify
@@ -202,11 +203,14 @@ class Checkpoints(Questions):
                     f"{stored.folder}: {quote_name(name)} has shape {list(saved[name].shape)} there and "
                     f"{list(shapes[name])} here: build the model that was saved."
                 )
-        buffers = stored.own[0].buffers
+        saved_buffers = stored.own[0].buffers
+        buffers = {name: one for name, one in persistent_buffers(self.module).items() if name in saved_buffers}
+        for name, buffer in buffers.items():
+            if problem := buffer_problem(name, saved_buffers[name], buffer):
+                raise CheckpointError(f"{stored.folder / stored.own[0].file}: {problem}")
         with self.engine.full_params():
             for name, p in self.module.named_parameters():
                 if name in saved and not saved[name].in_base:
                     p.copy_(weight(stored, name))
-            for name, buffer in persistent_buffers(self.module).items():
-                if name in buffers:
-                    buffer.copy_(stored.own_tensor(0, f"{BUFFER}{name}"))
+            for name, buffer in buffers.items():
+                fill_buffer(buffer, stored.own_tensor(0, f"{BUFFER}{name}"))
