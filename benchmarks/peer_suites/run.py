@@ -78,6 +78,8 @@ def _theirs(suite: Suite, arguments: argparse.Namespace) -> dict[str, tuple[str,
         record = Path(folder) / "lines"
         record.touch()
         environment = {**os.environ, **OFFLINE, "HF_HOME": folder, "PEER_RECORD": str(record)}
+        if arguments.stage is not None:
+            environment["PEER_STAGE"] = str(arguments.stage)
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         if not arguments.all:
             environment["PEER_SUITE"] = str(suite.path)
@@ -88,9 +90,7 @@ def _theirs(suite: Suite, arguments: argparse.Namespace) -> dict[str, tuple[str,
             words += ["--timeout", str(arguments.timeout)]
         for file in suite.files:
             print(f"--- {file}", flush=True)
-            stage = suite.stages.get(file) if arguments.stage is None else arguments.stage
-            staged = environment if stage is None else {**environment, "PEER_STAGE": str(stage)}
-            subprocess.run([sys.executable, "-m", "pytest", file, *words], cwd=arguments.checkout, env=staged)
+            subprocess.run([sys.executable, "-m", "pytest", file, *words], cwd=arguments.checkout, env=environment)
         return outcomes_of(record.read_text())
 
 

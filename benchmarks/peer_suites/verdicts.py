@@ -1,6 +1,6 @@
 """What of a peer's test suite applies to us, and what became of it.
 
-    suites/NAME.yaml    library, checkout, files, applicable, not_applicable; stages, if not all files have the default
+    suites/NAME.yaml    library, checkout, files, applicable, not_applicable
     pytest's outcomes   {test id: (outcome, last lines)}
     judge(...)          a verdict for every test: pass, fail, not run, not applicable, unlisted
 
@@ -35,7 +35,6 @@ class Suite:
     files       test files, below the checkout
     applicable  test ids, as pytest writes them
     patterns    of test ids that are not applicable, in order, with reasons
-    stages      of ZeRO, by file, where it is not the default
     """
 
     path: Path
@@ -44,7 +43,6 @@ class Suite:
     files: tuple[str, ...]
     applicable: frozenset[str]
     patterns: tuple[tuple[str, str], ...]
-    stages: Mapping[str, int]
 
     def reason(self, test: str) -> str | None:
         """Return why a test is not applicable; None of one that is, or that is not listed."""
@@ -70,15 +68,13 @@ def names() -> list[str]:
 def read(path: Path) -> Suite:
     """Read a suite. Raises ValueError for unknown or missing keys, and for tests that are listed twice."""
     tree = yaml.safe_load(path.read_text())
-    stages = tree.pop("stages", {})
     if set(tree) != KEYS:
         raise ValueError(f"{path}: keys {', '.join(sorted(tree))}; it needs {', '.join(sorted(KEYS))}")
     applicable = list(_ids(tree["applicable"]))
     if twice := [test for test, count in Counter(applicable).items() if count > 1]:
         raise ValueError(f"{path}: {twice[0]} is listed twice")
     patterns = [(pattern, reason) for reason, given in tree["not_applicable"].items() for pattern in given]
-    files, listed = tuple(tree["files"]), frozenset(applicable)
-    return Suite(path, tree["library"], tree["checkout"], files, listed, tuple(patterns), stages)
+    return Suite(path, tree["library"], tree["checkout"], tuple(tree["files"]), frozenset(applicable), tuple(patterns))
 
 
 def judge(suite: Suite, outcomes: Mapping[str, tuple[str, str]]) -> list[Verdict]:
