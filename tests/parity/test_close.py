@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import zero3d
-from zero3d import ConfigError, Engine, ReleasedParameterError
+from zero3d import ConfigError, Engine, LayoutError, ReleasedParameterError
 
 
 def loss_of(logits, ids):
@@ -262,6 +262,55 @@ def replaced_before(precision):
 
 def test_what_the_caller_replaces_before_the_close_stays(ranks):
     ranks(2, replaced_before, "fp32")
+
+
+def resized(stage):
+    """A head that is given more rows in place, as resize_token_embeddings does, keeps them, and trains on."""
+    model = net()
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
+    train(engine)
+    engine.unshard()
+    body = [p.detach().clone() for p in model.layers.parameters()]
+    longer = torch.cat([model.head.weight.data, torch.ones(2, 24, dtype=torch.bfloat16)])
+    model.head.weight.data = longer
+    with pytest.raises(
+        LayoutError, match=r"'head\.weight' of shape \(\d+, 24\) has \(\d+, 24\) now.*after engine\.close"
+    ):
+        engine.reshard()
+    engine.close()
+    assert torch.equal(model.head.weight, longer.float())
+    assert all(torch.equal(p.bfloat16(), q) for p, q in zip(model.layers.parameters(), body, strict=True))
+    train(engine := Engine(model, stage=stage, precision="bf16", optimizer=adamw))
+    engine.close()
+    assert model.head.weight.shape == longer.shape
+    assert not torch.equal(model.head.weight, longer.float())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_was_resized_before_the_close_keeps_its_shape(ranks, stage):
+    ranks(2, resized, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_data_put_in_place_of_a_whole_parameter_s_is_kept(ranks, stage):
+    """As PEFT's merge_and_unload(safe_merge=True) puts it there: with `weight.data = merged`."""
+    ranks(2, put_in_place, stage)
+
+
+def put_in_place(stage):
+    model = net()
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
+    train(engine)
+    for value, how in ((0.5, torch.bfloat16), (0.25, torch.float32)):
+        with engine.full_params():
+            model.head.weight.data = torch.full_like(model.head.weight, value, dtype=how)
+        with engine.full_params():
+            assert model.head.weight.eq(value).all()
+    train(engine)
+    engine.unshard()
+    model.head.weight.data = torch.full_like(model.head.weight, 0.75)
+    engine.close()
+    assert model.head.weight.eq(0.75).all()
 
 
 def unsharded(stage, folder):

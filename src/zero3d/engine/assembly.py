@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import KeptInputs
 from zero3d.checkpoint.frozen_base import FrozenBase
@@ -102,8 +103,10 @@ class Assembly:
             shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
             self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
 
-    def close(self) -> None:
+    def close(self, resized: Mapping[str, Tensor]) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
+
+        resized  values that the caller has given parameters in another shape
 
         Over tp, pp and ep a rank has parts of the parameters alone: there the model refuses to be used.
         """
@@ -114,6 +117,8 @@ class Assembly:
             for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
         ]
         values = self.whole_parameters.masters(full_model, self.changes.dtypes) if self.has_whole_model else {}
+        for name, value in resized.items() if values else ():
+            values[full_model.owner(name)] = value.to(self.changes.dtypes[full_model.owner(name)])
         leave_clipping(p for _, _, p in slots)
         owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
         made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})

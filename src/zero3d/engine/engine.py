@@ -186,9 +186,9 @@ class Engine:
 
         Parameters are whole on every rank, in the dtype in which they came: those that were trained have their masters'
         values, frozen ones those that were computed with. The torch optimizer holds these parameters, with empty state:
-        `save` first what training would go on from. Gradients of a step that is not applied are forgotten. Over tp, pp
-        and ep no rank has a whole model, and its model refuses to be used: `export` first. A mesh that the engine has
-        made is closed, too.
+        `save` first what training would go on from. One that was resized after `unshard()` keeps its new shape.
+        Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its
+        model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
         Takes the whole model in that dtype on every rank, and moves (N-1)/N Psi elements of masters. All ranks call it;
         afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes nothing,
         where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and what a
@@ -196,7 +196,10 @@ class Engine:
         """
         self._refuse_averages("close()")
         self._assembly.check_close()
+        resized: dict[str, Tensor] = {}
         if self._unsharded:
+            for unit in self._unsharded:
+                resized |= unit.weights.take_resized()
             with torch.no_grad():  # what was unfrozen meanwhile is not to be trained here
                 self._assembly.whole_parameters.shut(self._unsharded)
             self._unsharded = []
@@ -206,7 +209,7 @@ class Engine:
         with torch.no_grad():
             self.release()
         self.optimizer.wait()
-        self._assembly.close()
+        self._assembly.close(resized)
         mesh = self.mesh if self._opened else None
         if self._last is not None:
             self._last.detach()

@@ -298,8 +298,11 @@ class Weights:
             self.masters.hold(self._setting.arena)
 
     def absorb(self) -> bool:
-        """Keep what was written into gathered parameters, and return whether anything was."""
-        written = [p._version for p in self.params] != self._versions
+        """Keep what was written into gathered parameters, and return whether anything was.
+
+        Raises LayoutError for one that has another shape now.
+        """
+        written = self._take_replaced() or [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
         written = self.masters.absorb(values) or written
@@ -308,6 +311,30 @@ class Weights:
                 shard.copy_(values)
             written = True
         return written
+
+    def _take_replaced(self) -> bool:
+        """Copy data that the caller has put in place of a gathered parameter's; return whether there were any."""
+        found = False
+        for slot, p, view in zip(self.layout.slots, self.params, self.views, strict=True):
+            if same_memory(p, view) and p.shape == view.shape:
+                continue
+            if p.shape != view.shape:
+                raise LayoutError(
+                    f"parameter {slot.name!r} of shape {tuple(view.shape)} has {tuple(p.shape)} now, and an engine's "
+                    "keep their shapes: resize it after engine.close(), or before the Engine is built."
+                )
+            view.copy_(p.detach())
+            p.data = view
+            found = True
+        return found
+
+    def take_resized(self) -> dict[str, Tensor]:
+        """Return data of another shape that the caller has given gathered parameters, by name, and undo that."""
+        found = {}
+        for slot, p, view in zip(self.layout.slots, self.params, self.views, strict=True):
+            if p.shape != view.shape:
+                found[slot.name], p.data = p.data, view
+        return found
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
