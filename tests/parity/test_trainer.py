@@ -534,7 +534,7 @@ def test_a_model_without_room_stays_sharded_and_says_so(ranks, tmp_path):
 
 
 def changed_between(folder, how):
-    """A model whose head is replaced, or which gets adapters that are merged, between two Trainers of it."""
+    """A model whose head is replaced, that gets more tokens, or adapters that are merged, between two Trainers."""
     from peft import LoraConfig, get_peft_model
 
     from zero3d.integrations.transformers import Trainer
@@ -555,16 +555,26 @@ def changed_between(folder, how):
             head = model.lm_head.weight.detach().clone()
             trainer.accelerator.close_engine()
             return torch.equal(model.lm_head.weight, head), torch.equal(model.model.layers[0].mlp.up_proj.weight, body)
+        if how == "tokens":
+            model.resize_token_embeddings(VOCAB + 3)
+            rows = model.get_input_embeddings().weight.detach().clone()
+            trainer.accelerator.close_engine()
+            kept = torch.equal(model.get_input_embeddings().weight, rows)
+            train_on(model)
+            return kept, model.get_input_embeddings().weight.shape[0] == model.lm_head.weight.shape[0] == VOCAB + 3
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
-        train_on(adapted)
+        trainer = train_on(adapted)
         frozen = torch.equal(adapted.base_model.model.model.layers[0].mlp.up_proj.weight, body)
-        merged = adapted.merge_and_unload()
+        merged = adapted.merge_and_unload(safe_merge=True)
+        whole = merged.model.layers[0].self_attn.q_proj.weight.detach().clone()
+        trainer.accelerator.close_engine()
+        frozen &= torch.equal(merged.model.layers[0].self_attn.q_proj.weight, whole)
         merged.requires_grad_(True)
         train_on(merged)
         return frozen, not torch.equal(merged.model.layers[0].mlp.up_proj.weight, body)
 
 
-@pytest.mark.parametrize("how", ["head", "adapters"])
+@pytest.mark.parametrize("how", ["head", "tokens", "adapters"])
 def test_a_model_may_change_between_two_trainers(ranks, tmp_path, how):
     assert ranks(2, changed_between, tmp_path, how) == [(True, True)] * 2
 
