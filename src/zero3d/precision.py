@@ -19,6 +19,16 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LEAST = -0x7FFF7FFF  # as two 16-bit integers: a low half is at least 0x8001, a high half may be all, 0x8000
 
 
+def slow_products(precision: str, device: torch.device) -> str | None:
+    """Return a warning where torch multiplies matrices of a precision without the CPU's vectors, or None.
+
+    On AVX2 alone a product of bf16 matrices took 8 to 17 times as long as one of fp32 matrices.
+    """
+    if precision != "bf16" or device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return None
+    return "this CPU (AVX2) multiplies bf16 matrices about ten times as slowly as fp32 ones: --precision fp32 is faster"
+
+
 @dataclass(frozen=True)
 class LossScaling:
     """Dynamic loss scaling for fp16, DeepSpeed's rule.

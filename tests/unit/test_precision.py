@@ -13,6 +13,7 @@ from zero3d.precision import (
     at_least_fp32,
     cast_all,
     join_master,
+    slow_products,
     split_master,
     to_compute,
 )
@@ -257,3 +258,12 @@ def test_a_scale_means_nothing_to_a_precision_without_one(saved, loaded):
 def test_unknown_precisions_name_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'fp16'"):
         Precision.of("f16")
+
+
+def test_a_cpu_without_vectors_for_bf16_says_so(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert "--precision fp32 is faster" in slow_products("bf16", cpu)
+    assert slow_products("fp32", cpu) is slow_products("bf16", torch.device("meta")) is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert slow_products("bf16", cpu) is None

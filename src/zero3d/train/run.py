@@ -23,6 +23,7 @@ from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options
+from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.model_config import config_number
@@ -298,7 +299,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
         f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
         _vocabulary(inputs),
-        *filter(None, [described(engine)]),
+        *filter(None, [slow_products(config.precision, engine.mesh.device), described(engine)]),
         *getattr(engine.optimizer.torch, "table", ()),
     ]
 
