@@ -306,6 +306,12 @@ def put_in_place(stage):
             model.head.weight.data = torch.full_like(model.head.weight, value, dtype=how)
         with engine.full_params():
             assert model.head.weight.eq(value).all()
+    square = nn.Parameter(torch.arange(16.0).view(4, 4))
+    other = Engine(nn.ParameterList([square]), stage=stage, precision="fp32", optimizer=adamw)
+    with other.full_params():
+        square.data = square.data.t()
+    with other.full_params():
+        assert torch.equal(square, torch.arange(16.0).view(4, 4).t())
     train(engine)
     engine.unshard()
     model.head.weight.data = torch.full_like(model.head.weight, 0.75)

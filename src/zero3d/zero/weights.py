@@ -316,14 +316,14 @@ class Weights:
         """Copy data that the caller has put in place of a gathered parameter's; return whether there were any."""
         found = False
         for slot, p, view in zip(self.layout.slots, self.params, self.views, strict=True):
-            if same_memory(p, view) and p.shape == view.shape:
+            if same_memory(p, view) and p.shape == view.shape and p.stride() == view.stride():
                 continue
             if p.shape != view.shape:
                 raise LayoutError(
                     f"parameter {slot.name!r} of shape {tuple(view.shape)} has {tuple(p.shape)} now, and an engine's "
                     "keep their shapes: resize it after engine.close(), or before the Engine is built."
                 )
-            view.copy_(p.detach())
+            view.copy_(p.detach().clone())  # it may be the same memory, transposed
             p.data = view
             found = True
         return found
