@@ -264,37 +264,47 @@ def test_what_the_caller_replaces_before_the_close_stays(ranks):
     ranks(2, replaced_before, "fp32")
 
 
-def resized(stage):
-    """A head that is given more rows in place, as resize_token_embeddings does, keeps them, and trains on."""
+def resized(stage, precision):
+    """A head that is given other rows in place, as resize_token_embeddings does, keeps them, and trains on."""
     model = net()
-    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
-    train(engine)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    for rows in ("more", "fewer"):
+        train(engine := Engine(model, stage=stage, precision=precision, optimizer=adamw))
+        engine.unshard()
+        body, old = [p.detach().clone() for p in model.layers.parameters()], model.head.weight.detach().clone()
+        put = torch.cat([old, torch.ones(2, 24, dtype=dtype)]) if rows == "more" else model.head.weight.data[:-2]
+        wanted = put.float().clone()
+        model.head.weight.data = put
+        with pytest.raises(LayoutError, match=r"'head\.weight' was given another shape.*after engine\.close"):
+            engine.reshard()
+        engine.unshard()
+        assert torch.equal(model.head.weight, old)
+        model.head.weight.data = put if rows == "more" else model.head.weight.data[:-2]
+        engine.close()
+        assert torch.equal(model.head.weight, wanted)
+        assert all(torch.equal(p.to(dtype), q) for p, q in zip(model.layers.parameters(), body, strict=True))
+    train(engine := Engine(model, stage=stage, precision=precision, optimizer=adamw))
     engine.unshard()
-    body = [p.detach().clone() for p in model.layers.parameters()]
-    longer = torch.cat([model.head.weight.data, torch.ones(2, 24, dtype=torch.bfloat16)])
-    model.head.weight.data = longer
-    with pytest.raises(
-        LayoutError, match=r"'head\.weight' of shape \(\d+, 24\) has \(\d+, 24\) now.*after engine\.close"
-    ):
-        engine.reshard()
-    engine.close()
-    assert torch.equal(model.head.weight, longer.float())
-    assert all(torch.equal(p.bfloat16(), q) for p, q in zip(model.layers.parameters(), body, strict=True))
-    train(engine := Engine(model, stage=stage, precision="bf16", optimizer=adamw))
-    engine.close()
-    assert model.head.weight.shape == longer.shape
-    assert not torch.equal(model.head.weight, longer.float())
+    if engine.mesh.rank == 0:
+        model.head.weight.data = model.head.weight.data[:-2]
+    with pytest.raises(LayoutError, match="other shapes on some ranks"):
+        engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_that_was_resized_before_the_close_keeps_its_shape(ranks, stage):
-    ranks(2, resized, stage)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_a_parameter_that_was_resized_before_the_close_keeps_its_shape(ranks, stage, precision):
+    ranks(2, resized, stage, precision)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_data_put_in_place_of_a_whole_parameter_s_is_kept(ranks, stage):
     """As PEFT's merge_and_unload(safe_merge=True) puts it there: with `weight.data = merged`."""
     ranks(2, put_in_place, stage)
+
+
+def whole(engine, parameters):
+    with engine.full_params():
+        return [p.detach().clone() for p in parameters]
 
 
 def put_in_place(stage):
@@ -312,6 +322,11 @@ def put_in_place(stage):
         square.data = square.data.t()
     with other.full_params():
         assert torch.equal(square, torch.arange(16.0).view(4, 4).t())
+    first, second = (next(layer.parameters()) for layer in list(model.layers)[:2])
+    wanted = [p.detach().clone() for p in whole(engine, [second, first])]
+    with engine.full_params():
+        first.data, second.data = second.data, first.data
+    assert all(torch.equal(p, q) for p, q in zip(whole(engine, [first, second]), wanted, strict=True))
     train(engine)
     engine.unshard()
     model.head.weight.data = torch.full_like(model.head.weight, 0.75)

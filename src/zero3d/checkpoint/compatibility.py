@@ -121,8 +121,8 @@ def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
 
 def fill_buffer(live: Tensor, values: Tensor) -> None:
     """Copy a saved buffer into the model's, which takes its shape if it was empty."""
-    if live.numel() == 0:
-        live.resize_(values.shape)
+    if live.numel() == 0:  # in memory of its own: it may be a part of another tensor's
+        live.data = live.new_empty(values.shape)
     live.copy_(values)
 
 

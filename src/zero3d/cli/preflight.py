@@ -77,7 +77,7 @@ def check_model_type(config: Config) -> None:
         return
     file, auto = config_file(Path(path)), Path(package.origin).parent / "models" / "auto"
     kind = config_json(file).get("model_type")
-    tables = "".join(table.read_text() for name in TABLES if (table := auto / name).is_file())
+    tables = "".join(table.read_text(encoding="utf-8") for name in TABLES if (table := auto / name).is_file())
     if isinstance(kind, str) and f'"{KNOWN}"' in tables and f'"{kind}"' not in tables:
         raise ConfigError(
             f"{file}: the installed transformers does not know the model_type {short(kind)!r}: upgrade it (pip install "
@@ -93,7 +93,7 @@ def check_attention(config: Config) -> None:
     attn, package = config.model.attn, find_spec("transformers")
     if attn is None or not attn.isidentifier() or own_code(config) or package is None or package.origin is None:
         return
-    source = (Path(package.origin).parent / "modeling_utils.py").read_text()
+    source = (Path(package.origin).parent / "modeling_utils.py").read_text(encoding="utf-8")
     if '"sdpa"' in source and f'"{attn}"' not in source:
         raise ConfigError(
             f"model.attn={short(attn)}: the installed transformers does not know it: type eager, sdpa, "

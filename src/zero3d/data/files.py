@@ -70,7 +70,7 @@ def function_of(part: Part) -> str | None:
 
 
 def check_paths(data: Data) -> None:
-    """Refuse files that are not there, and folders without any; looks at names only. Raises DataError."""
+    """Refuse files that are not there, and folders without any, by their names. Raises DataError."""
     for part in parts_of_data(data):
         for path in () if function_of(part) else part.paths:
             check_path(path, part.format)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
-from zero3d.errors import ConfigError, OutOfBudget
+from zero3d.errors import ConfigError, LayoutError, OutOfBudget
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.memory.budget import decimal
 from zero3d.memory.offload import DEVICE
@@ -102,6 +102,15 @@ class Assembly:
         if self.has_whole_model:
             shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
             self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
+
+    def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
+        """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""
+        found = self.whole_parameters.take_resized(units)
+        if parts := [name for name in found if name in self.base.division.full_model.tiles]:
+            raise LayoutError(
+                f"{parts[0]!r} is a part of a layer's weight, and keeps its shape: resize it after engine.close()."
+            )
+        return found
 
     def close(self, resized: Mapping[str, Tensor]) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.

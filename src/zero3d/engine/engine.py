@@ -179,6 +179,7 @@ class Engine:
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
         self._unsharded: list[Unit] = []
+        self._resized: dict[str, Tensor] = {}  # what close() keeps
         self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
 
     def close(self) -> None:
@@ -196,10 +197,8 @@ class Engine:
         """
         self._refuse_averages("close()")
         self._assembly.check_close()
-        resized: dict[str, Tensor] = {}
         if self._unsharded:
-            for unit in self._unsharded:
-                resized |= unit.weights.take_resized()
+            self._resized |= self._assembly.take_resized(self._unsharded)
             with torch.no_grad():  # what was unfrozen meanwhile is not to be trained here
                 self._assembly.whole_parameters.shut(self._unsharded)
             self._unsharded = []
@@ -209,7 +208,7 @@ class Engine:
         with torch.no_grad():
             self.release()
         self.optimizer.wait()
-        self._assembly.close(resized)
+        self._assembly.close(self._resized)
         mesh = self.mesh if self._opened else None
         if self._last is not None:
             self._last.detach()
@@ -414,7 +413,10 @@ class Engine:
         self._unsharded += self._open(None)
 
     def reshard(self) -> None:
-        """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it."""
+        """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it.
+
+        Raises LayoutError, after that, where one was given another shape: it has its old one again.
+        """
         if self._unsharded:
             self._freezing.adopt_unfrozen()
             self._assembly.whole_parameters.shut(self._unsharded)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.collectives import Comm
+from zero3d.errors import LayoutError
 from zero3d.memory.arena import Arena
 from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
@@ -75,24 +77,47 @@ class WholeParameters:
         return units
 
     def shut(self, units: Sequence[Unit]) -> None:
-        """Keep what was written into units that `open` returned, and release them."""
-        self._keep_writes(units)
+        """Keep what was written into units that `open` returned, and release them.
+
+        Raises LayoutError on all ranks, after that, where a parameter was given another shape: it has its old one.
+        """
+        resized = [unit.weights.take_resized() for unit in units]
+        anywhere = self._keep_writes(units, [bool(found) for found in resized])
         for unit in units:
             self._gathers.release(unit, OPENED)
             unit.users.discard(OPENED)
+        if anywhere:
+            names = [f"parameter {name!r}" for found in resized for name in found]
+            raise LayoutError(
+                f"{names[0] if names else 'a parameter on another rank'} was given another shape, and an engine's keep "
+                "theirs: it has its old values again. Resize it after engine.close(), or before the Engine is built."
+            )
+
+    def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
+        """Return what `Weights.take_resized` finds in them. Raises LayoutError on all ranks where ranks differ."""
+        found = {name: values for unit in units for name, values in unit.weights.take_resized().items()}
+        shapes = crc32(repr({name: tuple(values.shape) for name, values in found.items()}).encode())
+        everywhere = self._dp.exchange(torch.tensor([float(shapes)], dtype=torch.float64))
+        if bool((everywhere != shapes).any()):
+            raise LayoutError("parameters were given other shapes on some ranks than on others: resize them on all.")
+        return found
 
     @torch.no_grad()
-    def _keep_writes(self, units: Sequence[Unit]) -> None:
-        """Carry what was written here to all ranks and to tied parameters' copies."""
-        flags = torch.tensor([float(unit.weights.absorb()) for unit in units], dtype=torch.float64)
-        anywhere = self._dp.exchange(flags).amax(0).tolist()
-        written = [unit for unit, flag in zip(units, anywhere, strict=True) if flag]
+    def _keep_writes(self, units: Sequence[Unit], resized: Sequence[bool]) -> bool:
+        """Carry what was written here to all ranks and to tied parameters' copies; return if any rank has `resized`."""
+        for p, view, values in [each for unit in units for each in unit.weights.replaced()]:  # two may have swapped
+            view.copy_(values)
+            p.data = view
+        flags = [float(unit.weights.absorb()) + 2 * odd for unit, odd in zip(units, resized, strict=True)]
+        found = self._dp.exchange(torch.tensor(flags, dtype=torch.float64))
+        written = [unit for unit, flag in zip(units, (found % 2).amax(0).tolist(), strict=True) if flag]
         for unit in written:
             if unit.weights.records is not None:
                 unit.weights.records.records.discard()
             unit.weights.share().wait()
         self._group.share_ties(written)
         self._note_writes(written)
+        return bool((found >= 2).any())
 
     @contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:

@@ -298,11 +298,8 @@ class Weights:
             self.masters.hold(self._setting.arena)
 
     def absorb(self) -> bool:
-        """Keep what was written into gathered parameters, and return whether anything was.
-
-        Raises LayoutError for one that has another shape now.
-        """
-        written = self._take_replaced() or [p._version for p in self.params] != self._versions
+        """Keep what was written into gathered parameters, and return whether anything was."""
+        written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
         written = self.masters.absorb(values) or written
@@ -312,28 +309,21 @@ class Weights:
             written = True
         return written
 
-    def _take_replaced(self) -> bool:
-        """Copy data that the caller has put in place of a gathered parameter's; return whether there were any."""
-        found = False
-        for slot, p, view in zip(self.layout.slots, self.params, self.views, strict=True):
-            if same_memory(p, view) and p.shape == view.shape and p.stride() == view.stride():
-                continue
-            if p.shape != view.shape:
-                raise LayoutError(
-                    f"parameter {slot.name!r} of shape {tuple(view.shape)} has {tuple(p.shape)} now, and an engine's "
-                    "keep their shapes: resize it after engine.close(), or before the Engine is built."
-                )
-            view.copy_(p.detach().clone())  # it may be the same memory, transposed
-            p.data = view
-            found = True
-        return found
+    def replaced(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Return each gathered parameter whose data the caller has put in place of its view: with view and a copy."""
+        return [
+            (p, view, p.detach().clone())
+            for p, view in zip(self.params, self.views, strict=True)
+            if not same_memory(p, view) or p.stride() != view.stride()
+        ]
 
     def take_resized(self) -> dict[str, Tensor]:
-        """Return data of another shape that the caller has given gathered parameters, by name, and undo that."""
+        """Return copies of data of another shape that the caller has given gathered parameters, by name; undo that."""
         found = {}
         for slot, p, view in zip(self.layout.slots, self.params, self.views, strict=True):
             if p.shape != view.shape:
-                found[slot.name], p.data = p.data, view
+                found[slot.name] = p.detach().clone(memory_format=torch.contiguous_format)
+                p.data = view
         return found
 
     def share(self) -> Pending:

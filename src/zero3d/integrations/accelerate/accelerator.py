@@ -130,9 +130,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
         """Return the optimizer of a new engine, or that of the model's engine."""
+        alone = optimizer
         if isinstance(optimizer, LoneOptimizer):
-            known: list[Any] = self._optimizers  # type: ignore[has-type]
-            self._optimizers = [one for one in known if one is not optimizer]
             optimizer = optimizer.optimizer
         elif isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
             optimizer = optimizer.optimizer  # of the plain model again
@@ -140,6 +139,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             optimizer = EngineOptimizer(self._build(model, optimizer))
         if optimizer.engine.module is not model:
             raise ConfigError("the optimizer belongs to the engine of another model: build one for this model.")
+        known: list[Any] = self._optimizers  # type: ignore[has-type]
+        self._optimizers = [one for one in known if one is not alone]
         self.engine = optimizer.engine
         self.engine.reshard()
         self.engine.zero_grad()  # of a window that a failure has ended
