@@ -277,6 +277,9 @@ def resized(stage, precision):
         model.head.weight.data = put
         with pytest.raises(LayoutError, match=r"'head\.weight' was given another shape.*after engine\.close"):
             engine.reshard()
+        engine.reshard()
+        with pytest.raises(LayoutError, match="was given another shape"), engine.full_params():
+            model.head.weight.data = put[:1]
         engine.unshard()
         assert torch.equal(model.head.weight, old)
         model.head.weight.data = put if rows == "more" else model.head.weight.data[:-2]

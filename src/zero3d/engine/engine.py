@@ -179,7 +179,7 @@ class Engine:
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
         self._unsharded: list[Unit] = []
-        self._resized: dict[str, Tensor] = {}  # what close() keeps
+        self._resized: dict[str, Tensor] = {}  # data of another shape, by name, for close() to keep
         self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
 
     def close(self) -> None:
@@ -278,6 +278,7 @@ class Engine:
     def _step(self, besides: Tensor | None = None) -> StepResult:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
         self._refuse_open("step()")
+        self._resized = {}  # of a close() that failed: training has gone on
         if self.accumulation.reached:
             with self.mesh.heartbeat.phase("save"):
                 self._saves.await_copy()
@@ -419,8 +420,8 @@ class Engine:
         """
         if self._unsharded:
             self._freezing.adopt_unfrozen()
-            self._assembly.whole_parameters.shut(self._unsharded)
-            self._unsharded = []
+            units, self._unsharded = self._unsharded, []  # they are released also where it raises
+            self._assembly.whole_parameters.shut(units)
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ TOGETHER = "an optimizer is prepared with its model, in one call: accelerator.pr
 
 
 def shares(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Say whether an optimizer updates parameters of a model."""
+    """Return whether an optimizer updates any parameter of a model."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(id(p) in own for p in model.parameters())
 
