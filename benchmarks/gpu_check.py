@@ -1,8 +1,8 @@
-"""What only a machine with a GPU can show about zero3d, in one call of at most ten minutes.
+"""What only a machine with a GPU can show about zero3d, in one or two calls of at most ten minutes.
 
     python benchmarks/gpu_check.py --json out.json             on the card
     python benchmarks/gpu_check.py --json out.json --resume    what an earlier call has not finished
-    python benchmarks/gpu_check.py --device cpu --json out.json    gloo and the CPU in their place, five minutes
+    python benchmarks/gpu_check.py --device cpu --json out.json    gloo and the CPU in their place
 
 Every part (the table `PARTS` below) runs in a fresh process with a limit of its own; one that fails, hangs or
 crashes is reported and the next one runs. The file is valid JSON at any moment and holds what the running part
@@ -26,8 +26,15 @@ from campaign.account import Place
 from campaign.process import Result, run_part
 from campaign.record import Record
 
-CALL_S = {"cuda": 595.0, "cpu": 295.0}  # of a call with the default --minutes
+CALL_S = {"cuda": 595.0, "cpu": 595.0}  # of a call with the default --minutes
 SPEED = ("plain", "zero3d-0", "zero3d-3", "fsdp2-reshard")
+OFFLOAD = (
+    ("resident", 20, "8 + 4 to build 1.1e9 + 4 steps x 0.15 + 3 x 2.2"),
+    ("host", 30, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3"),
+    ("device", 30, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3"),
+    ("gradients", 30, "8 + 6 to build and pin 18 GB + 4 steps x 1.5 + 3 x 3.3"),
+    ("params", 32, "8 + 6 to build and pin 16 GB + 4 steps x 1.7 + 3 x 3.5"),
+)
 SPEED_MINUTES = 1.2  # 18 s for each of four: 100 steps of 8,192 tokens at 0.4 of an H200's peak
 CPU_LIMIT_S, CPU_SPEED_S = 90.0, 2.0
 LEAST_S = 5.0  # a part is not begun with less
@@ -56,21 +63,25 @@ class Part(NamedTuple):
 # A process takes about 8 s before its first kernel: 3 s to import torch and zero3d, 2 s for the CUDA context and
 # libraries, 3 s for NCCL's first communicator. A training of the middle GPT takes about 0.5 s with its engine.
 PARTS = (
+    Part("ceilings", "campaign.ceilings:ceilings", 25, 12, "8 + 24 copies of 1 GiB x 0.04 + pinning 2 GiB"),
     Part("parity", "campaign.numbers:parity", 28, 11, "8 + 5 trainings of the small GPT x 0.5"),
     Part("nccl", "campaign.loopback:nccl", 50, 38, "8 + 4 communicators x 1 + 52 trainings x 0.5"),
-    Part("streams.late", "campaign.streams:late", 50, 25, "8 + 15 trainings x 0.5 + 12 of them x 0.8 asleep"),
+    Part("streams.late", "campaign.streams:late", 50, 25, "8 + 18 trainings x 0.5 + 16 of them x 0.8 asleep"),
     Part("streams.sanitizer", "campaign.streams:sanitizer", 45, 32, "8 + 8 trainings x 3 steps x 5,000 calls x 0.2 ms"),
     Part("syncs", "campaign.host:syncs", 28, 11, "8 + 4 trainings of 3 steps x 0.7"),
-    Part("memory", "campaign.holdings:memory", 28, 20, "8 + 4 trainings x 1 + 200 steps x 0.04"),
+    Part("memory", "campaign.holdings:memory", 60, 30, "8 + 4 trainings x 1 + 200 steps x 0.04 + 24 lengths x 0.4"),
     Part("bits.deterministic", "campaign.numbers:deterministic", 28, 12, "8 + 8 trainings x 0.5"),
     Part("bits.default", "campaign.numbers:default", 28, 12, "8 + 8 trainings x 0.5"),
     Part("shared", "campaign.numbers:shared", 40, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),
+    Part("edges", "campaign.edges:edges", 25, 12, "8 + 8 trainings x 0.5"),
+    Part("loops", "campaign.edges:loops", 40, 18, "8 + 5 for Trainer and Accelerate + 4 trainings x 1"),
     Part("train", "campaign.command:train", 60, 45, "2 commands x (3 for the launcher + 8 + 11 for data and export)"),
     Part("step", "campaign.host:step", 40, 20, "4 + 32 blocks on the CPU: 6 to build, 3 steps x 3", on_host=True),
     *(
         Part(f"speed.{name}", "campaign.speed:speed", 22, 17, "8 + 4 to build 1.1e9 + 5 to profile", timed=True)
         for name in SPEED
     ),
+    *(Part(f"offload.{name}", "campaign.tiers:offload", 45, planned, why) for name, planned, why in OFFLOAD),
 )
 
 

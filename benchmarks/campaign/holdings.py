@@ -24,6 +24,7 @@ from zero3d.zero.stages import engine_bytes
 
 SLACK, SLACK_BYTES = 0.01, 2 << 20  # of the plan: the allocator rounds every block up
 STEPS, WARM = 200, 20  # of varying lengths; after how many the allocator has seen what there is
+LENGTHS = 24  # so many different ones: attention's kernels are planned for each
 GROWTH, APART, APART_BYTES = 0.1, 0.25, 64 << 20  # of what is reserved from then on; beside what was ever allocated
 
 
@@ -43,6 +44,7 @@ def memory(place: Place, account: Account) -> None:
 def varied(mesh: Mesh, run: Run) -> dict[str, int]:
     """Return bytes before and after many steps of varying lengths, the longest first."""
     device, draw = mesh.device, random.Random(0)
+    lengths = [draw.randint(run.seq // 8, run.seq) for _ in range(LENGTHS)]
     model = setting_of(device, run).build()
     recompute(model, "full")
     engine = Engine(
@@ -54,7 +56,7 @@ def varied(mesh: Mesh, run: Run) -> dict[str, int]:
         by_allocator(device)
         torch.cuda.reset_peak_memory_stats(device)
     for step in range(STEPS):
-        length = draw.randint(run.seq // 8, run.seq) if step else run.seq
+        length = draw.choice(lengths) if step else run.seq
         one_loss(engine, *own_batch(device, run._replace(seq=length), step))
         engine.step()
         if step in (0, WARM, STEPS - 1):

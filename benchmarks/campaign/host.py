@@ -23,6 +23,7 @@ from campaign.training import MIDDLE, STAGES, engine_of, own_batch, run_of
 
 WARM_UP = 2  # steps: orders are recorded, states are made
 MOST_DISPATCHES, MOST_WAITS = 40, 1  # of a step, collectives among them
+WAITED = "called a synchronizing"  # in torch's warning of an operation
 READER = "arena.py"  # the file of `Arena.on_host`, the one place that waits for the device
 SOURCES = str(Path(sys.modules["zero3d"].__file__ or "").parent)
 
@@ -99,13 +100,13 @@ def waits() -> Iterator[Counter[str]]:
     lines: Counter[str] = Counter()
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "synchronizing" in str(message):
+        if WAITED in str(message):
             lines[caller()] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("warn")  # warns of itself, too: it may miss synchronizing operations
         try:
             yield lines
         finally:

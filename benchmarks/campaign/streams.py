@@ -2,14 +2,16 @@
 
 order      what the lanes are asked for: issue, join, free of every unit, and gathers that run ahead
 slow       one stream at a time is late by milliseconds wherever it begins something; whoever does not wait reads
-           what is not there yet, and the losses are no longer those of stage 0
+           what is not there yet, and the losses are no longer those of stage 0. Where compute is late while a lane
+           is open, torch fills fresh memory with NaN, as its deterministic algorithms do by default: nobody may
+           allocate there on compute's stream and write on another
 sanitizer  torch's CUDA sanitizer: two accesses of which nothing says which is first, whether or not they met
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.zero.streams import Lane
 
 Event = tuple[str, str]
+Issue = Callable[[str], AbstractContextManager[None]]
 LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE computes
-LATE = ("gathers", "reductions", "compute")
+LATE = ("gathers", "reductions", "compute", "compute, lanes open")
+ALLOCATES = ("aten::empty", "aten::empty_strided")
 
 
 # --- order and lateness ---------------------------------------------------------------------------
@@ -35,6 +39,7 @@ LATE = ("gathers", "reductions", "compute")
 def late(place: Place, account: Account) -> None:
     """Train stage 3 with lanes that log, then every stage with one stream late at a time."""
     make_deterministic(place.device)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     run = run_of(place, account, MIDDLE)
     mesh = Loopback(place.device)
     if place.on_cpu:
@@ -106,18 +111,16 @@ def sleep_on(device: torch.device) -> Callable[[], None]:
 
 
 def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
-    """Make one of an engine's streams late: a lane where it is entered, compute before and after each module."""
-    if what in lanes(engine):
-        lane = lanes(engine)[what]
-        issue = lane.issue
-
-        @contextmanager
-        def late_issue(unit: str) -> Iterator[None]:
-            with issue(unit):
-                sleep()
-                yield
-
-        lane.issue = late_issue  # type: ignore[method-assign]
+    """Make one of an engine's streams late: a lane where it is entered, compute there or around each module."""
+    compute = (
+        torch.accelerator.current_stream(engine.mesh.device) if engine.mesh.device.type == "cuda" else nullcontext()
+    )
+    for name, lane in lanes(engine).items():
+        if what == name:
+            lane.issue = opened(lane.issue, sleep, nullcontext())  # type: ignore[method-assign]
+        elif what == "compute, lanes open":
+            lane.issue = opened(lane.issue, sleep, compute)  # type: ignore[method-assign]
+    if what != "compute":
         return
 
     def before(module: Any, inputs: Any) -> None:
@@ -130,6 +133,19 @@ def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
     for unit in engine.module.blocks:
         unit.register_forward_pre_hook(before)
         unit.register_forward_hook(after)
+
+
+def opened(issue: Issue, sleep: Callable[[], None], stream: AbstractContextManager[Any]) -> Issue:
+    """Return `issue` of a lane with `stream` late from when the lane is entered."""
+
+    @contextmanager
+    def late_issue(unit: str) -> Iterator[None]:
+        with issue(unit):
+            with stream:
+                sleep()
+            yield
+
+    return late_issue
 
 
 # --- sanitizer ----------------------------------------------------------------------------------
@@ -145,8 +161,8 @@ def sanitizer(place: Place, account: Account) -> None:
     import torch.cuda._sanitizer as csan  # traces from here on
 
     csan.enable_cuda_sanitizer()
-    mesh = Loopback(place.device)
-    for granularity, handler in (("tensors", csan.ArgumentHandler), ("storages", by_storage(csan.ArgumentHandler))):
+    mesh, reader = Loopback(place.device), allocating(csan.ArgumentHandler)
+    for granularity, handler in (("tensors", reader), ("storages", by_storage(reader))):
         csan.ArgumentHandler = handler  # type: ignore[misc]
         for stage in STAGES:
             watch(account, f"stage {stage}, by {granularity}", mesh, run, stage)
@@ -178,6 +194,20 @@ def watch(account: Account, what: str, mesh: Mesh, run: Run, stage: int) -> None
         account.ran(what, [str(error) for error in errors.errors], f"{len(errors.errors)} accesses are not ordered")
     else:
         account.ran(what, curve)
+
+
+def allocating(handler: type) -> type:
+    """Return the sanitizer's reader of arguments for which allocating is no access to what is allocated.
+
+    torch's own knows that of `new_empty` and `empty_like`, and takes `empty` for a kernel that writes on the current
+    stream. Nothing runs there; a lane takes memory of compute's pool so (`zero3d.zero.streams`).
+    """
+
+    class Allocating(handler):  # type: ignore[misc, valid-type]
+        def parse_outputs(self, schema: Any, outputs: Any, *, is_factory: bool) -> None:
+            super().parse_outputs(schema, outputs, is_factory=is_factory or schema.name in ALLOCATES)
+
+    return Allocating
 
 
 def by_storage(handler: type) -> type:

@@ -218,10 +218,12 @@ def test_a_name_before_the_dot_means_all_its_parts_and_no_minutes_leave_speed_ou
     assert "speed.plain" not in names("--minutes", "0")
 
 
-def test_limits_of_one_call_fit_in_ten_minutes_and_every_part_in_its_limit():
+def test_what_is_planned_fits_in_one_call_limits_in_two_and_every_part_in_its_limit():
     arguments = gpu_check.parse([])
     places = [gpu_check.place_of(part, gpu_check.PARTS, arguments) for part in gpu_check.PARTS]
-    assert sum(place.limit_s for place in places) <= gpu_check.CALL_S["cuda"] < 600
+    planned = sum(part.planned_s + place.seconds for part, place in zip(gpu_check.PARTS, places, strict=True))
+    assert planned <= gpu_check.CALL_S["cuda"] < 600
+    assert sum(place.limit_s for place in places) <= 2 * gpu_check.CALL_S["cuda"]
     assert all(part.planned_s < part.limit_s for part in gpu_check.PARTS)
 
 
@@ -262,7 +264,8 @@ def test_one_read_at_the_boundary_may_wait():
 
 
 def test_an_operation_that_waits_is_told_by_its_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    prototype = "a prototype feature that does not yet detect all synchronizing operations"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(prototype, stacklevel=1))
     with host.waits() as lines:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
@@ -286,6 +289,21 @@ def test_the_sanitizer_is_shown_the_storage_of_a_view():
     reader._handle_argument(full[32:].as_subclass(OnCard), True, name="out")
     reader._handle_argument(full[32:], False)
     assert seen == [(full.data_ptr(), True, "out"), (full[32:].data_ptr(), False, None)]
+
+
+def test_the_sanitizer_takes_allocating_for_no_access():
+    class Reader:
+        def parse_outputs(self, schema, outputs, *, is_factory):
+            seen.append((schema.name, is_factory))
+
+    seen, reader = [], streams.allocating(Reader)()
+    for made in (
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.zeros.default,
+    ):
+        reader.parse_outputs(made._schema, None, is_factory=False)
+    assert seen == [("aten::empty", True), ("aten::empty_strided", True), ("aten::zeros", False)]
 
 
 @pytest.mark.long

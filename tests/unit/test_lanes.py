@@ -77,6 +77,25 @@ def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_cur
     assert devices.log == []
 
 
+def test_memory_that_a_lane_borrows_is_not_filled_on_computes_stream(devices, monkeypatch):
+    """Compute would fill it with NaN after the lane, which has waited for compute already, has written there."""
+    arena, empty = Arena(torch.device("meta")), torch.empty
+
+    def allocate(*sizes, **options):
+        filled.append(torch.utils.deterministic.fill_uninitialized_memory)
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    for asked in (True, False):
+        filled = []
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", asked)
+        arena.borrow("wire", 4, torch.float32)
+        with Lane("gather", arena).issue("block"):
+            arena.borrow("wire", 4, torch.float32)
+        arena.borrow("wire", 4, torch.float32)
+        assert filled == [asked, False, asked]
+
+
 def test_an_engine_on_another_device_than_the_current_one_touches_no_stream_of_that(devices):
     arena = Arena(torch.device("meta", 1))
     for name in ("gather", "reduce"):

@@ -5,13 +5,14 @@ compute's last use is enqueued; compute has then waited for the lane, so no `rec
 
 All transient memory is of compute's pool: an allocator keeps one for each stream, and memory of one cannot serve
 another. What compute has freed may still be in use on its stream. A lane may have it all the same: it has waited for
-what compute had enqueued when the lane was entered, and compute is given nothing while it is open.
+what compute had enqueued when the lane was entered, and compute is given nothing while it is open (`Pool`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ class Lane:
         if self._stream is None:
             yield
             return
-        self._arena.stream = compute = torch.accelerator.current_stream(self._arena.device)
+        compute = torch.accelerator.current_stream(self._arena.device)
+        self._arena.stream = Pool(compute)
         self._stream.wait_stream(compute)
         try:
             with self._stream:
@@ -53,6 +55,27 @@ class Lane:
         """Write the log that tests read."""
         if self._log is not None:
             self._log.append((f"{self._name}.{what}", unit))
+
+
+class Pool:
+    """Allocates from a stream's pool inside, and enqueues nothing on the stream.
+
+    With `torch.use_deterministic_algorithms(True)` torch fills what it allocates with NaN, on this stream: a lane that
+    has waited for the stream before would not wait for that, and lose what it writes there.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream, self._fills = stream, False
+
+    def __enter__(self) -> None:
+        options: Any = torch.utils.deterministic
+        self._fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
+        self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
+        options: Any = torch.utils.deterministic
+        options.fill_uninitialized_memory = self._fills
 
 
 class SideStream:

@@ -1,0 +1,78 @@
+"""Steps of a 1B Llama with its states on the device and on the host, a way a part, with the device to itself.
+
+Two sizes of a step: of one micro-batch, where the states' way over the link and the update have little to hide behind,
+and of sixteen. Every way has the batches and, to the bit, the losses of `resident`, but for the host's own Adam,
+whose kernel is another.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from llama import BATCH, LENGTH, SHAPE, utilisation
+from model import batch
+from peers import CLIP, adamw, shared_mesh
+from ranks import synchronize
+
+from campaign.account import Account, Place
+from campaign.speed import CPU_BATCH, CPU_LENGTH, CPU_SHAPE, build
+from zero3d import Engine
+
+WAYS: Mapping[str, dict[str, Any]] = {
+    "resident": {},
+    "host": {"optimizer": "host", "executor": "host"},
+    "device": {"optimizer": "host", "executor": "device"},
+    "gradients": {"optimizer": "host", "executor": "host", "gradients": "host"},
+    "params": {"optimizer": "host", "executor": "device", "params": "host"},
+}
+STEPS = {1: 3, 16: 2}  # timed, by micro-batches of a step; one more before them is not
+CPU_STEPS = {1: 3, 2: 2}
+
+
+def offload(place: Place, account: Account) -> None:
+    """Measure the way that the part is named after, with a thread of the host's Adam for every core."""
+    name, device = place.part.partition(".")[2], torch.device(place.device)
+    shape, size, length = (CPU_SHAPE, CPU_BATCH, CPU_LENGTH) if place.on_cpu else (SHAPE, BATCH, LENGTH)
+    account.ran("shape", {**shape, "batch": size, "length": length})
+    torch.set_num_threads(1 if place.on_cpu else len(os.sched_getaffinity(0)))
+    engine = Engine(
+        build(device, shape), stage=3, mesh=shared_mesh(device), precision="bf16", clip_norm=CLIP, optimizer=adamw,
+        offload=WAYS[name],
+    )  # fmt: skip
+    account.ran("threads", torch.get_num_threads())
+    tokens = 0
+    for micro_batches, steps in (CPU_STEPS if place.on_cpu else STEPS).items():
+        seconds: list[float] = []
+        losses: list[float] = []
+        for _ in range(1 + steps):
+            batches = [batch(tokens + k, size, length, shape["vocab_size"], device) for k in range(micro_batches)]
+            tokens += micro_batches
+            seconds.append(timed(engine, batches, device, losses))
+        row: dict[str, Any] = {
+            "tokens_per_s": micro_batches * size * length / median(seconds[1:]),
+            "median_s": median(seconds[1:]),
+        }
+        row |= {"seconds": seconds, "losses": losses, "micro_batches": micro_batches}
+        account.ran(f"{micro_batches * size * length} tokens a step", row)
+        account.ran(
+            f"utilisation, {micro_batches} micro-batches", utilisation(device, row, shape, length, place.peak_tflops)
+        )
+    account.ran(
+        "bytes", {f"{entry.category}, {entry.place}": entry.measured for entry in engine.memory if entry.measured}
+    )
+
+
+def timed(engine: Engine, batches: list[Any], device: torch.device, losses: list[float]) -> float:
+    """Return seconds of a step over these micro-batches."""
+    synchronize(device)
+    begun = time.perf_counter()
+    loss = engine.train_batch([{"ids": ids, "targets": targets} for ids, targets in batches])
+    synchronize(device)
+    seconds = time.perf_counter() - begun
+    losses.append(float(loss))
+    return seconds
