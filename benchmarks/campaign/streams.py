@@ -24,12 +24,15 @@ from campaign.loopback import Loopback
 from campaign.training import MIDDLE, STAGES, Curve, Run, compare, engine_of, one_loss, own_batch, run_of, train
 from zero3d import Engine, make_deterministic
 from zero3d.distributed.mesh import Mesh
+from zero3d.sim.patches import replaced
+from zero3d.zero import streams as zero_streams
 from zero3d.zero.streams import Lane
 
 Event = tuple[str, str]
 Issue = Callable[[str], AbstractContextManager[None]]
 LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE computes
-LATE = ("gathers", "reductions", "compute", "compute, lanes open")
+LANES_OPEN = "compute, lanes open"
+LATE = ("gathers", "reductions", "compute", LANES_OPEN)
 ALLOCATES = ("aten::empty", "aten::empty_strided")
 
 
@@ -40,7 +43,7 @@ def late(place: Place, account: Account) -> None:
     """Train stage 3 with lanes that log, then every stage with one stream late at a time."""
     make_deterministic(place.device)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    run = run_of(place, account, MIDDLE)
+    run = run_of(place, account, MIDDLE._replace(precision="bf16"))  # lanes then borrow for what travels
     mesh = Loopback(place.device)
     if place.on_cpu:
         account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
@@ -52,6 +55,12 @@ def late(place: Place, account: Account) -> None:
                 engine = engine_of(mesh, run, stage)
                 delay(engine, what, sleep_on(mesh.device))
                 compare(account, f"stage {stage}, late {what}", train(engine, run), reference, 0.0)
+        if not place.on_cpu:
+            with replaced(zero_streams, "Pool", lambda stream: stream):
+                engine = engine_of(mesh, run, 3)
+                delay(engine, LANES_OPEN, sleep_on(mesh.device))
+                found = train(engine, run) != reference
+            account.ran("fresh memory filled on compute's stream", found, "" if found else "the fault was not found")
 
 
 def logged(account: Account, mesh: Mesh, run: Run) -> Curve:
@@ -118,7 +127,7 @@ def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
     for name, lane in lanes(engine).items():
         if what == name:
             lane.issue = opened(lane.issue, sleep, nullcontext())  # type: ignore[method-assign]
-        elif what == "compute, lanes open":
+        elif what == LANES_OPEN:
             lane.issue = opened(lane.issue, sleep, compute)  # type: ignore[method-assign]
     if what != "compute":
         return
