@@ -81,6 +81,7 @@ PARTS = (
         Part(f"speed.{name}", "campaign.speed:speed", 22, 17, "8 + 4 to build 1.1e9 + 5 to profile", timed=True)
         for name in SPEED
     ),
+    Part("offload.bits", "campaign.tiers:bits", 30, 13, "8 + 6 trainings x 0.8"),
     *(Part(f"offload.{name}", "campaign.tiers:offload", 45, planned, why) for name, planned, why in OFFLOAD),
 )
 

@@ -71,6 +71,10 @@ _LAUNCHES = (
 )
 _PEERS = "python benchmarks/peer_suites/run.py --json OUT --suite"
 _CHECKOUTS = ("transformers", "accelerate", "deepspeed", "trl")
+_CARD = (
+    "--minutes 0.8 --json OUT --only ceilings,streams,syncs,memory,edges,loops,speed,offload",
+    "--json OUT --only parity,nccl,bits,shared,train",
+)
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 _LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json"
 _LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
@@ -174,6 +178,7 @@ RECIPES = {
             (f"{_PEERS} fsdp2", *(f"{_PEERS} {name} --checkout CHECKOUTS/{name}" for name in _CHECKOUTS)),
             timed=False,
         ),
+        Recipe("gpu", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD), timed=False),
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )

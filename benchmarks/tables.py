@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from demo_curves import draw
 from figures_exact import EXACT
 from figures_faults import FAULTS
+from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
 from planner_accuracy import as_text
@@ -38,7 +39,7 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
-TABLES = EXACT | MEASURED | FAULTS | PEERS | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
+TABLES = EXACT | MEASURED | FAULTS | PEERS | GPU | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
     "timed": [name for name, recipe in RECIPES.items() if recipe.timed],

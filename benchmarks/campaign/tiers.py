@@ -21,7 +21,9 @@ from ranks import synchronize
 
 from campaign.account import Account, Place
 from campaign.speed import CPU_BATCH, CPU_LENGTH, CPU_SHAPE, build
-from zero3d import Engine
+from campaign.training import BF16_TOLERANCE, MIDDLE, compare, engine_of, run_of, train
+from zero3d import Engine, make_deterministic
+from zero3d.distributed.mesh import Mesh
 
 WAYS: Mapping[str, dict[str, Any]] = {
     "resident": {},
@@ -32,6 +34,18 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 STEPS = {1: 3, 16: 2}  # timed, by micro-batches of a step; one more before them is not
 CPU_STEPS = {1: 3, 2: 2}
+
+
+def bits(place: Place, account: Account) -> None:
+    """Train a GPT with deterministic algorithms, by every way: the card's update is `resident`'s, to the bit."""
+    make_deterministic(place.device)
+    run = run_of(place, account, MIDDLE._replace(precision="bf16"))
+    mesh = Mesh(device=place.device)
+    reference = train(engine_of(mesh, run, 3), run)
+    for name, options in WAYS.items():
+        same = place.on_cpu or options.get("executor") != "host"
+        curve = train(engine_of(mesh, run, 3, offload=options), run)
+        compare(account, name, curve, reference, 0.0 if same else BF16_TOLERANCE)
 
 
 def offload(place: Place, account: Account) -> None:

@@ -6,7 +6,7 @@ Nothing is read before the last step, so that nothing waits between steps: what 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -68,14 +68,15 @@ def own_batch(device: torch.device, run: Run, step: int) -> tuple[Tensor, Tensor
 
 
 def engine_of(
-    mesh: Mesh, run: Run, stage: int, exact: bool = False, reduce_dtype: str = "fp32", reduce_scatter: str = "auto"
-) -> Engine:
+    mesh: Mesh, run: Run, stage: int, exact: bool = False, reduce_dtype: str = "fp32", reduce_scatter: str = "auto",
+    offload: dict[str, Any] | None = None,
+) -> Engine:  # fmt: skip
     """Build the engine of a run, with the optimizer and the clip of every variant of `peers`."""
     setting = setting_of(mesh.device, run)
     return Engine(
         setting.build(), stage=stage, mesh=mesh, precision=run.precision, reduce_dtype=reduce_dtype,
         clip_norm=CLIP, optimizer=adamw, exact=exact, accumulate=run.accumulate,
-        reduce_scatter=reduce_scatter,
+        reduce_scatter=reduce_scatter, offload=offload or {},
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Gradients:
         self._log.append(f"gather {self._name}")
 
     def wait(self):
+        assert self._log.pop() == f"join {self._name}"
         self._log.append(f"wait {self._name}")
 
     def complete(self):

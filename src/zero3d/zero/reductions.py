@@ -172,6 +172,7 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
         for unit in self._gathered:  # an engine may be dropped between its backward and its step
+            self._lane.join(unit.name)
             unit.gradients.wait()
 
     def sweep(self) -> None:
