@@ -375,6 +375,83 @@ def test_unsharded_weights_are_those_of_training(ranks, tmp_path, stage):
     assert first == second
 
 
+def with_masters(options, folder):
+    """Bits that unshard(masters=True) shows, and of a further training, with it between and without."""
+    shown, after = [], []
+    for looks in (True, False):
+        model = net()
+        model.layers[0].requires_grad_(False)
+        engine = Engine(model, optimizer=adamw, **options)
+        train(engine)
+        if looks:
+            before = engine.fingerprint()
+            engine.unshard(masters=True)
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            plain, ids = copy.deepcopy(net()), batch(7)
+            plain.load_state_dict({name: p.detach() for name, p in model.named_parameters()})
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                wanted = plain(ids)
+            with torch.no_grad():
+                for _ in range(2):
+                    assert torch.equal(model(ids), wanted)
+                with pytest.raises(RuntimeError):
+                    model(ids.float())
+            assert not torch.is_autocast_enabled("cpu")
+            assert engine.fingerprint() == before
+            shown.append(bits(model.parameters()))
+            with torch.no_grad():
+                model.head.weight.copy_(model.head.weight.clone())
+            engine.save(folder)
+            assert bits(model.parameters()) == shown[0]
+            with pytest.raises(zero3d.CheckpointError):
+                engine.load(folder / "none")
+            assert bits(model.parameters()) == shown[0]
+            engine.reshard()
+            assert engine.fingerprint() == before
+        train(engine)
+        after.append(engine.fingerprint())
+        engine.unshard(masters=True)
+        shown.append(bits(model.parameters()))
+        engine.close()
+        assert bits(model.parameters()) == shown[-1]
+    assert after[0] == after[1]
+    assert shown[1] == shown[2] != shown[0]
+    return shown
+
+
+@pytest.mark.parametrize("options", [
+    {"stage": 0}, {"stage": 1, "master": "split"}, {"stage": 2}, {"stage": 3, "offload": {"optimizer": "host", "params": "host"}},
+    {"stage": 3},
+], ids=str)  # fmt: skip
+def test_masters_are_shown_in_the_dtype_in_which_parameters_came_and_cost_no_bit(ranks, tmp_path, options):
+    first, second = ranks(2, with_masters, {"precision": "bf16", **options}, tmp_path)
+    assert first == second
+
+
+def written_masters(stage):
+    """What is written into parameters that show masters is trained on from, in the dtype of computation."""
+    model = net()
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
+    train(engine)
+    engine.unshard(masters=True)
+    with torch.no_grad():
+        model.head.weight.fill_(0.1)
+        first, second = (next(layer.parameters()) for layer in list(model.layers)[:2])
+        first.data, second.data = second.data, first.data
+        wanted = [first.bfloat16(), second.bfloat16()]
+    engine.reshard()
+    with engine.full_params():
+        assert model.head.weight.dtype == torch.bfloat16
+        assert model.head.weight.eq(torch.tensor(0.1, dtype=torch.bfloat16)).all()
+        torch.testing.assert_close([first, second], wanted, rtol=0.01, atol=0)
+    train(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_written_into_parameters_that_show_masters_is_kept(ranks, stage):
+    ranks(2, written_masters, stage)
+
+
 def test_a_model_without_room_changes_nothing(monkeypatch):
     from zero3d import OutOfBudget
     from zero3d.engine import assembly

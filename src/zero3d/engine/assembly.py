@@ -103,6 +103,26 @@ class Assembly:
             shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
             self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
 
+    def bytes_as_came(self) -> int:
+        """Return what whole parameters take in the dtypes in which they came, where those are others."""
+        owner, came = self.base.division.full_model.owner, self.changes.dtypes
+        sized = [
+            (slot.numel, came.get(owner(slot.name)), u.dtype) for u in self.runtime.units for slot in u.layout.slots
+        ]
+        return sum(numel * dtype.itemsize for numel, dtype, now in sized if dtype is not None and dtype != now)
+
+    def show_masters(self, units: Sequence[Unit]) -> None:
+        """Give open parameters their masters' values in the dtypes in which they came; forwards run in autocast."""
+        if self.whole_parameters.show_masters(units, self.base.division.full_model, self.changes.dtypes):
+            resolved = self.base.resolved
+            for hooks in self.runtime.hooks:
+                hooks.autocast = partial(torch.autocast, resolved.mesh.device.type, dtype=resolved.precision.dtype)
+
+    def hide_masters(self) -> None:
+        """Let forwards compute in the dtype of weights again."""
+        for hooks in self.runtime.hooks:
+            hooks.autocast = None
+
     def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""
         found = self.whole_parameters.take_resized(units)

@@ -179,6 +179,7 @@ class Engine:
         self.last_step: StepResult | None = None
         self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
         self._unsharded: list[Unit] = []
+        self._shows_masters = False
         self._resized: dict[str, Tensor] = {}  # data of another shape, by name, for close() to keep
         self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
 
@@ -202,6 +203,8 @@ class Engine:
             with torch.no_grad():  # what was unfrozen meanwhile is not to be trained here
                 self._assembly.whole_parameters.shut(self._unsharded)
             self._unsharded = []
+            self._shows_masters = False
+            self._assembly.hide_masters()
         self._refuse_open("close()")
         self.saved()
         self._stepper.abandon()
@@ -403,15 +406,23 @@ class Engine:
         self.optimizer.settle()
         return self._assembly.whole_parameters.open(modules)
 
-    def unshard(self) -> None:
+    def unshard(self, masters: bool = False) -> None:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
 
+        masters  give them the dtype in which they came and their masters' values, as torch's autocast leaves a model:
+                 forwards then run in autocast. Frozen ones have the values that they compute with. Takes the whole
+                 model in that dtype as well, and moves (N-1)/N Psi elements of masters
         `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load` and `averaged` see to it. All ranks
         call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
         """
         gathered = [unit for unit in self.units if unit.weights.sharded and not unit.users]
-        self._assembly.check_room(sum(unit.layout.total * unit.dtype.itemsize for unit in gathered), "unshard()")
+        needed = sum(unit.layout.total * unit.dtype.itemsize for unit in gathered)
+        needed += self._assembly.bytes_as_came() if masters else 0
+        self._assembly.check_room(needed, "unshard(masters=True)" if masters else "unshard()")
         self._unsharded += self._open(None)
+        if masters and not self._shows_masters:
+            self._shows_masters = True
+            self._assembly.show_masters(self._unsharded)
 
     def reshard(self) -> None:
         """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it.
@@ -421,16 +432,18 @@ class Engine:
         if self._unsharded:
             self._freezing.adopt_unfrozen()
             units, self._unsharded = self._unsharded, []  # they are released also where it raises
+            self._shows_masters = False
+            self._assembly.hide_masters()
             self._assembly.whole_parameters.shut(units)
 
     @contextmanager
     def _resharded(self) -> Iterator[None]:
         """Take what was written since `unshard()` into the masters for a block, and unshard again after it."""
-        again = bool(self._unsharded)
+        again, masters = bool(self._unsharded), self._shows_masters
         self.reshard()
         yield
         if again:
-            self.unshard()
+            self.unshard(masters)
 
     def _refuse_open(self, call: str) -> None:
         if self._assembly.whole_parameters.any_open:
@@ -546,13 +559,13 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        again = bool(self._unsharded)
+        again, masters = bool(self._unsharded), self._shows_masters
         try:
             with self._resharded():
                 return self._load(Path(directory))
         except CheckpointError:  # of all ranks
             if again:
-                self.unshard()
+                self.unshard(masters)
             raise
 
     def _load(self, directory: Path) -> Any:

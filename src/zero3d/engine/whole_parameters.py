@@ -1,6 +1,7 @@
 """Whole parameters for those outside of a forward and its backward: the caller, an export, a pipeline's weight phase.
 
 open, shut  full_params() and unshard(): reads and writes; what was written is kept on every rank
+show_masters  values and dtype of masters for those that are open: what a program finds that has trained by autocast
 gathered    one unit, to be read
 copied      all units one by one, into the host memory of the first rank
 masters     all masters one by one, on every rank: what a model is given back with
@@ -76,6 +77,25 @@ class WholeParameters:
             raise
         return units
 
+    @torch.no_grad()
+    def show_masters(self, units: Sequence[Unit], full_model: FullModel, dtypes: Mapping[str, torch.dtype]) -> bool:
+        """Give open parameters of another dtype than in `dtypes` that one, with their masters' values; return if any.
+
+        dtypes  by the parameters' names in the full model; a frozen one has the values that it computes with
+        Moves (N-1)/N Psi elements in the masters' dtype for units that are trained. Tiles stay as they are.
+        """
+        shown = False
+        for unit in units:
+            found = [dtypes.get(full_model.owner(slot.name), unit.dtype) for slot in unit.layout.slots]
+            if all(dtype == unit.dtype for dtype in found):
+                continue
+            with self._masters_of(unit) as flat:
+                views = parameter_views(flat, unit.layout)
+                for slot, p, view, dtype in zip(unit.layout.slots, unit.weights.params, views, found, strict=True):
+                    if dtype != unit.dtype and slot.name not in full_model.tiles:
+                        p.data, shown = to_compute(view, dtype), True
+        return shown
+
     def shut(self, units: Sequence[Unit]) -> None:
         """Keep what was written into units that `open` returned, and release them.
 
@@ -105,6 +125,8 @@ class WholeParameters:
     @torch.no_grad()
     def _keep_writes(self, units: Sequence[Unit], resized: Sequence[bool]) -> bool:
         """Carry what was written here to all ranks and to tied parameters' copies; return if any rank has `resized`."""
+        for unit in units:
+            unit.weights.take_other_dtypes()
         for p, view, values in [each for unit in units for each in unit.weights.replaced()]:  # two may have swapped
             view.copy_(values)
             p.data = view

@@ -309,6 +309,13 @@ class Weights:
             written = True
         return written
 
+    def take_other_dtypes(self) -> None:
+        """Cast data of another dtype that gathered parameters were given; masters that were shown so change no bit."""
+        for p, view in zip(self.params, self.views, strict=True):
+            if p.dtype != view.dtype and p.shape == view.shape:
+                to_compute(p.data, view.dtype, out=view)
+                p.data = view
+
     def replaced(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
         """Return each gathered parameter whose data the caller has put in place of its view: with view and a copy."""
         return [

@@ -175,7 +175,7 @@ def _finalize_training(original: Callable[..., Any], trainer: Trainer, *given: A
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()
     try:
-        engine.unshard()
+        _unshard(engine)
     except OutOfBudget as error:
         if args.process_index == 0:
             warnings.warn(
@@ -187,6 +187,14 @@ def _finalize_training(original: Callable[..., Any], trainer: Trainer, *given: A
         return original(*given, **options)
     finally:
         del vars(trainer)["_load_best_model"]
+
+
+def _unshard(engine: Engine) -> None:
+    """Make the model whole: as autocast leaves one, with fp32 weights, or where that does not fit as it computes."""
+    try:
+        engine.unshard(masters=True)
+    except OutOfBudget:
+        engine.unshard()
 
 
 def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
