@@ -381,6 +381,7 @@ def with_masters(options, folder):
     for looks in (True, False):
         model = net()
         model.layers[0].requires_grad_(False)
+        frozen = bits(model.layers[0].parameters())
         engine = Engine(model, optimizer=adamw, **options)
         train(engine)
         if looks:
@@ -399,6 +400,7 @@ def with_masters(options, folder):
             assert not torch.is_autocast_enabled("cpu")
             assert engine.fingerprint() == before
             shown.append(bits(model.parameters()))
+            assert bits(model.layers[0].parameters()) == frozen
             with torch.no_grad():
                 model.head.weight.copy_(model.head.weight.clone())
             engine.save(folder)
@@ -426,6 +428,32 @@ def with_masters(options, folder):
 def test_masters_are_shown_in_the_dtype_in_which_parameters_came_and_cost_no_bit(ranks, tmp_path, options):
     first, second = ranks(2, with_masters, {"precision": "bf16", **options}, tmp_path)
     assert first == second
+
+
+def frozen_and_written(stage):
+    """A frozen parameter of which a part is written has its own values elsewhere; what is kept is on the account."""
+    model = net()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    weight = next(model.layers[0].parameters())
+    came = weight.detach().clone()
+    frozen = [p.numel() for p in model.parameters() if not p.requires_grad]
+    engine = Engine(model, stage=stage, precision="bf16", optimizer=adamw)
+    train(engine)
+    with engine.full_params():
+        weight.data.view(-1)[1] = 3.0
+        came.view(-1)[1] = 3.0
+    held = {entry.category: entry.measured for entry in engine.memory}["frozen originals"]
+    assert held == sum(4 * -(-numel // 2) for numel in frozen)
+    engine.unshard(masters=True)
+    assert torch.equal(weight, came)
+    engine.close()
+    assert torch.equal(weight, came)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_are_given_back_as_they_came_but_for_what_was_written(ranks, stage):
+    ranks(2, frozen_and_written, stage)
 
 
 def written_masters(stage):

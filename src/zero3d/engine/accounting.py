@@ -58,6 +58,11 @@ def notes_memory(method: Method) -> Method:
     return cast(Method, noting)
 
 
+def frozen_entry(nbytes: int) -> list[MemoryEntry]:
+    """Return the entry of frozen parameters' values as they came, where any are kept."""
+    return [MemoryEntry("frozen originals", HOST, nbytes, nbytes, nbytes)] if nbytes else []
+
+
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:
     """Return what is held in one line; the rest of what is allocated is activations and what is not the engine's."""
     held = [f"{entry.category} {decimal(entry.measured)} ({entry.place})" for entry in entries if entry.measured]

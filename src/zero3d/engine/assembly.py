@@ -36,6 +36,7 @@ from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.foundation import Foundation
+from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
 from zero3d.engine.health import check_weights
@@ -73,6 +74,7 @@ class Assembly:
     replay     computes a micro-batch of some steps once more; None without
     expert_load  counts of tokens by expert
     frozen_base  the folder whose values frozen weights have; None without
+    originals  values of frozen parameters in the dtype in which they came
     changes    what the model's modules were before
     """
 
@@ -87,6 +89,7 @@ class Assembly:
     offload: Settled
     replay: Replay | None
     frozen_base: FrozenBase | None
+    originals: FrozenOriginals
     averages: Averages | None
     expert_load: ExpertLoad
     changes: Changes
@@ -194,6 +197,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     model = unwrap(model)
     before = Before(model)
     base = Foundation.of(model, mesh, options)
+    originals = _originals(model, base, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
     kept = keep_inputs(base)
     specs, uses = partition_all(
@@ -220,7 +224,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     frozen_base = open_base(base, options.model.weights)
     whole = WholeParameters(
         runtime.units, runtime.gathers, axes.dp, runtime.model_group, axes.arena,
-        partial(note_writes, base, frozen_base),
+        partial(note_writes, base, frozen_base), originals,
     )  # fmt: skip
     averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
     load = ExpertLoad(
@@ -251,8 +255,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.arena.reset_peaks()
     return Assembly(
         base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base, averages, load, before.changes(),
+        _settled(base, tiers, why), replay, frozen_base, originals, averages, load, before.changes(),
     )  # fmt: skip
+
+
+def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
+    """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
+    axes, dtype = base.axes, base.resolved.precision.dtype
+    given_back = axes.world.size == axes.dp.size and axes.ep.size == 1 and options.model.weights is None
+    return FrozenOriginals.of(model, dtype, axes.dp) if given_back else FrozenOriginals({}, axes.dp)
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:

@@ -29,7 +29,7 @@ from zero3d.checkpoint.fingerprint import fingerprint
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.accounting import MemoryEntry, notes_memory
+from zero3d.engine.accounting import MemoryEntry, frozen_entry, notes_memory
 from zero3d.engine.assembly import assemble
 from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts, refuse_none
@@ -187,7 +187,7 @@ class Engine:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
 
         Parameters are whole on every rank, in the dtype in which they came: those that were trained have their masters'
-        values, frozen ones those that were computed with. The torch optimizer holds these parameters, with empty state:
+        values, frozen ones those that they came with (written since: those that were computed with). The torch optimizer holds these parameters, with empty state:
         `save` first what training would go on from. One that was resized after `unshard()` keeps its new shape.
         Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its
         model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
@@ -410,8 +410,8 @@ class Engine:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
 
         masters  give them the dtype in which they came and their masters' values, as torch's autocast leaves a model:
-                 forwards then run in autocast. Frozen ones have the values that they compute with. Takes the whole
-                 model in that dtype as well, and moves (N-1)/N Psi elements of masters
+                 forwards then run in autocast. Frozen ones have the values that they came with, where these were not
+                 written since. Takes the whole model in that dtype as well, and moves (N-1)/N Psi elements of it
         `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load` and `averaged` see to it. All ranks
         call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
         """
@@ -684,7 +684,7 @@ class Engine:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._assembly.accounts.memory + copy_entry(self._saves)
+        return self._assembly.accounts.memory + frozen_entry(self._assembly.originals.nbytes) + copy_entry(self._saves)
 
 
 class _Closed(Engine):

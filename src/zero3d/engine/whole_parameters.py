@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.collectives import Comm
+from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.errors import LayoutError
 from zero3d.memory.arena import Arena
 from zero3d.models.names import persistent_buffers
@@ -40,14 +41,15 @@ class WholeParameters:
     """Gathers units as long as a block lasts, and keeps what was written inside.
 
     note_writes  is told the units that were written into
+    originals    knows what frozen parameters were before the cast to weights
     """
 
     def __init__(
         self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup, arena: Arena,
-        note_writes: Callable[[Sequence[Unit]], None],
+        note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals,
     ) -> None:  # fmt: skip
         self._units, self._gathers, self._dp, self._group, self._arena = units, gathers, dp, group, arena
-        self._note_writes = note_writes
+        self._note_writes, self._originals = note_writes, originals
 
     @property
     def any_open(self) -> bool:
@@ -81,7 +83,7 @@ class WholeParameters:
     def show_masters(self, units: Sequence[Unit], full_model: FullModel, dtypes: Mapping[str, torch.dtype]) -> bool:
         """Give open parameters of another dtype than in `dtypes` that one, with their masters' values; return if any.
 
-        dtypes  by the parameters' names in the full model; a frozen one has the values that it computes with
+        dtypes  by the parameters' names in the full model; a frozen one has its own values
         Moves (N-1)/N Psi elements in the masters' dtype for units that are trained. Tiles stay as they are.
         """
         shown = False
@@ -93,7 +95,7 @@ class WholeParameters:
                 views = parameter_views(flat, unit.layout)
                 for slot, p, view, dtype in zip(unit.layout.slots, unit.weights.params, views, found, strict=True):
                     if dtype != unit.dtype and slot.name not in full_model.tiles:
-                        p.data, shown = to_compute(view, dtype), True
+                        p.data, shown = self._as_came(unit, full_model.owner(slot.name), view, dtype), True
         return shown
 
     def shut(self, units: Sequence[Unit]) -> None:
@@ -171,7 +173,7 @@ class WholeParameters:
     def masters(self, full_model: FullModel, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return copies of all parameters by their names in the full model, in these dtypes, on every rank.
 
-        They are the masters' values; (N-1)/N Psi elements in the masters' dtype, one unit after the other.
+        They are the masters' values, of frozen ones their own; (N-1)/N Psi elements, one unit after the other.
         """
         values: dict[str, Tensor] = {}
         for unit in self._units:
@@ -180,13 +182,17 @@ class WholeParameters:
                     name = full_model.owner(slot.name)
                     tile = full_model.tiles.get(slot.name)
                     if tile is None:
-                        values[name] = to_compute(view, dtypes[name])
+                        values[name] = self._as_came(unit, name, view, dtypes[name])
                         continue
                     if name not in values:
                         values[name] = flat.new_empty(tile.shape, dtype=dtypes[name])
                     rows = values[name].view(-1)[tile.start : tile.start + view.numel()]
                     rows.copy_(to_compute(view.reshape(-1), dtypes[name]))
         return values
+
+    def _as_came(self, unit: Unit, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy in a dtype of a parameter's masters, or of its weights with what a frozen one was before."""
+        return to_compute(values if unit.weights.trainable else self._originals.original(name, values), dtype)
 
     @contextmanager
     def _masters_of(self, unit: Unit) -> Iterator[Tensor]:

@@ -1,0 +1,65 @@
+"""Values of frozen parameters that came in a wider dtype than an engine computes in, to give them back as they came.
+
+    kept      when the engine is built: this rank's share over dp, on the host
+    original  when the model is made whole: gathered; an element whose weight no longer is the cast of what was kept
+              has been written since, and has its weight's value
+
+Nothing is kept where the engine loads the parameters itself (`weights`), for they are in files, and where the model is
+cut over tp, pp or ep, for it is not given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.precision import to_compute
+from zero3d.zero.masters import bits
+
+
+class FrozenOriginals:
+    """Owns this rank's share of original values, by parameters' names: 1/N of their bytes, on the host."""
+
+    def __init__(self, kept: Mapping[str, Tensor], dp: Comm) -> None:
+        self._kept, self._dp = kept, dp
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, dp: Comm) -> FrozenOriginals:
+        """Keep shares of a model's frozen parameters that are wider than `dtype`."""
+        wide = {
+            name: p.detach()
+            for name, p in model.named_parameters()
+            if not p.requires_grad and p.is_floating_point() and p.dtype.itemsize > dtype.itemsize and not p.is_meta
+        }
+        return cls({name: _share(p, dp) for name, p in wide.items()}, dp)
+
+    @torch.no_grad()
+    def original(self, name: str, weights: Tensor) -> Tensor:
+        """Return a parameter in the dtype in which it came, of its whole weights; moves (N-1)/N of its bytes.
+
+        All ranks call it for the same parameters in the same order. One of which nothing is kept is cast.
+        """
+        share = self._kept.get(name)
+        if share is None:
+            return weights
+        whole = torch.empty(share.numel() * self._dp.size, dtype=share.dtype, device=weights.device)
+        self._dp.all_gather(whole, share.to(weights.device), name).wait()
+        found = whole[: weights.numel()].view(weights.shape)
+        return torch.where(bits(to_compute(found, weights.dtype)) == bits(weights), found, weights.to(found.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept on the host."""
+        return sum(share.nbytes for share in self._kept.values())
+
+
+def _share(values: Tensor, dp: Comm) -> Tensor:
+    """Return a copy of this rank's share of a tensor, [numel/N] with the last one's filled up."""
+    size = -(-values.numel() // dp.size)
+    share = values.new_zeros(size, device="cpu")
+    own = values.reshape(-1)[dp.rank * size : (dp.rank + 1) * size]
+    share[: own.numel()].copy_(own)
+    return share
