@@ -187,10 +187,10 @@ class Engine:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
 
         Parameters are whole on every rank, in the dtype in which they came: those that were trained have their masters'
-        values, frozen ones those that they came with, or what was written since. The torch optimizer holds these
-        parameters, with empty state: `save` first what training would go on from. One that was resized after `unshard()` keeps its new shape.
-        Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole model, and its
-        model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
+        values, frozen ones those that they came with, or what was written since. One that was resized after `unshard()`
+        keeps its new shape. The torch optimizer holds these parameters, with empty state: `save` first what training
+        would go on from. Gradients of a step that is not applied are forgotten. Over tp, pp and ep no rank has a whole
+        model, and its model refuses to be used: `export` first. A mesh that the engine has made is closed, too.
         Takes the whole model in that dtype on every rank, and moves (N-1)/N Psi elements of masters. All ranks call it;
         afterwards every use of the engine but this one raises ConfigError. Raises OutOfBudget, and changes nothing,
         where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and what a
