@@ -36,7 +36,8 @@ def guard(tmp_path_factory):
 def run(tmp_path_factory, guard):
     """One short run at stage 3: its folder, what it printed and its JSON."""
     folder = tmp_path_factory.mktemp("demo")
-    done = train(folder, "--steps", "4", "--ranks", "2", "--json", environment=offline.environment(guard))
+    small = ("train.micro_batch=2", "evaluate.batches=1")  # bf16 products take long on a processor that has none
+    done = train(folder, "--steps", "4", "--ranks", "2", "--json", *small, environment=offline.environment(guard))
     assert done.returncode == 0, done.stderr
     return folder, done.stderr, json.loads(done.stdout)
 
