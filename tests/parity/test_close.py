@@ -63,7 +63,7 @@ def closed(options, tied):
     return before == made_of(model), [p.to(w.dtype) for p, w in zip(parameters, weights, strict=True)], weights
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("options", [
     {"stage": 0, "precision": "fp32"},
     {"stage": 1, "precision": "bf16", "reduce_dtype": "bf16"},
@@ -110,7 +110,7 @@ def trained_again(stage, precision):
     return bits(model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_a_model_is_trained_by_one_engine_after_another(ranks, precision):
     wanted = ranks(2, trained_again, 0, precision)
     assert ranks(2, trained_again, 3, precision) == wanted

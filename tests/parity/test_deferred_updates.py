@@ -165,9 +165,15 @@ def whole(engine):
         return [bits([p]) for p in engine.module.parameters()], due(engine)
 
 
-@pytest.mark.parametrize("place", ["host", DISK])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("wait", [None, True, False])
+@pytest.mark.parametrize(
+    ("wait", "stage", "place"),
+    [
+        pytest.param(wait, stage, place, marks=[] if (index + stage) % 3 == 0 else [pytest.mark.long])
+        for index, wait in enumerate([None, True, False])
+        for stage in (0, 1, 2)
+        for place in ("host", DISK)
+    ],
+)
 def test_below_stage_3_a_plain_read_after_a_step_gives_the_new_weights(tmp_path, place, stage, wait):
     (classes, left), (found, after) = after_steps(place, tmp_path, stage, wait, plain)
     assert found == resident(after_steps, stage, wait, plain)[1][0]
@@ -233,7 +239,7 @@ def everywhere(folder, stage):
     return {place: drained(place, folder, stage) for place in (RESIDENT, "host", DISK)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_whatever_looks_at_states_finds_them_updated(ranks, tmp_path, stage):
     (found,) = ranks(1, everywhere, tmp_path, stage)
     wanted, none = found.pop(RESIDENT)
@@ -327,8 +333,12 @@ def branched(place, folder, stage, micro_batches=1):
         return engine.fingerprint(), left
 
 
-@pytest.mark.parametrize("place", ["host", DISK])
-@pytest.mark.parametrize(("stage", "micro_batches"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("place", "stage", "micro_batches"), [
+    ("host", 0, 1), (DISK, 1, 2), ("host", 3, 1),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (DISK, 0, 1), ("host", 1, 2), ("host", 2, 2), (DISK, 2, 2), (DISK, 3, 1),
+    ]),
+])  # fmt: skip
 def test_units_that_the_next_forward_skips_are_updated_by_the_next_step(tmp_path, place, stage, micro_batches):
     found, left = branched(place, tmp_path, stage, micro_batches)
     assert found == resident(branched, stage, micro_batches)[0]
@@ -352,7 +362,7 @@ def compiled(model):
 
 
 @pytest.mark.parametrize(("policy", "stage"), [
-    ("full", 2), ("every:2", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", 3), ("every:2", 2)]),
+    ("full", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("every:2", 3), ("full", 3), ("every:2", 2)]),
 ])  # fmt: skip
 def test_blocks_that_are_recomputed_use_the_new_weights(tmp_path, stage, policy):
     found = [with_blocks(place, tmp_path / place, stage, lambda model: recompute(model, policy))

@@ -67,6 +67,7 @@ def test_the_best_plans_file_trains_unchanged_and_is_explained_as_it_was_planned
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degree", ["tp", "pp"])
 def test_files_of_other_plans_in_the_table_train_too(ranks, saved, capsys, degree):
     words = [saved / "model", *CLUSTER, "--seq", LENGTH, "--tokens-per-batch", TOKENS]

@@ -61,8 +61,8 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize(("family", "after"), [
-    ("qwen3", AFTER),
-    *(pytest.param(name, AFTER + WIDE, marks=pytest.mark.long) for name in ("llama", "gpt2", "moe")),
+    ("qwen3", AFTER[:2]),
+    *(pytest.param(name, AFTER + WIDE, marks=pytest.mark.long) for name in ("qwen3", "llama", "gpt2", "moe")),
 ])  # fmt: skip
 def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, after):
     (source, loss), *_ = ranks(8, trained, family, tmp_path / "first")

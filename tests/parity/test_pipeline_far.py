@@ -20,6 +20,7 @@ def check(ranks, family, mesh, cases):
             assert [name for name, own in run[2].items() if not torch.equal(own, weights[name])] == [], case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [(2, 4), pytest.param((4, 2), marks=pytest.mark.long)], ids=str)
 def test_a_pipeline_on_8_ranks_equals_no_pipeline(ranks, mesh):
     check(ranks, "net", mesh, FAR)

@@ -58,7 +58,14 @@ def traffic_of_a_step(schedule, stage, dp):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stage"), [("gpipe", 3), ("1f1b", 1), ("interleaved", 0), ("zero-bubble", 3), ("zbv", 2)]
+    ("schedule", "stage"),
+    [
+        ("interleaved", 0),
+        ("zero-bubble", 3),
+        pytest.param("gpipe", 3, marks=pytest.mark.long),
+        pytest.param("1f1b", 1, marks=pytest.mark.long),
+        pytest.param("zbv", 2, marks=pytest.mark.long),
+    ],
 )
 def test_each_axis_sends_what_the_formulas_say(ranks, schedule, stage):
     for pp, sends, dp, state, _ in ranks(4, traffic_of_a_step, schedule, stage, 2):
@@ -102,7 +109,9 @@ def traffic_of_experts(schedule, stage, dp):
     return steps
 
 
-@pytest.mark.parametrize(("schedule", "stage", "dp"), [("1f1b", 3, 2), ("zbv", 0, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "stage", "dp"), [pytest.param("1f1b", 3, 2, marks=pytest.mark.long), ("zbv", 0, 1)]
+)
 def test_router_logits_are_in_the_formula_and_learning_their_shapes_is_no_training(ranks, schedule, stage, dp):
     for steps in ranks(2 * dp, traffic_of_experts, schedule, stage, dp):
         for sends, formula, gathers in steps:

@@ -225,6 +225,7 @@ def accused_of_four(rank, backwards):
         return str(error)
 
 
+@pytest.mark.long
 def test_of_four_ranks_that_share_layers_the_one_is_named_on_which_it_began(ranks):
     sound = ranks(4, accused_of_four, 0, ())
     assert len({tuple(losses) for losses, _ in sound}) == 1

@@ -70,6 +70,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_run_with_replays_is_the_run_without_them_bit_for_bit(ranks, options):
     for (plain, none), (replayed, clean) in ranks(2 * options.get("dp", 2), both, options):

@@ -261,8 +261,8 @@ def planned_and_held(stage, options):
 
 
 @pytest.mark.parametrize(("stage", "options"), [
-    pytest.param(0, {}, marks=pytest.mark.long), (3, {"master": "split"}), (1, {"optimizer": "muon"}),
-    (3, {"optimizer": "adamw8bit"}),
+    pytest.param(0, {}, marks=pytest.mark.long), (3, {"master": "split"}), pytest.param(1, {"optimizer": "muon"}, marks=pytest.mark.long),
+    pytest.param(3, {"optimizer": "adamw8bit"}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_plan_has_the_bytes_of_the_copy(ranks, stage, options):
     rows = ranks(2, planned_and_held, stage, options)
@@ -466,6 +466,7 @@ def kills(made, seed, most):
     return found
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_again_and_again_has_the_curve_of_one_that_is_not(alone, ranks, folder, tmp_path):
     changes = {"train": {"steps": 8}, "checkpoint": {**BEHIND, "keep": 2}}
     expected, *_ = ranks(1, a_run, {**tree(folder, **changes), "output": str(tmp_path / "plain" / "out")})

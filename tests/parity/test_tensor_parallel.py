@@ -43,10 +43,12 @@ def assert_equal_one_process(results, name, **options):
 
 
 @pytest.mark.parametrize(("name", "world", "policy", "options"), [
-    ("llama", 2, "none", {}), ("llama", 2, "none", {"sequence": True}), ("llama", 4, "none", {"kv_heads": 4}),
-    ("qwen3", 2, "none", {}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
-    ("gpt2", 2, "every:2", {}), ("gpt2", 4, "full", {"sequence": True}), ("moe", 2, "none", {}),
-    ("llama", 2, "none", {"lora": True}), ("llama", 2, "none", {"lora": True, "sequence": True}), ("gpt2", 2, "full", {"lora": True}),
+    ("llama", 2, "none", {"sequence": True}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
+    ("gpt2", 2, "every:2", {}), ("moe", 2, "none", {}), ("llama", 2, "none", {"lora": True, "sequence": True}),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        ("llama", 2, "none", {}), ("llama", 4, "none", {"kv_heads": 4}), ("qwen3", 2, "none", {}),
+        ("gpt2", 4, "full", {"sequence": True}), ("llama", 2, "none", {"lora": True}), ("gpt2", 2, "full", {"lora": True}),
+    ]),
     ("llama", 2, "none", {"plan": COMMON_ATTENTION}), ("apertus", 2, "none", {}),
     ("mla", 2, "none", {}), ("gemma3n_text", 2, "none", {}), ("bloom", 2, "none", {}), ("gpt_oss", 2, "none", {}),
     ("llama", 2, "none", {"plan": {"embed_tokens": "none", "lm_head": "none"}}),

@@ -56,13 +56,13 @@ def plain(trained):
     return trained("plain", 1)[1][0][0]
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_a_trainer_on_two_ranks_has_the_curve_of_a_plain_one(trained, plain, stage):
     for found, _ in trained(stage, 2)[1]:
         assert_same(found, plain)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 0)), ((1, 1), (2, 2))])
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 0)), pytest.param((1, 1), (2, 2), marks=pytest.mark.long)])
 def test_a_trainer_resumes_on_another_number_of_ranks_and_stage(ranks, trained, tmp_path, plain, before, after):
     world, stage = before
     shutil.copytree(trained(stage, world)[0] / "checkpoint-3", tmp_path / "checkpoint-3")
@@ -147,7 +147,7 @@ RECOMPUTED = {"gradient_checkpointing": True}
 
 @pytest.mark.parametrize(("options", "stage"), [
     (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, 3),
-    ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 4}, 1),  # the epoch ends inside a window
+    pytest.param({"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "max_steps": 4}, 1, marks=pytest.mark.long),  # the epoch ends inside a window
 ])  # fmt: skip
 def test_arguments_of_training_mean_the_same(ranks, tmp_path, options, stage):
     wanted = ranks(1, logged, "plain", tmp_path / "plain", options)[0]
@@ -227,7 +227,9 @@ def undecayed(ranks, tmp_path_factory):
 UNDECAYED = {"weight_decay": 0.0, "warmup_steps": 4}
 
 
-@pytest.mark.parametrize(("with_schedule", "as_file"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("with_schedule", "as_file"), [pytest.param(False, True, marks=pytest.mark.long), (True, False)]
+)
 def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, undecayed, with_schedule, as_file):
     from zero3d.integrations.transformers.arguments import json_of
 
@@ -294,6 +296,7 @@ def searched(kind, folder):
     return first, losses_of(trainer)
 
 
+@pytest.mark.long
 def test_a_trainer_trains_again_from_a_new_model(ranks, tmp_path):
     wanted = ranks(1, searched, "plain", tmp_path / "plain")[0]
     for found in ranks(2, searched, 2, tmp_path / "ours"):
@@ -468,7 +471,7 @@ def stages_of_training(kind, folder, fails):
         return found
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["in-stages", "interrupted"])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.long), True], ids=["in-stages", "interrupted"])
 def test_a_second_trainer_trains_the_model_of_the_first(ranks, tmp_path, fails):
     wanted = ranks(1, stages_of_training, "plain", tmp_path / "plain", fails)[0]
     for found in ranks(2, stages_of_training, 3, tmp_path / "ours", fails):
@@ -574,7 +577,9 @@ def changed_between(folder, how):
         return frozen, not torch.equal(merged.model.layers[0].mlp.up_proj.weight, body)
 
 
-@pytest.mark.parametrize("how", ["head", "tokens", "adapters"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("head", marks=pytest.mark.long), "tokens", pytest.param("adapters", marks=pytest.mark.long)]
+)
 def test_a_model_may_change_between_two_trainers(ranks, tmp_path, how):
     assert ranks(2, changed_between, tmp_path, how) == [(True, True)] * 2
 
@@ -594,6 +599,7 @@ def groups_after(folder, trainings):
         return found
 
 
+@pytest.mark.long
 def test_trainings_of_new_models_leave_no_groups(ranks, tmp_path):
     for found in ranks(2, groups_after, tmp_path, 3):
         assert len(set(found)) == 1

@@ -61,6 +61,7 @@ def left(made):
     return records, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
 
 
+@pytest.mark.long
 def test_five_kills_at_random_moments_change_no_bit(ranks, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")

@@ -103,8 +103,10 @@ def stepped(stage, micro_batches, precision, reduce_scatter, nccl):
 
 
 CASES = [
-    (4, 1, 1, "bf16"), (4, 3, 2, "bf16"), (2, 0, 1, "fp16"), (2, 3, 2, "bf16"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 0, 1, "bf16"), (4, 2, 2, "bf16"), (4, 3, 1, "fp16")]),
+    (4, 3, 2, "bf16"), (2, 0, 1, "fp16"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (4, 1, 1, "bf16"), (2, 3, 2, "bf16"), (4, 0, 1, "bf16"), (4, 2, 2, "bf16"), (4, 3, 1, "fp16"),
+    ]),
 ]  # fmt: skip
 
 

@@ -56,7 +56,8 @@ def accumulate(stage, reduce):
 
 
 @pytest.mark.parametrize(("world", "stage", "reduce"), [
-    (2, 0, "auto"), (4, 1, "auto"), (2, 2, "auto"), (4, 3, "auto"), (2, 2, "every_step"), (2, 3, "every_step"),
+    (2, 0, "auto"), (4, 3, "auto"), (2, 2, "every_step"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1, "auto"), (2, 2, "auto"), (2, 3, "every_step")]),
 ])  # fmt: skip
 def test_accumulation_equals_the_big_batch_with_padding(ranks, world, stage, reduce):
     plain = build("net")

@@ -20,7 +20,9 @@ MODELS = ["net", "llama", "gpt2", "qwen3", "moe"]
 # --- equal to none --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["net", "moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt2", "qwen3"))]
+)
 def test_every_policy_gives_the_bits_of_none(name):
     model = deep(name)
     wanted = train(clone(model))
@@ -29,8 +31,9 @@ def test_every_policy_gives_the_bits_of_none(name):
             assert train(recomputed(model, policy)) == wanted, policy
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["net", "gpt2"])
+@pytest.mark.parametrize(("name", "stage"), [
+    ("net", 3), ("gpt2", 0), pytest.param("net", 0, marks=pytest.mark.long), pytest.param("gpt2", 3, marks=pytest.mark.long),
+])  # fmt: skip
 def test_an_engine_gives_the_bits_of_none_under_poison(poison, name, stage):
     def run(policy):
         model = recomputed(deep(name), policy)
@@ -153,7 +156,14 @@ def test_named_inputs_and_several_outputs_are_handed_on():
         assert train(recomputed(model, policy)) == train(clone(model))
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "jamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3n_text",
+        pytest.param("gemma4_text", marks=pytest.mark.long),
+        pytest.param("jamba", marks=pytest.mark.long),
+    ],
+)
 def test_layers_of_several_classes_and_those_that_share_keys_and_values_in_a_dict_are_recomputed(name):
     model = family(name)
     wanted = train(clone(model))
@@ -356,8 +366,8 @@ def test_models_without_blocks_or_attention_are_refused():
 
 
 @pytest.mark.parametrize(("name", "policy"), [
-    ("net", "none"), ("net", "full"), ("net", "every:2"), ("gpt2", "full"),
-    *(pytest.param("gpt2", policy, marks=pytest.mark.long) for policy in ("none", "every:2")),
+    ("net", "every:2"), *(pytest.param("net", policy, marks=pytest.mark.long) for policy in ("none", "full")),
+    *(pytest.param("gpt2", policy, marks=pytest.mark.long) for policy in ("none", "full", "every:2")),
 ])  # fmt: skip
 def test_compiled_blocks_share_one_graph_without_a_break_and_draw_the_same_dropout(name, policy):
     from torch._dynamo.utils import counters

@@ -117,7 +117,9 @@ def check(engine, stage, degree, place, position):
     return sum(used[kind] for kind in units)
 
 
-@pytest.mark.parametrize(("degree", "stage"), [(16, 0), (16, 1), (16, 2), (16, 3), (8, 1), (8, 3)])
+@pytest.mark.parametrize(("degree", "stage"), [
+    (16, 3), (8, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in [(16, 0), (16, 1), (16, 2), (8, 3)]),
+])  # fmt: skip
 def test_every_class_of_ranks_holds_what_is_computed_by_hand(step, stage, degree):
     whole = 0
     for place, ranks_there in (("first", 1), ("middle", 6), ("last", 1)):

@@ -192,7 +192,7 @@ def test_a_plan_with_adapters_is_written_as_a_file_that_trains_them(plan, tmp_pa
     assert load(file).lora == Lora(rank=8, targets=("all-linear",), dropout=0.05)
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("gpus", [1, *(pytest.param(gpus, marks=pytest.mark.long) for gpus in (2, 4))])
 def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
     words = ["llava-1.5-7b", "--lora", "r=128", "--gpus", gpus, "--gpu", "a6000", "--seq", 2048]
     words += ["--tokens-per-batch", 32768]

@@ -35,6 +35,9 @@ OPTIMIZERS = {
 }
 
 
+OFTEN = ("AdamW, fused", "AdamW, amsgrad", "Adagrad", "NAdam", "SGD")  # one for each way to keep states
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps where its options are, as some optimizers do, and takes smaller ones the longer it runs."""
 
@@ -55,7 +58,9 @@ def trained(optimizer, master, steps=3, **options):
     return engine
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [
+    *OFTEN, *(pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS if name not in OFTEN),
+])  # fmt: skip
 def test_every_elementwise_optimizer_of_torch_gives_the_same_bits(optimizer):
     with buckets_of(1024):
         stored, split = (trained(OPTIMIZERS[optimizer], master) for master in BOTH)
