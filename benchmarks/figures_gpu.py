@@ -77,7 +77,7 @@ def offload() -> str:
         for size in sizes:
             row = found[name].get(size)
             of = "" if row is None else f"{row['tokens_per_s'] / found['resident'][size]['tokens_per_s']:.2f}x"
-            cells.append(f"{row['tokens_per_s']:,.0f} ({of})" if row else "no result: out of time")
+            cells.append(f"{row['tokens_per_s']:,.0f} ({of})" if row else f"{parts()[f'offload.{name}']['outcome']}")
         peaks = [ran["peak_gib"] for what, ran in found[name].items() if what.startswith("utilisation")]
         rows.append([*cells, f"{max(peaks):.1f}"])
     return table(

@@ -480,6 +480,94 @@ def test_what_is_written_into_parameters_that_show_masters_is_kept(ranks, stage)
     ranks(2, written_masters, stage)
 
 
+def test_what_was_written_before_masters_are_shown_is_shown_and_inside_a_block_they_are_not():
+    model = net()
+    engine = Engine(model, stage=3, precision="bf16", optimizer=adamw)
+    train(engine)
+    engine.unshard()
+    with torch.no_grad():
+        model.head.weight.fill_(0.25)
+    engine.unshard(masters=True)
+    assert model.head.weight.eq(0.25).all()
+    assert model.head.weight.dtype == torch.float32
+    engine.reshard()
+    with engine.full_params(), pytest.raises(ConfigError, match=r"unshard\(masters=True\) inside full_params"):
+        engine.unshard(masters=True)
+    engine.unshard(masters=True)
+    assert model.head.weight.dtype == torch.float32
+
+
+class Interrupted(nn.Module):
+    """A line of float64 inputs that Ctrl-C ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.ends = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if self.ends:
+            raise KeyboardInterrupt
+        return self.linear(x)
+
+
+def test_a_forward_with_masters_shown_takes_float64_and_leaves_no_autocast_when_it_is_interrupted():
+    model = Interrupted()
+    own = vars(model).get("forward")
+    engine = Engine(model, precision="bf16")
+    engine.unshard(masters=True)
+    assert model(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.bfloat16
+    model.ends = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4))
+    assert not torch.is_autocast_enabled("cpu")
+    engine.close()
+    assert vars(model).get("forward") is own
+
+
+@pytest.mark.parametrize(("came", "precision"), [("bfloat16", "fp32"), ("float16", "bf16"), ("float32", "fp64")])
+def test_a_dtype_that_masters_do_not_survive_is_not_shown(came, precision):
+    model = nn.Linear(4, 4).to(getattr(torch, came))
+    engine = Engine(model, precision=precision)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    before = engine.fingerprint()
+    engine.unshard(masters=True)
+    assert model.weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[precision]
+    engine.reshard()
+    assert engine.fingerprint() == before
+
+
+def frozen_otherwise(rank_decides):
+    """A frozen layer of other values on every rank is rank 0's in the dtype of computation."""
+    torch.manual_seed(torch.distributed.get_rank() if rank_decides else 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    came = model[0].weight.detach().clone()
+    engine = Engine(model, precision="bf16")
+    kept = any(entry.category == "frozen originals" for entry in engine.memory)
+    engine.close()
+    return kept, bits([model[0].weight]), torch.equal(model[0].weight, came)
+
+
+def test_frozen_parameters_that_differ_over_ranks_are_rank_0s(ranks):
+    (kept, first, _), (_, second, _) = ranks(2, frozen_otherwise, True)
+    assert not kept
+    assert first == second
+    assert ranks(2, frozen_otherwise, False)[1][::2] == (True, True)
+
+
+def over_tp():
+    model = hf("llama")
+    model.resize_token_embeddings(pad_to_multiple_of=2)
+    engine = Engine(model, mesh=zero3d.Mesh(tp=2), precision="bf16")
+    with pytest.raises(ConfigError, match="over dp alone"):
+        engine.unshard(masters=True)
+
+
+def test_masters_of_a_model_in_parts_are_not_shown(ranks):
+    ranks(2, over_tp)
+
+
 def test_a_model_without_room_changes_nothing(monkeypatch):
     from zero3d import OutOfBudget
     from zero3d.engine import assembly

@@ -30,6 +30,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
 from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, room_of, settle_gradients, settle_place
+from zero3d.engine.autocast import in_autocast, out_of_autocast
 from zero3d.engine.averages import Averages, open_averages
 from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
@@ -106,25 +107,43 @@ class Assembly:
             shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
             self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
 
-    def bytes_as_came(self) -> int:
-        """Return what whole parameters take in the dtypes in which they came, where those are others."""
-        owner, came = self.base.division.full_model.owner, self.changes.dtypes
-        sized = [
-            (slot.numel, came.get(owner(slot.name)), u.dtype) for u in self.runtime.units for slot in u.layout.slots
-        ]
-        return sum(numel * dtype.itemsize for numel, dtype, now in sized if dtype is not None and dtype != now)
+    def shown_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes in which whole parameters can show their masters, by the names that they have here.
+
+        They are those in which parameters came, where casting that to weights gives the weights: from the masters' on.
+        Tiles of a weight stay as they are.
+        """
+        full_model, came, master = self.base.division.full_model, self.changes.dtypes, self.base.resolved.policy.master
+        names = {slot.name: unit for unit in self.runtime.units for slot in unit.layout.slots}
+        found = {name: came.get(full_model.owner(name)) for name in names if name not in full_model.tiles}
+        return {
+            name: dtype
+            for name, dtype in found.items()
+            if dtype is not None and dtype.itemsize >= master.itemsize > names[name].dtype.itemsize
+        }
+
+    def room_of_shown(self) -> int:
+        """Return the bytes of parameters that show their masters, and of one unit's masters on the way."""
+        dtypes, master = self.shown_dtypes(), self.base.resolved.policy.master
+        layouts = [unit.layout for unit in self.runtime.units]
+        shown = sum(s.numel * dtypes[s.name].itemsize for layout in layouts for s in layout.slots if s.name in dtypes)
+        return shown + max(layout.total for layout in layouts) * master.itemsize if shown else 0
 
     def show_masters(self, units: Sequence[Unit]) -> None:
-        """Give open parameters their masters' values in the dtypes in which they came; forwards run in autocast."""
-        if self.whole_parameters.show_masters(units, self.base.division.full_model, self.changes.dtypes):
-            resolved = self.base.resolved
-            for hooks in self.runtime.hooks:
-                hooks.autocast = partial(torch.autocast, resolved.mesh.device.type, dtype=resolved.precision.dtype)
+        """Have open parameters show their masters; the model's own forward then runs in autocast."""
+        dtypes, resolved = self.shown_dtypes(), self.base.resolved
+        if not dtypes:
+            return
+        self.whole_parameters.show_masters(units, dtypes)
+        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
+            in_autocast(root, resolved.mesh.device.type, resolved.precision.dtype)
+            hooks.shows_masters = True
 
     def hide_masters(self) -> None:
         """Let forwards compute in the dtype of weights again."""
-        for hooks in self.runtime.hooks:
-            hooks.autocast = None
+        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
+            out_of_autocast(root)
+            hooks.shows_masters = False
 
     def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""

@@ -409,20 +409,31 @@ class Engine:
     def unshard(self, masters: bool = False) -> None:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
 
-        masters  give them the dtype in which they came and their masters' values, as torch's autocast leaves a model:
-                 forwards then run in autocast. Frozen ones have the values that they came with, where these were not
-                 written since. Takes the whole model in that dtype as well, and moves (N-1)/N Psi elements of it
-        `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load` and `averaged` see to it. All ranks
-        call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them.
+        masters  trained in bf16 or fp16, show parameters that came in fp32 so, with their masters' values, as torch's
+                 autocast leaves a model: its forward then runs in autocast, and what is made of it is back-propagated
+                 before `reshard()`. Frozen ones have the values that they came with, where these were not written
+                 since; tiles (`gather_budget`) stay as they are. Takes 4 bytes more of a parameter, and moves (N-1)/N
+                 Psi masters
+        `step`, `train_batch` and `freeze` want `reshard()` first; `save`, `load`, `export`, `averaged` see to it. All
+        ranks call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them; with `masters`
+        ConfigError inside full_params(), and over tp, pp and ep.
         """
+        shown = self._shows_masters
+        if masters and not shown:
+            if not self.has_whole_model:
+                raise ConfigError(
+                    "unshard(masters=True) is for models over dp alone, not over tp, pp or ep: unshard()."
+                )
+            self.reshard()  # what was written is absorbed by the masters first
+            self._refuse_open("unshard(masters=True)")
         gathered = [unit for unit in self.units if unit.weights.sharded and not unit.users]
         needed = sum(unit.layout.total * unit.dtype.itemsize for unit in gathered)
-        needed += self._assembly.bytes_as_came() if masters else 0
+        needed += self._assembly.room_of_shown() if masters and not shown else 0
         self._assembly.check_room(needed, "unshard(masters=True)" if masters else "unshard()")
         self._unsharded += self._open(None)
-        if masters and not self._shows_masters:
-            self._shows_masters = True
+        if masters and not shown:
             self._assembly.show_masters(self._unsharded)
+            self._shows_masters = True
 
     def reshard(self) -> None:
         """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it.
@@ -643,6 +654,10 @@ class Engine:
         """
         self._registry.check()
         self.optimizer.settle()
+        with self._resharded():
+            return self._export(directory, kind)
+
+    def _export(self, directory: str | Path, kind: str | None) -> Path:
         return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
 
     # --- accounting -----------------------------------------------------------------------------

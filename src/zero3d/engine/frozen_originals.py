@@ -1,6 +1,6 @@
 """Values of frozen parameters that came in a wider dtype than an engine computes in, to give them back as they came.
 
-    kept      when the engine is built: this rank's share over dp, on the host
+    kept      when the engine is built: this rank's share over dp, on the host, where all ranks came with the same
     original  when the model is made whole: gathered; an element whose weight no longer is the cast of what was kept
               has been written since, and has its weight's value
 
@@ -10,10 +10,13 @@ cut over tp, pp or ep, for it is not given back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.collectives import Comm
 from zero3d.precision import to_compute
@@ -28,12 +31,14 @@ class FrozenOriginals:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, dp: Comm) -> FrozenOriginals:
-        """Keep shares of a model's frozen parameters that are wider than `dtype`."""
+        """Keep shares of frozen parameters whose values `dtype` does not have, where all ranks came with the same."""
         wide = {
             name: p.detach()
             for name, p in model.named_parameters()
-            if not p.requires_grad and p.is_floating_point() and p.dtype.itemsize > dtype.itemsize and not p.is_meta
+            if not p.requires_grad and p.is_floating_point() and not p.is_meta and not _holds(dtype, p.dtype)
         }
+        if wide and not _alike(list(wide.values()), dp):  # rank 0's weights win, and others have not its values
+            wide = {}
         return cls({name: _share(p, dp) for name, p in wide.items()}, dp)
 
     @torch.no_grad()
@@ -48,12 +53,30 @@ class FrozenOriginals:
         whole = torch.empty(share.numel() * self._dp.size, dtype=share.dtype, device=weights.device)
         self._dp.all_gather(whole, share.to(weights.device), name).wait()
         found = whole[: weights.numel()].view(weights.shape)
-        return torch.where(bits(to_compute(found, weights.dtype)) == bits(weights), found, weights.to(found.dtype))
+        wide = found.float() if weights.dtype.itemsize < 4 else found  # as when the engine was built
+        return torch.where(bits(to_compute(wide, weights.dtype)) == bits(weights), found, weights.to(found.dtype))
 
     @property
     def nbytes(self) -> int:
         """What is kept on the host."""
         return sum(share.nbytes for share in self._kept.values())
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a dtype has all values of another."""
+    return torch.promote_types(dtype, other) == dtype
+
+
+def _alike(values: Sequence[Tensor], dp: Comm) -> bool:
+    """Return whether tensors have the same bits on all ranks, by a checksum."""
+    if dp.size == 1 or isinstance(values[0], FakeTensor):
+        return True
+    digest = xxhash.xxh32()
+    for each in values:
+        raw: Any = each.contiguous().view(-1).cpu().view(torch.uint8).numpy()
+        digest.update(raw)
+    found = dp.exchange(torch.tensor([float(digest.intdigest())], dtype=torch.float64))
+    return bool((found == digest.intdigest()).all())
 
 
 def _share(values: Tensor, dp: Comm) -> Tensor:

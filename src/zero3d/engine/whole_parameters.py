@@ -80,23 +80,26 @@ class WholeParameters:
         return units
 
     @torch.no_grad()
-    def show_masters(self, units: Sequence[Unit], full_model: FullModel, dtypes: Mapping[str, torch.dtype]) -> bool:
-        """Give open parameters of another dtype than in `dtypes` that one, with their masters' values; return if any.
+    def show_masters(self, units: Sequence[Unit], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Give open parameters their masters' values, in these dtypes, by the names that they have here.
 
-        dtypes  by the parameters' names in the full model; a frozen one has its own values
-        Moves (N-1)/N Psi elements in the masters' dtype for units that are trained. Tiles stay as they are.
+        A frozen one has its own values. Moves (N-1)/N Psi elements in the masters' dtype for units that are trained.
+        Where it fails no parameter is shown so.
         """
-        shown = False
-        for unit in units:
-            found = [dtypes.get(full_model.owner(slot.name), unit.dtype) for slot in unit.layout.slots]
-            if all(dtype == unit.dtype for dtype in found):
-                continue
-            with self._masters_of(unit) as flat:
-                views = parameter_views(flat, unit.layout)
-                for slot, p, view, dtype in zip(unit.layout.slots, unit.weights.params, views, found, strict=True):
-                    if dtype != unit.dtype and slot.name not in full_model.tiles:
-                        p.data, shown = self._as_came(unit, full_model.owner(slot.name), view, dtype), True
-        return shown
+        try:
+            for unit in units:
+                if not any(slot.name in dtypes for slot in unit.layout.slots):
+                    continue
+                with self._masters_of(unit) as flat:
+                    views = parameter_views(flat, unit.layout)
+                    for slot, p, view in zip(unit.layout.slots, unit.weights.params, views, strict=True):
+                        if slot.name in dtypes:
+                            p.data = self._as_came(unit, slot.name, view, dtypes[slot.name])
+        except BaseException:
+            for unit in units:
+                for p, view in zip(unit.weights.params, unit.weights.views, strict=True):
+                    p.data = view
+            raise
 
     def shut(self, units: Sequence[Unit]) -> None:
         """Keep what was written into units that `open` returned, and release them.
@@ -104,10 +107,12 @@ class WholeParameters:
         Raises LayoutError on all ranks, after that, where a parameter was given another shape: it has its old one.
         """
         resized = [unit.weights.take_resized() for unit in units]
-        anywhere = self._keep_writes(units, [bool(found) for found in resized])
-        for unit in units:
-            self._gathers.release(unit, OPENED)
-            unit.users.discard(OPENED)
+        try:
+            anywhere = self._keep_writes(units, [bool(found) for found in resized])
+        finally:
+            for unit in units:
+                self._gathers.release(unit, OPENED)
+                unit.users.discard(OPENED)
         if anywhere:
             names = [f"parameter {name!r}" for found in resized for name in found]
             raise LayoutError(
@@ -182,12 +187,12 @@ class WholeParameters:
                     name = full_model.owner(slot.name)
                     tile = full_model.tiles.get(slot.name)
                     if tile is None:
-                        values[name] = self._as_came(unit, name, view, dtypes[name])
+                        values[name] = self._as_came(unit, slot.name, view, dtypes[name])
                         continue
                     if name not in values:
                         values[name] = flat.new_empty(tile.shape, dtype=dtypes[name])
                     rows = values[name].view(-1)[tile.start : tile.start + view.numel()]
-                    rows.copy_(to_compute(view.reshape(-1), dtypes[name]))
+                    rows.copy_(self._as_came(unit, slot.name, view, dtypes[name]).view(-1))
         return values
 
     def _as_came(self, unit: Unit, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,9 +212,11 @@ class WholeParameters:
             yield own
             return
         whole = self._arena.borrow("gathered", weights.layout.total, own.dtype)
-        unit.comm.all_gather(whole, own, unit.name).wait()
-        yield whole
-        self._arena.give_back("gathered", whole)
+        try:
+            unit.comm.all_gather(whole, own, unit.name).wait()
+            yield whole
+        finally:
+            self._arena.give_back("gathered", whole)
 
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:

@@ -35,7 +35,6 @@ ours. The unit stays gathered until the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum, auto
 from itertools import count
 from typing import Any, Literal
@@ -68,14 +67,14 @@ class Hooks:
     root   the module whose call is a micro-batch's forward
     uses   user module -> the units its forward needs, in layout order
     cast   applied to the root's floating inputs
-    autocast  what the root's forward runs in while parameters are shown with their masters' values; None else
+    shows_masters  parameters have their masters' dtype now, and the root's forward runs in autocast
     aside  is given the gradients of forwards and backwards that belong to no step; None in steps
     scheduled  backwards are those of a pipeline's schedule (Note 6)
     """
 
     aside: Callable[[Unit, int, Tensor], None] | None = None
     saved: SavedWeights | None = None
-    autocast: Callable[[], AbstractContextManager[object]] | None = None
+    shows_masters = False
 
     def __init__(
         self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
@@ -94,7 +93,6 @@ class Hooks:
         self._creates_graph = False  # the backward under way
         self._last_node = 0  # the number of autograd's nodes when the last forward ended
         self.without_weights: set[str] = set()  # units that gave gradients in this step while they were released
-        self._casting: list[AbstractContextManager[object]] = []  # of the root's forwards under way
         self._fresh = [False]  # whether the last forward of the root has had no backward yet
         units = list(dict.fromkeys(unit for group in uses.values() for unit in group))
         embedding = {unit for module, group in uses.items() if _is_plain_embedding(module) for unit in group}
@@ -291,15 +289,11 @@ class Hooks:
             unit.weights.ready()
             if OPENED not in unit.users:
                 unit.weights.check()
-        if self.autocast is not None:
-            self._casting.append(self.autocast())
-            self._casting[-1].__enter__()
-            return None
+        if self.shows_masters:  # autocast does not take float64
+            return map_tensors((args, kwargs), lambda t: t.float() if t.dtype == torch.float64 else t)
         return map_tensors((args, kwargs), lambda t: self._cast(t) if t.is_floating_point() else t)
 
     def _root_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._casting:
-            self._casting.pop().__exit__(None, None, None)
         mode, self._mode = self._mode, None
         if mode == "eval":
             self._gathers.end_forward()

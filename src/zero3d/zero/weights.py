@@ -313,7 +313,7 @@ class Weights:
         """Cast data of another dtype that gathered parameters were given; masters that were shown so change no bit."""
         for p, view in zip(self.params, self.views, strict=True):
             if p.dtype != view.dtype and p.shape == view.shape:
-                to_compute(p.data, view.dtype, out=view)
+                view.copy_(to_compute(p.data, view.dtype))  # experts' views have gaps
                 p.data = view
 
     def replaced(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
