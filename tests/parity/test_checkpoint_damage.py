@@ -14,8 +14,8 @@ from zero3d.cli.main import main
 from zero3d.errors import CheckpointError
 
 CASES = 2000
-SHORT = 200  # of them in every run of the tests
-PARTS = 10
+SHORT = 80  # of them in every run of the tests
+PARTS = 25
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,9 @@ def gone_on(folder, stage):
     return losses
 
 
-@pytest.mark.parametrize(("form", "stage"), [("nested", 3), ("flat", 1), ("apart", 2)])
+@pytest.mark.parametrize(("form", "stage"), [
+    ("apart", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("nested", 3), ("flat", 1))),
+])  # fmt: skip
 def test_training_goes_on_from_what_fsdp_saved(ranks, fsdp, tmp_path, capsys, form, stage):
     folder, wanted = fsdp
     assert main(["ckpt", "import", str(folder / form), str(tmp_path / "ours")]) == 0

@@ -61,7 +61,7 @@ def handed_on(case, pairs, folder, steps):
 
 
 NAMES = list(PLACES)
-FEW = [("disk", "all on host"), ("part on host", "all on disk")]
+FEW = [("part on host", "all on disk")]
 
 
 def test_what_one_place_has_saved_goes_on_at_another(alone, tmp_path):
@@ -243,6 +243,7 @@ def test_a_run_has_the_losses_of_states_on_the_device_wherever_they_are(ranks, t
         assert [field(records, "loss") for records in ranks(2, train, made(str(number), **sections))] == expected
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_another_place(ranks, tmp_path):
     made = prepared(tmp_path)
     few = {"train": {"steps": 4}}

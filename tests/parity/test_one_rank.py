@@ -59,7 +59,7 @@ def test_fp16_equals_a_written_out_loop_with_a_loss_scale(stage):
     assert train_engine(engine, BATCHES, through_engine=True) == (losses, norms, bits(plain.parameters()))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2, 3])
 def test_param_groups_and_a_ready_optimizer_with_a_scheduler(stage):
     """Groups change the layout, and still the norm is stacked in model order: plain PyTorch's bits."""
     groups = [{"match": "*norm*|*.bias", "weight_decay": 0.0}]

@@ -113,7 +113,7 @@ def evaluated(folder):
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(ranks, evaluated):
-    records = ranks(2, train, evaluated)[0]
+    records = ranks(1, train, evaluated)[0]
     losses = field(records, "validation_loss")
     best = losses.index(min(losses)) + 1
     assert best < 5, "the best one is none of the last two"

@@ -436,7 +436,9 @@ if sys.argv[1] in os.environ["FAIL"]:
 print({json.dumps(json.dumps(result()))})"""
 
 
-@pytest.mark.parametrize(("fail", "code"), [("zero.stage=0", "1"), ("zero.stage=1", "1"), ("zero.stage=1", "2")])
+@pytest.mark.parametrize(("fail", "code"), [
+    ("zero.stage=0", "1"), *(pytest.param("zero.stage=1", code, marks=pytest.mark.long) for code in "12"),
+])  # fmt: skip
 def test_a_run_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch, capfd, fail, code):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAIL", fail)

@@ -1,9 +1,13 @@
 """zero3d simulate: results as JSON, micro-batches that repeat, orders of pipelines, 1024 ranks, refusals."""
 
 import json
+import os
 from array import array
 from contextlib import chdir
+from dataclasses import replace
 from fractions import Fraction
+from tempfile import TemporaryFile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +17,7 @@ from zero3d.cli.main import main
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
+from zero3d.sim import rank as answering
 from zero3d.sim.memory import Log, Storage
 from zero3d.sim.orders import one_chunk
 from zero3d.sim.position import Position
@@ -52,15 +57,25 @@ def four_blocks(tmp_path):
     return tmp_path
 
 
+def answer(text):
+    """What `python -m zero3d.sim.rank` says to a request, without its start."""
+    with TemporaryFile("w+") as output:
+        os.dup2(output.fileno(), 1)
+        answering.main([text])
+        output.seek(0)
+        return output.read()
+
+
 @pytest.fixture(scope="module")
 def pipeline(alone):
-    """A pipeline of two stages over 1024 ranks: one rank of each class. The first is asked of a started process."""
+    """A pipeline of two stages over 1024 ranks: one rank of each class."""
 
-    def run(request):
-        return in_own_process(request) if request.rank == 0 else alone(dry, request)
+    def run(command, input, **_):
+        assert command[-2:] == ["-m", answering.__name__]
+        return SimpleNamespace(stdout=alone(answer, input))
 
-    with mock.patch("zero3d.sim.simulate.in_own_process", run):
-        return simulate(tiny("mesh.pp=2", "train.accumulate=6", "zero.stage=0"), world=1024)
+    with mock.patch("zero3d.sim.simulate.subprocess", SimpleNamespace(run=run)):
+        return simulate(tiny("mesh.pp=2", "train.accumulate=3", "zero.stage=0"), world=1024)
 
 
 def test_1024_ranks_need_one_process_per_class(pipeline):
@@ -76,6 +91,13 @@ def test_1024_ranks_need_one_process_per_class(pipeline):
 
 def test_a_result_survives_json(pipeline):
     assert from_json(Simulation, json.loads(json.dumps(to_json(pipeline)))) == pipeline
+
+
+@pytest.mark.long
+def test_a_started_process_answers_as_one_in_a_fork_does(alone):
+    request = Request(to_dict(tiny("mesh.pp=2", "train.accumulate=2", "zero.stage=0")), 0, 2, "nccl")
+    started, forked = in_own_process(request), alone(dry, request)
+    assert replace(started, seconds=0, resident=0) == replace(forked, seconds=0, resident=0)
 
 
 def test_the_recorded_actions_begin_as_planned(pipeline):
