@@ -68,14 +68,14 @@ def test_a_run_ends_early_as_complete_and_a_resume_knows_it(ranks, folder):
         folder, "early", train={"steps": 12, "batch": 4},
         evaluate={"every": 1, "function": "own_code:turns", "best": "quality", "highest": True, "patience": 2},
     )  # fmt: skip
-    records = ranks(2, train, early)[0]
+    records = ranks(1, train, early)[0]
     assert field(records, "quality") == [1.0, 2.0, 3.0, 3.0, 3.0]
     checkpoints = Path(early["output"]) / "checkpoints"
     assert os.readlink(checkpoints / "best") == "step-3"
     assert sorted(entry.name for entry in checkpoints.glob("step-*")) == ["step-3", "step-4", "step-5"]
-    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5], "nothing is left to train"
+    assert field(ranks(1, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5], "nothing is left to train"
     early["evaluate"] |= {"patience": 4}
-    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5, 6, 7], "a longer patience goes on"
+    assert field(ranks(1, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5, 6, 7], "a longer patience goes on"
 
 
 def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):

@@ -120,7 +120,8 @@ def check_meshes(ranks, cases):
                     assert steps == [pytest.approx(step, rel=1e-9) for step in wanted[model_and_list(case)]], case
 
 
-@pytest.mark.parametrize("cases", [MESHES[2:3], pytest.param(MESHES, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.long  # of two meshes and their checkpoints: test_momenta_go_on_over_another_tp_and_pp
+@pytest.mark.parametrize("cases", [MESHES], ids=["all"])
 def test_meshes_train_like_one_process(ranks, cases):
     check_meshes(ranks, cases)
 
@@ -297,6 +298,7 @@ def averaged(decay):
     return curve, apart, engine.fingerprint()
 
 
+@pytest.mark.long
 def test_averages_of_weights_change_no_bit_of_training(ranks):
     (curve, apart, states), (usual, _, without) = (ranks(2, averaged, decay)[0] for decay in (0.9, None))
     assert curve == usual

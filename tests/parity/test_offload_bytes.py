@@ -240,9 +240,9 @@ EMPTY = [{"match": "nothing.of.this.name", "lr": 1.0}, {"match": "*bias", "lr": 
 
 
 @pytest.mark.parametrize(("place", "stage", "master"), [
-    ("all on disk", 3, "split"), ("host", 0, "split"),
+    ("all on disk", 3, "split"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        ("disk, device updates", 2, "fp32"), ("all on host", 3, "fp32"),
+        ("host", 0, "split"), ("disk, device updates", 2, "fp32"), ("all on host", 3, "fp32"),
     )),
 ])  # fmt: skip
 def test_odd_parameters_and_empty_groups_have_the_bits_of_states_on_the_device(tmp_path, place, stage, master):

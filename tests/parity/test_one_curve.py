@@ -124,7 +124,8 @@ def saved(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("way", "stage"), [
-    (by_trainer, 3), pytest.param(by_trainer, 1, marks=pytest.mark.long), (by_accelerator, 2), (by_deepspeeds_loop, 3), (by_file, 3),
+    (by_trainer, 3), pytest.param(by_trainer, 1, marks=pytest.mark.long), (by_file, 3),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in ((by_accelerator, 2), (by_deepspeeds_loop, 3))),
 ])  # fmt: skip
 def test_every_way_in_has_the_same_curve(ranks, saved, way, stage):
     folder, wanted = saved

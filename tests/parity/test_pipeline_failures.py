@@ -162,7 +162,7 @@ def change_lengths(schedule):
     return sizes[0], sizes[-1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zbv"])
 def test_changing_lengths_leave_nothing_behind(ranks, schedule):
     assert all(last == first for first, last in ranks(2, change_lengths, schedule))
 

@@ -113,9 +113,8 @@ P = ParallelPlan
 
 
 @pytest.mark.parametrize(("plan", "tied", "packed", "layers"), [
-    (P(dp=4, stage=0), False, False, 2),
     *(pytest.param(*case, marks=long) for case in [
-        (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
+        (P(dp=4, stage=0), False, False, 2), (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
         (P(dp=2, pp=2, stage=3, accumulate=2, schedule="zero-bubble"), False, False, 4),
     ]),
     *(pytest.param(*case, LAYERS, marks=long) for case in [

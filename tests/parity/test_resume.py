@@ -65,14 +65,15 @@ def only_rank_1(made):
 @pytest.mark.parametrize(
     ("shapes", "data"),
     [
-        (((2, 3), (1, 0), (4, 2)), {"shuffle": True}),
+        (((2, 3), (1, 0)), {"shuffle": True}),
+        pytest.param(((2, 3), (1, 0), (4, 2)), {"shuffle": True}, marks=pytest.mark.long),
         pytest.param(((1, 1), (4, 3), (2, 0)), {"shuffle": True}, marks=pytest.mark.long),
     ],
 )
 def test_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, folder, shapes, data):
     portions = {"train": {"steps": 5, "batch": 4}, "saved": "plain"}
     expected = ranks(1, train, tree(folder, "whole", data=data, **portions))[0]
-    for (dp, stage), stop in zip(shapes, (2, 4, None), strict=True):
+    for (dp, stage), stop in zip(shapes, (2, 4, None)[-len(shapes) :], strict=True):
         made = tree(folder, "parted", zero={"stage": stage}, data=data, **portions)
         made["train"]["accumulate"] = None
         records = ranks(dp, train, made, "auto", stop)[0]

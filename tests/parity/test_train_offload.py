@@ -80,18 +80,18 @@ def saved_choice(given, step):
 
 
 def test_what_auto_chose_is_kept_when_a_run_goes_on_and_another_value_wins(ranks, folder):
-    expected = ranks(2, train, made(folder, "whole", {}))[0]
+    expected = ranks(1, train, made(folder, "whole", {}))[0]
     given = made(folder, "parted", {"optimizer": "auto"})
     little = Room(200_000, 10**9, False)
-    ranks(2, with_room, given, little, None, 2)
+    ranks(1, with_room, given, little, None, 2)
     chosen = saved_choice(given, 2)
     assert chosen["optimizer"] == "host"
     assert 0 < chosen["fraction"] <= 1
     assert chosen["executor"] == "host"
-    ranks(2, with_room, given, None, "auto", 4)
+    ranks(1, with_room, given, None, "auto", 4)
     assert saved_choice(given, 4) == chosen
     given["offload"]["optimizer"] = "none"
-    records = ranks(2, with_room, given, None, "auto")[0]
+    records = ranks(1, with_room, given, None, "auto")[0]
     assert saved_choice(given, 5) is None
     for name in SAME:
         assert field(records, name) == field(metrics(given), name) == field(expected, name)

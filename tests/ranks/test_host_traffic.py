@@ -240,6 +240,7 @@ def waits_of_a_run(folder):
     return steps[2]
 
 
+@pytest.mark.long
 def test_a_run_reads_one_value_a_step_and_waits_for_nothing_else_of_ours(alone, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
