@@ -253,8 +253,9 @@ def test_odd_parameters_and_empty_groups_have_the_bits_of_states_on_the_device(t
         assert run(Odd, where, tmp_path, stage, bucket, **options) == wanted, (where, bucket)
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("place", "stage"), [pytest.param("host", 2, marks=pytest.mark.long), ("all on disk", 3)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [120, 5000])
+@pytest.mark.parametrize(("place", "stage"), [("host", 2), ("all on disk", 3)])
 def test_many_small_tensors_have_the_bits_of_states_on_the_device(tmp_path, place, stage, count):
     found = [run(partial(Many, count), where, tmp_path, stage, 1 << 14) for where in (RESIDENT, place)]
     assert found[1] == found[0]
@@ -272,6 +273,7 @@ class Long(nn.Module):
         return self.head(self.embed(ids))
 
 
+@pytest.mark.long  # than a small bucket: Odd's of a run with that
 def test_a_parameter_longer_than_a_bucket_of_a_cpu(tmp_path):
     places = (RESIDENT, "host", "disk, device updates")
     found = [run(Long, place, tmp_path / place, 2, 1 << 18, master="split") for place in places]

@@ -101,7 +101,8 @@ def uninterrupted(steps, folder):
     return trained(EXACT._replace(stage=stage, moments=(4, reduce)), steps, folder)[1]
 
 
-@pytest.mark.parametrize("legs", [LEGS[:2], pytest.param(LEGS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("legs", [LEGS[:3], LEGS])
 def test_a_run_moves_over_places_meshes_and_stages_in_exact_mode(ranks, tmp_path, legs):
     hashes = [set(ranks(dp, leg, dp, *how, number, str(tmp_path))) for number, (dp, *how) in enumerate(legs)]
     (expected,) = ranks(1, uninterrupted, 2 * len(legs), str(tmp_path))

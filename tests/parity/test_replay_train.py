@@ -81,6 +81,7 @@ def printed(made):
     return out.getvalue().splitlines()
 
 
+@pytest.mark.long  # what is a spike: tests/unit/test_spikes.py
 def test_a_loss_far_above_the_others_is_noted_with_its_place_in_the_data(folder, monkeypatch):
     from zero3d.engine.losses import Losses
 

@@ -90,8 +90,8 @@ def test_auto_with_nothing_there_starts_afresh(ranks, folder):
 
 def test_auto_after_the_end_trains_nothing_and_tells_the_same(ranks, folder):
     made = tree(folder, saved="plain", train={"steps": 2}, data={"validation": 0.2})
-    first = ranks(2, train, made)[0]
-    assert told(ranks(2, train, made, "auto")[0]) == told(first)
+    first = ranks(1, train, made)[0]
+    assert told(ranks(1, train, made, "auto")[0]) == told(first)
     assert told(metrics(made)) == told(first)
 
 

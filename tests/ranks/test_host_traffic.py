@@ -60,8 +60,10 @@ def train_on_both(hows):
     return runs
 
 
-def test_training_has_the_bits_of_the_cpu_accumulated_and_exact(alone):
-    hows = [(1, 2), (3, 2), (2, 2, True)]
+@pytest.mark.parametrize("hows", [
+    [(3, 2), (2, 2, True)], pytest.param([(0, 1), (1, 2), (2, 1)], marks=pytest.mark.long)
+], ids=["stage 3 and exact", "others"])  # fmt: skip
+def test_training_has_the_bits_of_the_cpu_at_every_stage_accumulated_and_exact(alone, hows):
     on_cpu, on_device = alone(train_on_both, [(*how, *[False] * (3 - len(how)), "fp32") for how in hows])
     assert all(all(torch.tensor(found).isfinite()) for found, _ in on_cpu)
     assert on_device == on_cpu
@@ -206,7 +208,7 @@ def waits_of_step(traffic, device, stage, count, exact):
 HOWS = [(0, 1, False), (1, 2, False), (2, 1, False), (3, 3, False), (3, 2, True)]
 
 
-@pytest.mark.parametrize("hows", [[HOWS[1], HOWS[3]], pytest.param(HOWS, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("hows", [HOWS[3:4], pytest.param(HOWS, marks=pytest.mark.long)], ids=["few", "all"])
 def test_a_step_reads_one_value_and_waits_for_nothing_else(alone, hows):
     for how, phases in zip(hows, alone(waits_of_steps, hows), strict=True):
         for name, waits in phases.items():

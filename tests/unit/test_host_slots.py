@@ -313,7 +313,7 @@ def test_inputs_that_do_not_fill_their_memory_stay_as_they_are():
         assert kept.keep(sparse, "block") is None
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.long), True])
 def test_blocks_that_hugging_face_recomputes(poison, reentrant):
     def run(offload):
         model = deep("llama")

@@ -199,7 +199,7 @@ def test_a_tied_weight_is_merged_for_each_module_that_has_it(folders, tmp_path, 
 
 @pytest.mark.parametrize("options", [
     {"target_parameters": ["k_proj.weight"], "target_modules": ["q_proj"]},
-    {"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]},
+    pytest.param({"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_lora_on_the_parameter_of_a_linear_layer_leaves_it_in_place(folders, tmp_path, options):
     engine, expected = trained(folders["llama"], **options)
@@ -258,7 +258,7 @@ def test_prompts_are_refused_in_pipelines(folders, ranks):
         assert message.startswith("PEFT's PROMPT_TUNING puts tokens before the model's own, which pipeline stages know")
 
 
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_group_of_parameters_that_adapters_leave_empty_is_trained_like_any(folders, built):
     model = adapted(folders["llama"], r=4, **QV)
     small = [p for p in model.parameters() if p.dim() < 2]
