@@ -15,7 +15,7 @@ from training import field, save_model, save_rows, train, tree
 
 import zero3d
 
-FEW_STEPS, STEPS = (2, 4), (3, 6)  # before a checkpoint, and in all
+FEW_STEPS, STEPS = (1, 3), (3, 6)  # before a checkpoint, and in all
 BASE = Case(moments=(2, "auto"))
 BF16 = {"moments": "bf16"}
 

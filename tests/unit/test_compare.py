@@ -482,7 +482,7 @@ def test_bad_input_of_the_first_run_ends_it_with_its_line_and_code(tmp_path, mon
     assert not (tmp_path / "out" / "zero.stage=1.log").exists()
 
 
-@pytest.mark.parametrize("name", ["compare.json.tmp", "compare.png"])
+@pytest.mark.parametrize("name", ["compare.json.tmp", pytest.param("compare.png", marks=pytest.mark.long)])
 def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     scripted(monkeypatch, f"""

@@ -183,7 +183,7 @@ def test_adapters_that_share_memory_are_refused(folders):
         zero3d.Engine(model, optimizer=adamw)
 
 
-TIED_OFTEN = ("both", "saved embedding", "saved as one")
+TIED_OFTEN = ("both", "saved as one")
 
 
 @pytest.mark.parametrize("case", [
