@@ -607,12 +607,11 @@ def test_a_run_whose_slots_have_a_damaged_record_says_so_until_they_are_removed(
     assert origin == ["load", "3"]
 
 
-FEW_DAMAGES = ("nothing",)
 DAMAGES = tuple(damages(Path()))
 
 
-def test_damaged_slots_are_passed_over(alone, tmp_path):
-    check_damaged(alone, tmp_path, FEW_DAMAGES)
+def test_a_run_that_was_killed_goes_on_from_its_slots(alone, tmp_path):
+    check_damaged(alone, tmp_path, ("nothing",))
 
 
 @pytest.mark.long
