@@ -31,7 +31,8 @@ def files_of(files, package):
 
 def files_of_faults(package):
     """The files that the ledger of a package's faults names."""
-    faults = yaml.safe_load((ROOT / "tests" / "mutants" / f"{package}.yaml").read_text())
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where there is one: ten times as fast
+    faults = yaml.load((ROOT / "tests" / "mutants" / f"{package}.yaml").read_text(), Loader=loader)
     return {ROOT / test.partition("::")[0] for fault in faults for test in fault["tests"]}
 
 

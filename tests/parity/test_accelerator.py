@@ -74,7 +74,7 @@ def plain(ranks, tmp_path_factory):
     return logs, weights, ranks(2, loop, "plain", None, folder, True)[0][0]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)), 3])
 def test_a_loop_of_accelerates_has_the_same_curve(ranks, tmp_path, plain, stage):
     (found, weights), (other, nothing) = ranks(2, loop, "ours", stage, tmp_path)
     assert nothing == {}
@@ -155,7 +155,7 @@ def one_epoch(kind, folder):
         return rows.seen, accelerator.num_processes, accelerator.engine.dp.size, accelerator.is_main_process
 
 
-@pytest.mark.parametrize("kind", ["accelerate", "trainer"])
+@pytest.mark.parametrize("kind", ["accelerate", pytest.param("trainer", marks=pytest.mark.long)])
 def test_ranks_on_cpus_share_the_data(ranks, tmp_path, kind):
     found = ranks(2, one_epoch, kind, tmp_path)
     assert sorted(found[0][0] + found[1][0]) == list(range(16))
@@ -364,7 +364,7 @@ def freed(precision):
         return read, {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.long), "bf16"])
 def test_after_free_memory_a_model_is_plain_and_trains_on(ranks, precision):
     (read, dtypes), other = ranks(2, freed, precision)
     assert (read, dtypes) == other

@@ -14,8 +14,13 @@ from zero3d.cli.main import main
 from zero3d.errors import CheckpointError
 
 CASES = 2000
-SHORT = 200  # of them in every run of the tests
-PARTS = 10
+FEW = range(80)  # of them in every run of the tests
+PARTS = [range(first, first + 200) for first in range(0, CASES, 200)]
+EACH = pytest.mark.parametrize(
+    "cases",
+    [FEW, *(pytest.param(part, marks=pytest.mark.long) for part in PARTS)],
+    ids=["few", *map(str, range(len(PARTS)))],
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +37,23 @@ def live(tmp_path_factory):
     return Live(tmp_path_factory.mktemp("live"))
 
 
-@pytest.mark.parametrize("part", [
-    0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS)),
-])  # fmt: skip
-def test_damaged_checkpoints_change_nothing_or_load_what_was_saved(sources, live, tmp_path, part):
+@EACH
+def test_damaged_checkpoints_change_nothing_or_load_what_was_saved(sources, live, tmp_path, cases):
     kept = [(saved, later, clean(live, saved)) for saved, later in sources]
     loaded, kinds = [], set()
-    for case in range(part * SHORT, (part + 1) * SHORT):
+    for case in cases:
         what, message = damaged_load(live, case, *kept[case % 2], tmp_path)
         kinds.add(what)
         if not message:
             loaded.append(what)
     assert len(kinds) > 30
-    assert len(loaded) < SHORT / 5, loaded
+    assert len(loaded) < len(cases) / 5, loaded
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
-def test_verify_finds_every_flaw_and_names_every_file_that_has_one(sources, tmp_path, part):
+@EACH
+def test_verify_finds_every_flaw_and_names_every_file_that_has_one(sources, tmp_path, cases):
     kinds = set()
-    for case in range(part * SHORT, (part + 1) * SHORT):
+    for case in cases:
         folder, random_ = tmp_path / str(case) / "step-2", random.Random(case)
         shutil.copytree(sources[case % 2][0], folder)
         (tmp_path / str(case) / "other").symlink_to(sources[case % 2][1])
@@ -84,11 +87,11 @@ def contents_of(folder):
     }
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
-def test_every_action_meets_damage_with_one_of_our_errors(sources, tmp_path, part, capsys):
+@EACH
+def test_every_action_meets_damage_with_one_of_our_errors(sources, tmp_path, cases, capsys):
     """Checkpoints that somebody wrote anew, checksums included: what no model can judge may stay, nothing else raises."""
     refused = 0
-    for case in range(part * SHORT, (part + 1) * SHORT, 8):
+    for case in cases[::8]:
         folder = tmp_path / str(case) / "step-2"
         shutil.copytree(sources[0][0], folder)
         (tmp_path / str(case) / "other").symlink_to(sources[0][1])
@@ -104,7 +107,7 @@ def test_every_action_meets_damage_with_one_of_our_errors(sources, tmp_path, par
         assert "Traceback" not in "".join(capsys.readouterr())
         refused += not whole
         shutil.rmtree(tmp_path / str(case))
-    assert refused > SHORT / 16
+    assert refused > len(cases) / 16
 
 
 def test_a_step_goes_on_after_a_refused_load_as_if_nobody_had_tried(tmp_path):

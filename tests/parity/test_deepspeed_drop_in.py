@@ -52,7 +52,7 @@ def loop(engine, first, last, ranks=1, rank=0):
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_one_rank_has_the_losses_of_plain_pytorch(stage, tmp_path):
     tree = DOCUMENT | {"zero_optimization": {"stage": stage}}
     (tmp_path / "ds.json").write_text(json.dumps(tree))
@@ -82,12 +82,12 @@ def train(stage, folder):
     return losses + loop(other, 2, STEPS, 2, rank), state, other.micro_steps
 
 
-def test_two_ranks_at_every_stage_and_after_a_resume(ranks, tmp_path):
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
+def test_two_ranks_at_every_stage_and_after_a_resume(ranks, tmp_path, stage):
     wanted = train_plain(2)
-    for stage in (0, 1, 2, 3):
-        first, second = ranks(2, train, stage, str(tmp_path))
-        assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(wanted, rel=1e-5)
-        assert first[1:] == second[1:] == ({"epoch": 1}, MICRO * STEPS)
+    first, second = ranks(2, train, stage, str(tmp_path))
+    assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(wanted, rel=1e-5)
+    assert first[1:] == second[1:] == ({"epoch": 1}, MICRO * STEPS)
 
 
 def test_a_dataset_a_scheduler_and_an_optimizer_of_ones_own():

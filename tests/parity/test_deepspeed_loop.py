@@ -215,7 +215,7 @@ def test_frozen_weights_may_be_left_out_of_a_state_dict():
 SCHEDULED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_parts_of_a_checkpoint_are_taken(stage, tmp_path):
     engine = opened(stage, **SCHEDULED)
     for number in range(3):
@@ -276,7 +276,8 @@ def two_ranks(stage):
     return norms, engine.eval_batch(iter(rows)).item(), engine.train_batch(iter(rows)).item()
 
 
-def test_ranks_average_what_micro_batches_have_added_up(ranks):
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.long)])
+def test_ranks_average_what_micro_batches_have_added_up(ranks, stages):
     model = hf("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     wanted = []
@@ -288,7 +289,7 @@ def test_ranks_average_what_micro_batches_have_added_up(ranks):
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.0
     mean = sum(loss_of(model, batch(number, rank)).item() for number in range(MICRO) for rank in range(2)) / 4
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         first, second = ranks(2, two_ranks, stage)
         assert first == second
         assert first[0] == pytest.approx(wanted, rel=1e-4)
@@ -309,10 +310,10 @@ def two_ranks_load(stage, folder):
     return torch.equal(*masters), other.global_steps
 
 
-def test_two_ranks_take_weights_of_a_checkpoint_and_write_one_file(ranks, tmp_path):
-    for stage in (1, 3):
-        assert ranks(2, two_ranks_load, stage, str(tmp_path)) == [(True, 1), (True, 1)]
-        assert load_file(tmp_path / str(stage) / "weights.safetensors").keys() == hf("llama").state_dict().keys()
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_two_ranks_take_weights_of_a_checkpoint_and_write_one_file(ranks, tmp_path, stage):
+    assert ranks(2, two_ranks_load, stage, str(tmp_path)) == [(True, 1), (True, 1)]
+    assert load_file(tmp_path / str(stage) / "weights.safetensors").keys() == hf("llama").state_dict().keys()
 
 
 def full_states(stage, precision):
@@ -343,13 +344,15 @@ def full_states(stage, precision):
     return before, gradient, moment, weight, after, ones
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_masters_gradients_and_moments_are_whole_tensors_at_every_stage(ranks, precision):
+@pytest.mark.parametrize(("precision", "stages"), [
+    ("fp32", (1, 3)), *(pytest.param(*case, marks=pytest.mark.long) for case in (("fp32", (0, 2)), ("bf16", range(4)))),
+])  # fmt: skip
+def test_masters_gradients_and_moments_are_whole_tensors_at_every_stage(ranks, precision, stages):
     model = hf("llama")
     losses = [loss_of(model, batch(number, rank)) for number in range(MICRO) for rank in range(2)]
     (sum(losses) / len(losses)).backward()
     plain = model.model.layers[0].mlp.up_proj.weight
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         first, second = ranks(2, full_states, stage, precision)
         before, gradient, moment, weight, after, ones = first
         assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * 6, stage

@@ -10,7 +10,7 @@ import pytest
 from training import field, metrics, save_model, save_rows, train, tree
 
 SAME = ("step", "loss", "grad_norm", "lr", "tokens", "epoch", "applied")
-RUN = {"train": {"steps": 6, "batch": 4}, "checkpoint": {"every": 2, "export": False}}
+RUN = {"train": {"steps": 4, "batch": 4}, "checkpoint": {"every": 2, "export": False}}
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def test_values_and_events_reach_every_rank_and_change_no_bit_of_training(ranks,
     )  # fmt: skip
     records = ranks(2, logged, str(folder), own)
     assert told(records[0]) == told(plain)
-    assert [record.get("quality") for record in metrics(own)] == [None, 0.5, None, 1.0, None, 1.5]
+    assert [record.get("quality") for record in metrics(own)] == [None, 0.5, None, 1.0]
     for of_rank in records:
         assert {record["rank"] for record in of_rank if "rank" in record} == {0.0}, "rank 0's count"
-    evaluated = [["on_evaluate", [step, ["quality", "validation_loss"]]] for step in (2, 4, 6)]
-    saved = [["on_save", f"step-{step}"] for step in (2, 4, 6)]
-    steps = [["on_step", step] for step in range(1, 7)]
-    expected = [["on_start", [6, 0]], steps[0], evaluated[0], steps[1], saved[0], steps[2], evaluated[1], steps[3],
-                saved[1], steps[4], evaluated[2], steps[5], saved[2], ["on_end", 6]]  # fmt: skip
+    evaluated = [["on_evaluate", [step, ["quality", "validation_loss"]]] for step in (2, 4)]
+    saved = [["on_save", f"step-{step}"] for step in (2, 4)]
+    steps = [["on_step", step] for step in range(1, 5)]
+    expected = [["on_start", [4, 0]], steps[0], evaluated[0], steps[1], saved[0], steps[2], evaluated[1], steps[3],
+                saved[1], ["on_end", 4]]  # fmt: skip
     assert events(folder, 0) == expected
     assert events(folder, 1) == expected
 
@@ -68,14 +68,14 @@ def test_a_run_ends_early_as_complete_and_a_resume_knows_it(ranks, folder):
         folder, "early", train={"steps": 12, "batch": 4},
         evaluate={"every": 1, "function": "own_code:turns", "best": "quality", "highest": True, "patience": 2},
     )  # fmt: skip
-    records = ranks(2, train, early)[0]
+    records = ranks(1, train, early)[0]
     assert field(records, "quality") == [1.0, 2.0, 3.0, 3.0, 3.0]
     checkpoints = Path(early["output"]) / "checkpoints"
     assert os.readlink(checkpoints / "best") == "step-3"
     assert sorted(entry.name for entry in checkpoints.glob("step-*")) == ["step-3", "step-4", "step-5"]
-    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5], "nothing is left to train"
+    assert field(ranks(1, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5], "nothing is left to train"
     early["evaluate"] |= {"patience": 4}
-    assert field(ranks(2, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5, 6, 7], "a longer patience goes on"
+    assert field(ranks(1, train, early, "auto")[0], "step") == [1, 2, 3, 4, 5, 6, 7], "a longer patience goes on"
 
 
 def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):
@@ -104,7 +104,7 @@ def test_the_command_tells_once_what_one_rank_raised_while_the_other_waits_for_i
 
 @pytest.mark.long
 def test_a_run_of_wsd_that_is_resumed_on_another_number_of_ranks_has_the_rates_of_one_that_was_not(ranks, folder):
-    sections = {"schedule": {"name": "wsd", "warmup": 2, "decay": 2, "final": 0.0}}
+    sections = {"schedule": {"name": "wsd", "warmup": 2, "decay": 2, "final": 0.0}, "train": {"steps": 6, "batch": 4}}
     whole, parted = run(folder, "whole", **sections), run(folder, "parted", **sections)
     expected = field(ranks(2, train, whole)[0], "lr")
     assert expected == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3, 1e-3 * (1 - 0.5**0.5), 0.0])
@@ -135,6 +135,6 @@ def test_a_run_of_wsd_that_is_resumed_on_another_number_of_ranks_has_the_rates_o
 )  # fmt: skip
 def test_nonsense_of_ones_own_code_is_one_line_that_names_it(ranks, folder, sections, said):
     made = run(folder, "refused", train={"steps": 1, "batch": 4}, **sections)
-    for _, error in ranks(2, train, made, check=False):
+    for _, error in ranks(2 if "rank 1" in said else 1, train, made, check=False):
         assert said in error
         assert "\n" not in error

@@ -25,7 +25,7 @@ WORDS = "what is one and one two four I think "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the examples name: models/llama, text/, chats.jsonl; models/llava-1.5-7b-hf and data in LLaVA's layout."""
+    """What most examples name: models/llama, text/, chats.jsonl."""
     folder = tmp_path_factory.mktemp("examples")
     save_model(folder / "models" / "llama", vocab=62, max_position_embeddings=512)  # 62: llama_3d has tp 2
     save_tokenizer(folder / "models" / "llama", APPENDS)
@@ -33,9 +33,21 @@ def folder(tmp_path_factory):
     for i in range(12):
         (folder / "text" / f"{i:02}.txt").write_text(WORDS * (100 + i))
     write_lines(folder / "chats.jsonl", [{"messages": CHAT}] * 300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictured(folder):
+    """It with what LLaVA's example names."""
     pictures.save_model(folder / "models" / "llava-1.5-7b-hf", positions=2048)
     pictures.save_data(folder, pictured=130, plain=70, name=LLAVA)
     return folder
+
+
+@pytest.fixture
+def place(request, example):
+    """The folder with what this example names."""
+    return request.getfixturevalue("pictured" if "llava" in example.stem else "folder")
 
 
 def check_run(folder, example, result, again):
@@ -53,13 +65,13 @@ def check_run(folder, example, result, again):
 
 
 @pytest.mark.parametrize("example", [
-    pytest.param(path, marks=pytest.mark.long) if path.stem in ("llama_text", "lora") else path  # as the chat, as LLaVA's
+    path if path.stem == "lora" else pytest.param(path, marks=pytest.mark.long)
     for path in SMALL if path.stem not in RANKS
 ], ids=lambda path: path.stem)  # fmt: skip
-def test_it_trains_evaluates_exports_and_resumes(ranks, folder, example):
+def test_it_trains_evaluates_exports_and_resumes(ranks, place, example):
     words = [example, "data.workers=0"]  # ranks of the pool may not start processes
-    first, again = (ranks(2, run_in, folder, words, resume)[0] for resume in (None, "auto"))
-    check_run(folder, example, first, again)
+    first, again = (ranks(2, run_in, place, words, resume)[0] for resume in (None, "auto"))
+    check_run(place, example, first, again)
 
 
 def zero3d(folder, *words):
@@ -71,9 +83,9 @@ def zero3d(folder, *words):
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", SMALL, ids=[path.stem for path in SMALL])
-def test_it_does_so_as_a_command(folder, tmp_path, example):
+def test_it_does_so_as_a_command(pictured, tmp_path, example):
     for name in ("models", "text", "chats.jsonl", LLAVA, "images"):
-        (tmp_path / name).symlink_to(folder / name)
+        (tmp_path / name).symlink_to(pictured / name)
     words = ("train", example, f"--ranks={RANKS.get(example.stem, 2)}", "--json")
     check_run(tmp_path, example, *(json.loads(zero3d(tmp_path, *words, *more)) for more in ([], ["--resume=auto"])))
 

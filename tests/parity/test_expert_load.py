@@ -37,9 +37,12 @@ def levelled(cases, summands=FEW):
     return found
 
 
-def test_one_fingerprint_and_one_bias_at_any_ep(ranks):
+CASES = [(1, 3, False), (2, 3, True), (2, 0, False)]  # ep, stage, recomputed
+
+
+@pytest.mark.parametrize("cases", [CASES[1:2], pytest.param(CASES, marks=pytest.mark.long)], ids=["few", "all"])
+def test_one_fingerprint_and_one_bias_at_any_ep(ranks, cases):
     of_one = ranks(1, levelled, [(1, 3, False)])[0]
-    cases = [(1, 3, False), (2, 3, True), (2, 0, False)]
     assert ranks(2, levelled, cases)[0] == of_one * len(cases)
     moved = [value for values in of_one[0][1].values() for value in values]
     assert any(moved)

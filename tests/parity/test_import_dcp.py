@@ -76,7 +76,9 @@ def gone_on(folder, stage):
     return losses
 
 
-@pytest.mark.parametrize(("form", "stage"), [("nested", 3), ("flat", 1), ("apart", 2)])
+@pytest.mark.parametrize(("form", "stage"), [
+    ("nested", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (("flat", 1), ("apart", 2))),
+])  # fmt: skip
 def test_training_goes_on_from_what_fsdp_saved(ranks, fsdp, tmp_path, capsys, form, stage):
     folder, wanted = fsdp
     assert main(["ckpt", "import", str(folder / form), str(tmp_path / "ours")]) == 0
@@ -105,6 +107,7 @@ def test_damaged_metadata_is_refused(fsdp, tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_of_a_file_goes_on_from_it(ranks, fsdp, tmp_path):
     """Three steps there, two here: the step's number goes on, the data begin anew."""
     assert main(["ckpt", "import", str(fsdp[0] / "nested"), str(tmp_path / "ours")]) == 0

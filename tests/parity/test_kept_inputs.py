@@ -95,9 +95,9 @@ def test_families_with_ways_of_their_own(ranks, policy):
     assert ranks(2, families, names, policy) == [dict.fromkeys(names, True)] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "schedule"), [
-    pytest.param({"tp": 2, "pp": 2}, "1f1b", marks=pytest.mark.long), ({"pp": 2}, "zero-bubble"),
-    pytest.param({"pp": 2}, "gpipe", marks=pytest.mark.long),
+    ({"tp": 2, "pp": 2}, "1f1b"), ({"pp": 2}, "zero-bubble"), ({"pp": 2}, "gpipe"),
 ])  # fmt: skip
 def test_several_micro_batches_in_flight(ranks, shape, schedule):
     options = {"stage": 3, "schedule": schedule}

@@ -118,7 +118,12 @@ def beside(family):
     return [name for name in masters if not torch.equal(whole[name], masters[name].flatten())], losses, wanted
 
 
-@pytest.mark.parametrize("family", list(VIEWS))
+OFTEN = ("phi3", "gpt2", "gpt_oss", "adapters")
+
+
+@pytest.mark.parametrize("family", [
+    family if family in OFTEN else pytest.param(family, marks=pytest.mark.long) for family in VIEWS
+])  # fmt: skip
 def test_in_one_process_bits_are_torchs(ranks, family):
     different, losses, wanted = ranks(1, beside, family)[0]
     assert different == []

@@ -15,7 +15,7 @@ from training import field, save_model, save_rows, train, tree
 
 import zero3d
 
-FEW_STEPS, STEPS = (2, 4), (3, 6)  # before a checkpoint, and in all
+FEW_STEPS, STEPS = (1, 3), (3, 6)  # before a checkpoint, and in all
 BASE = Case(moments=(2, "auto"))
 BF16 = {"moments": "bf16"}
 
@@ -61,7 +61,7 @@ def handed_on(case, pairs, folder, steps):
 
 
 NAMES = list(PLACES)
-FEW = [("disk", "all on host"), ("part on host", "all on disk")]
+FEW = [("part on host", "all on disk")]
 
 
 def test_what_one_place_has_saved_goes_on_at_another(alone, tmp_path):
@@ -101,7 +101,8 @@ def uninterrupted(steps, folder):
     return trained(EXACT._replace(stage=stage, moments=(4, reduce)), steps, folder)[1]
 
 
-@pytest.mark.parametrize("legs", [LEGS[:3], pytest.param(LEGS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("legs", [LEGS[:3], LEGS])
 def test_a_run_moves_over_places_meshes_and_stages_in_exact_mode(ranks, tmp_path, legs):
     hashes = [set(ranks(dp, leg, dp, *how, number, str(tmp_path))) for number, (dp, *how) in enumerate(legs)]
     (expected,) = ranks(1, uninterrupted, 2 * len(legs), str(tmp_path))
@@ -120,16 +121,16 @@ def moments(folder):
         return dtypes, {(row["name"], row["state"], str(row["box"])): opened.get_tensor(row["key"]) for row in rows}
 
 
-def narrow(folder):
-    """What becomes of bf16 moments and of fp32 ones, loaded as either."""
+def narrow(folder, kinds):
+    """What becomes of moments of these kinds, loaded as either."""
     (middle, end), case, places = FEW_STEPS, BASE, {"bf16": {**PLACES["disk"], **BF16}, "fp32": PLACES["disk"]}
     losses, hashes = {}, {}
     for name, place in places.items():
         losses[name], hashes[name] = trained(case, end, folder, place)
     found = {}
     with buckets_of(1024):
-        for saved, place in places.items():
-            engine = made(case, place, folder)
+        for saved in kinds:
+            engine = made(case, places[saved], folder)
             for number in range(middle):
                 step(engine, case, number)
             source = engine.save(Path(folder) / saved)
@@ -152,8 +153,8 @@ def narrow(folder):
     return found
 
 
-def check_narrow(folder):
-    for (saved, live), ((before, states), (after, loaded), told, same) in narrow(folder).items():
+def check_narrow(folder, kinds):
+    for (saved, live), ((before, states), (after, loaded), told, same) in narrow(folder, kinds).items():
         assert before == {"bfloat16" if saved == "bf16" else "float32"}
         assert after == {"bfloat16" if live == "bf16" else "float32"}
         for key, values in states.items():
@@ -165,8 +166,9 @@ def check_narrow(folder):
         )
 
 
-def test_moments_in_bf16_are_saved_as_they_are_and_load_as_either(alone, tmp_path):
-    alone(check_narrow, str(tmp_path))
+@pytest.mark.parametrize("kinds", [["bf16"], pytest.param(["bf16", "fp32"], marks=pytest.mark.long)], ids=" ".join)
+def test_moments_in_bf16_are_saved_as_they_are_and_load_as_either(alone, tmp_path, kinds):
+    alone(check_narrow, str(tmp_path), kinds)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -243,6 +245,7 @@ def test_a_run_has_the_losses_of_states_on_the_device_wherever_they_are(ranks, t
         assert [field(records, "loss") for records in ranks(2, train, made(str(number), **sections))] == expected
 
 
+@pytest.mark.long
 def test_a_run_goes_on_at_another_place(ranks, tmp_path):
     made = prepared(tmp_path)
     few = {"train": {"steps": 4}}

@@ -1,4 +1,4 @@
-"""One model, one order of data, twelve steps: every way in has the curve of a loop of plain PyTorch on one process."""
+"""One model, one order of data, six steps: every way in has the curve of a loop of plain PyTorch on one process."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from models import hf
 from trainers import arguments, launched, losses_of
 from training import save_rows, train as train_file, tree
 
-STEPS, BATCH, LENGTH = 12, 4, 16
+STEPS, BATCH, LENGTH = 6, 4, 16
 LR, CLIP = 1e-2, 0.5
 ADAM = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -124,7 +124,8 @@ def saved(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("way", "stage"), [
-    (by_trainer, 3), (by_trainer, 1), (by_accelerator, 2), (by_deepspeeds_loop, 3), (by_file, 3),
+    (by_trainer, 3), pytest.param(by_trainer, 1, marks=pytest.mark.long), (by_file, 3),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in ((by_accelerator, 2), (by_deepspeeds_loop, 3))),
 ])  # fmt: skip
 def test_every_way_in_has_the_same_curve(ranks, saved, way, stage):
     folder, wanted = saved

@@ -28,7 +28,7 @@ def test_fp32_equals_plain_adamw_for_all_pairs(model, stage):
     test_fp32_equals_plain_adamw_bit_for_bit(model, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("make", [
     lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=False, foreach=False),
     lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
@@ -59,7 +59,7 @@ def test_fp16_equals_a_written_out_loop_with_a_loss_scale(stage):
     assert train_engine(engine, BATCHES, through_engine=True) == (losses, norms, bits(plain.parameters()))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_param_groups_and_a_ready_optimizer_with_a_scheduler(stage):
     """Groups change the layout, and still the norm is stacked in model order: plain PyTorch's bits."""
     groups = [{"match": "*norm*|*.bias", "weight_decay": 0.0}]

@@ -56,7 +56,10 @@ def run_policies(stage, precision, micro_batches):
 
 
 @pytest.mark.parametrize(("stage", "precision", "micro_batches"), [
-    (0, "bf16", 2), (1, "fp32", 1), (2, "fp32", 2), (3, "bf16", 1),
+    (3, "bf16", 2),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (0, "bf16", 2), (1, "fp32", 1), (2, "fp32", 2), (3, "bf16", 1),
+    )),
 ])  # fmt: skip
 def test_recomputation_equals_none_and_the_ledger_the_formula(ranks, stage, precision, micro_batches):
     for found in ranks(2, run_policies, stage, precision, micro_batches):

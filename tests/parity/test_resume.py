@@ -65,14 +65,15 @@ def only_rank_1(made):
 @pytest.mark.parametrize(
     ("shapes", "data"),
     [
-        (((2, 3), (1, 0), (4, 2)), {"shuffle": True}),
+        (((2, 3), (1, 0)), {"shuffle": True}),
+        pytest.param(((2, 3), (1, 0), (4, 2)), {"shuffle": True}, marks=pytest.mark.long),
         pytest.param(((1, 1), (4, 3), (2, 0)), {"shuffle": True}, marks=pytest.mark.long),
     ],
 )
 def test_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, folder, shapes, data):
     portions = {"train": {"steps": 5, "batch": 4}, "saved": "plain"}
     expected = ranks(1, train, tree(folder, "whole", data=data, **portions))[0]
-    for (dp, stage), stop in zip(shapes, (2, 4, None), strict=True):
+    for (dp, stage), stop in zip(shapes, (2, 4, None)[-len(shapes) :], strict=True):
         made = tree(folder, "parted", zero={"stage": stage}, data=data, **portions)
         made["train"]["accumulate"] = None
         records = ranks(dp, train, made, "auto", stop)[0]
@@ -89,8 +90,8 @@ def test_auto_with_nothing_there_starts_afresh(ranks, folder):
 
 def test_auto_after_the_end_trains_nothing_and_tells_the_same(ranks, folder):
     made = tree(folder, saved="plain", train={"steps": 2}, data={"validation": 0.2})
-    first = ranks(2, train, made)[0]
-    assert told(ranks(2, train, made, "auto")[0]) == told(first)
+    first = ranks(1, train, made)[0]
+    assert told(ranks(1, train, made, "auto")[0]) == told(first)
     assert told(metrics(made)) == told(first)
 
 
@@ -113,7 +114,7 @@ def evaluated(folder):
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(ranks, evaluated):
-    records = ranks(2, train, evaluated)[0]
+    records = ranks(1, train, evaluated)[0]
     losses = field(records, "validation_loss")
     best = losses.index(min(losses)) + 1
     assert best < 5, "the best one is none of the last two"

@@ -107,7 +107,7 @@ def check_killed(cases):
 
 
 def test_a_process_goes_on_from_what_another_has_left_in_slots(alone):
-    alone(check_killed, CASES[1:3])
+    alone(check_killed, CASES[1:2])
 
 
 @pytest.mark.long
@@ -499,6 +499,7 @@ def many_kills(folder, seed, kills, steps, calls, longest=None, sections=None):
     return count, {name: origins.count(name) for name in ("load", "load_slots")}
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(alone, tmp_path):
     kills, origins = alone(many_kills, str(tmp_path), 4, 4, 6, 70)
     assert kills == 4
@@ -606,12 +607,11 @@ def test_a_run_whose_slots_have_a_damaged_record_says_so_until_they_are_removed(
     assert origin == ["load", "3"]
 
 
-FEW_DAMAGES = ("a cut note",)
 DAMAGES = tuple(damages(Path()))
 
 
-def test_damaged_slots_are_passed_over(alone, tmp_path):
-    check_damaged(alone, tmp_path, FEW_DAMAGES)
+def test_a_run_that_was_killed_goes_on_from_its_slots(alone, tmp_path):
+    check_damaged(alone, tmp_path, ("nothing",))
 
 
 @pytest.mark.long

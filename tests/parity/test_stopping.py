@@ -79,6 +79,7 @@ def test_sigterm_gives_each_worker_one_sigterm_and_time_to_save(launcher):
     assert launcher.end() == (143, f"{SAVED}stopped by SIGTERM; resume with: {resume}\n")
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_terminal_does_the_same(launcher):
     launcher.start("trains")
     launcher.both("ready")
@@ -106,6 +107,7 @@ def test_workers_that_do_not_train_yet_are_ended_by_the_first_signal(launcher):
     assert launcher.end() == (143, "stopped by SIGTERM outside of training; what was saved before is still there\n")
 
 
+@pytest.mark.long
 def test_a_workers_exception_ends_the_others_and_is_told_once(launcher):
     launcher.start("fails")
     launcher.both("ready")

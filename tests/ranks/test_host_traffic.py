@@ -60,8 +60,10 @@ def train_on_both(hows):
     return runs
 
 
-def test_training_has_the_bits_of_the_cpu_at_every_stage_accumulated_and_exact(alone):
-    hows = [(0, 1), (1, 2), (2, 1), (3, 2), (2, 2, True)]
+@pytest.mark.parametrize("hows", [
+    [(3, 2), (2, 2, True)], pytest.param([(0, 1), (1, 2), (2, 1)], marks=pytest.mark.long)
+], ids=["stage 3 and exact", "others"])  # fmt: skip
+def test_training_has_the_bits_of_the_cpu_at_every_stage_accumulated_and_exact(alone, hows):
     on_cpu, on_device = alone(train_on_both, [(*how, *[False] * (3 - len(how)), "fp32") for how in hows])
     assert all(all(torch.tensor(found).isfinite()) for found, _ in on_cpu)
     assert on_device == on_cpu
@@ -206,8 +208,9 @@ def waits_of_step(traffic, device, stage, count, exact):
 HOWS = [(0, 1, False), (1, 2, False), (2, 1, False), (3, 3, False), (3, 2, True)]
 
 
-def test_a_step_reads_one_value_and_waits_for_nothing_else(alone):
-    for how, phases in zip(HOWS, alone(waits_of_steps, HOWS), strict=True):
+@pytest.mark.parametrize("hows", [HOWS[3:4], pytest.param(HOWS, marks=pytest.mark.long)], ids=["few", "all"])
+def test_a_step_reads_one_value_and_waits_for_nothing_else(alone, hows):
+    for how, phases in zip(hows, alone(waits_of_steps, hows), strict=True):
         for name, waits in phases.items():
             expected = 1 if name in ("step", "train_batch") else 0
             assert len(waits) == expected, (how, name, waits)
@@ -239,6 +242,7 @@ def waits_of_a_run(folder):
     return steps[2]
 
 
+@pytest.mark.long
 def test_a_run_reads_one_value_a_step_and_waits_for_nothing_else_of_ours(alone, tmp_path):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")

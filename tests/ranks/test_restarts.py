@@ -121,13 +121,14 @@ def build():
 
 
 # A fall: the rank that is killed, in which of its attempt's micro-batches, and the slots that are lost from then on.
+@pytest.mark.long  # of attempts without training: tests/unit/test_elastic.py
 @pytest.mark.parametrize(
     ("exact", "batch", "falls", "restarts"),
     [
         (True, 8, [(1, 7, "0"), (0, 6, "")], [("2 ranks, dp 2", 3), ("4 ranks, dp 4", 4)]),
-        pytest.param(
+        (
             False, 12, [(3, 4, "3"), (2, 5, "3 2"), (1, 7, "")],
-            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)], marks=pytest.mark.long,
+            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)],
         ),
     ],
     ids=["exact", "plain"],

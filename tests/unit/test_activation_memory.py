@@ -57,7 +57,9 @@ def test_a_blocks_interior_is_let_go_as_its_backward_goes_on():
     assert alive == [0] * 6
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2", "every:3"])
+@pytest.mark.parametrize(
+    "policy", ["every:2", *(pytest.param(each, marks=pytest.mark.long) for each in ("full", "every:3"))]
+)
 def test_nothing_is_left_after_a_backward_or_a_dropped_forward(policy):
     model = recomputed(deep("net"), policy)
     refs = []

@@ -436,7 +436,9 @@ if sys.argv[1] in os.environ["FAIL"]:
 print({json.dumps(json.dumps(result()))})"""
 
 
-@pytest.mark.parametrize(("fail", "code"), [("zero.stage=0", "1"), ("zero.stage=1", "1"), ("zero.stage=1", "2")])
+@pytest.mark.parametrize(("fail", "code"), [
+    ("zero.stage=0", "1"), *(pytest.param("zero.stage=1", code, marks=pytest.mark.long) for code in "12"),
+])  # fmt: skip
 def test_a_run_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch, capfd, fail, code):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAIL", fail)
@@ -480,7 +482,7 @@ def test_bad_input_of_the_first_run_ends_it_with_its_line_and_code(tmp_path, mon
     assert not (tmp_path / "out" / "zero.stage=1.log").exists()
 
 
-@pytest.mark.parametrize("name", ["compare.json.tmp", "compare.png"])
+@pytest.mark.parametrize("name", ["compare.json.tmp", pytest.param("compare.png", marks=pytest.mark.long)])
 def test_what_cannot_be_written_is_one_line(tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     scripted(monkeypatch, f"""

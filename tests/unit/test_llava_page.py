@@ -41,7 +41,12 @@ def test_every_flag_of_the_scripts_has_one_row():
     assert sorted(found) == sorted(set(SCRIPT.split() + OTHERS.split()))
 
 
-@pytest.mark.parametrize("family", vision.FAMILIES)
+OFTEN = ("idefics3", "llava")  # one whose tower reads values, and one whose does not
+
+
+@pytest.mark.parametrize("family", [
+    family if family in OFTEN else pytest.param(family, marks=pytest.mark.long) for family in vision.FAMILIES
+])  # fmt: skip
 def test_what_it_says_of_a_family_is_so(family):
     [row] = [
         line.split(" | ") for line in (ROOT / "docs" / "llava.md").read_text().splitlines() if f" `{family}` " in line

@@ -204,14 +204,14 @@ def test_the_loss_scale_of_one_precision_means_nothing_to_another():
 @pytest.mark.parametrize(
     "schedule",
     [
-        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+        pytest.param(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]), marks=pytest.mark.long),
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10),
         lambda o: torch.optim.lr_scheduler.SequentialLR(
             o,
             [torch.optim.lr_scheduler.ConstantLR(o, 0.1, 2), torch.optim.lr_scheduler.MultiStepLR(o, [1, 3])],
             milestones=[2],
         ),
-        torch.optim.lr_scheduler.ConstantLR,
+        pytest.param(torch.optim.lr_scheduler.ConstantLR, marks=pytest.mark.long),
     ],
     ids=["multi-step", "one-cycle", "sequential", "a class"],
 )

@@ -146,7 +146,12 @@ def check_kind(base, folder, kind, stage, options):
         }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OFTEN = ("IA3", "VERA", "TRAINABLE_TOKENS", "PREFIX_TUNING")  # of each way in which an adapter changes a model
+
+
+@pytest.mark.parametrize("kind", [
+    *OFTEN, *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in OFTEN)
+])  # fmt: skip
 def test_a_kind_of_adapter_loads_with_peft_and_is_merged_as_peft_merges_it(folders, tmp_path, kind):
     check_kind(folders["llama"], tmp_path, kind, 3, KINDS[kind])
 
@@ -178,7 +183,12 @@ def test_adapters_that_share_memory_are_refused(folders):
         zero3d.Engine(model, optimizer=adamw)
 
 
-@pytest.mark.parametrize("case", TIED)
+TIED_OFTEN = ("both", "saved as one")
+
+
+@pytest.mark.parametrize("case", [
+    *TIED_OFTEN, *(pytest.param(case, marks=pytest.mark.long) for case in TIED if case not in TIED_OFTEN)
+])  # fmt: skip
 def test_a_tied_weight_is_merged_for_each_module_that_has_it(folders, tmp_path, case):
     engine, expected = trained(folders["qwen3"], **TIED[case])
     assert logits(loaded(folders["qwen3"], engine.export(tmp_path / "adapter"))).equal(expected)
@@ -189,7 +199,7 @@ def test_a_tied_weight_is_merged_for_each_module_that_has_it(folders, tmp_path, 
 
 @pytest.mark.parametrize("options", [
     {"target_parameters": ["k_proj.weight"], "target_modules": ["q_proj"]},
-    {"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]},
+    pytest.param({"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_lora_on_the_parameter_of_a_linear_layer_leaves_it_in_place(folders, tmp_path, options):
     engine, expected = trained(folders["llama"], **options)
@@ -200,7 +210,8 @@ def test_lora_on_the_parameter_of_a_linear_layer_leaves_it_in_place(folders, tmp
 
 
 @pytest.mark.parametrize(("base", "kind", "options"), [
-    ("llama", "VERA", KINDS["VERA"]), ("llama", "IA3", KINDS["IA3"]), ("qwen3", "LORA", TIED["saved embedding"]),
+    ("llama", "VERA", KINDS["VERA"]), ("qwen3", "LORA", TIED["saved embedding"]),
+    pytest.param("llama", "IA3", KINDS["IA3"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_an_export_without_an_engine_has_the_same_bits(folders, tmp_path, base, kind, options):
     engine, _ = trained(folders[base], kind, **options)
@@ -231,9 +242,9 @@ def refusal(base):
 
 
 @pytest.mark.parametrize(("base", "kind", "options", "mesh"), [
-    ("llama", "VERA", KINDS["VERA"], {"dp": 2, "pp": 1}),
     ("qwen3", "LORA", TIED["saved embedding"], {"dp": 1, "pp": 2}),
-    ("qwen3", "LORA", TIED["embedding"], {"dp": 1, "pp": 2}),
+    pytest.param("llama", "VERA", KINDS["VERA"], {"dp": 2, "pp": 1}, marks=pytest.mark.long),
+    pytest.param("qwen3", "LORA", TIED["embedding"], {"dp": 1, "pp": 2}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_two_ranks_export_what_one_does(folders, ranks, tmp_path, base, kind, options, mesh):
     _, expected = trained(folders[base], kind, **options)
@@ -247,7 +258,7 @@ def test_prompts_are_refused_in_pipelines(folders, ranks):
         assert message.startswith("PEFT's PROMPT_TUNING puts tokens before the model's own, which pipeline stages know")
 
 
-@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_group_of_parameters_that_adapters_leave_empty_is_trained_like_any(folders, built):
     model = adapted(folders["llama"], r=4, **QV)
     small = [p for p in model.parameters() if p.dim() < 2]

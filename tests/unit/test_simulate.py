@@ -1,9 +1,13 @@
 """zero3d simulate: results as JSON, micro-batches that repeat, orders of pipelines, 1024 ranks, refusals."""
 
 import json
+import os
 from array import array
 from contextlib import chdir
+from dataclasses import replace
 from fractions import Fraction
+from tempfile import TemporaryFile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +17,7 @@ from zero3d.cli.main import main
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
 from zero3d.pipeline.actions import Action, bubble
+from zero3d.sim import rank as answering
 from zero3d.sim.memory import Log, Storage
 from zero3d.sim.orders import one_chunk
 from zero3d.sim.position import Position
@@ -41,26 +46,36 @@ def in_this_process(request):
     return dry(request)
 
 
-@pytest.fixture
-def four_blocks(tmp_path):
-    """A folder with a model that schedules with two parts per rank can cut."""
+def save_config(folder, blocks):
+    """Describe a model of so many blocks in a folder; return the words for it."""
     config = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": blocks,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    (folder / "config.json").write_text(json.dumps(config))
+    return [f"model.path={folder}", "model.init=random"]
+
+
+def answer(text):
+    """What `python -m zero3d.sim.rank` says to a request, without its start."""
+    with TemporaryFile("w+") as output:
+        os.dup2(output.fileno(), 1)
+        answering.main([text])
+        output.seek(0)
+        return output.read()
 
 
 @pytest.fixture(scope="module")
-def pipeline(alone):
-    """A pipeline of two stages over 1024 ranks: one rank of each class. The first is asked of a started process."""
+def pipeline(alone, tmp_path_factory):
+    """A pipeline of two stages over 1024 ranks: one rank of each class."""
 
-    def run(request):
-        return in_own_process(request) if request.rank == 0 else alone(dry, request)
+    def run(command, input, **_):
+        assert command[-2:] == ["-m", answering.__name__]
+        return SimpleNamespace(stdout=alone(answer, input))
 
-    with mock.patch("zero3d.sim.simulate.in_own_process", run):
-        return simulate(tiny("mesh.pp=2", "train.accumulate=6", "zero.stage=0"), world=1024)
+    model = save_config(tmp_path_factory.mktemp("two_blocks"), blocks=2)
+    with mock.patch("zero3d.sim.simulate.subprocess", SimpleNamespace(run=run)):
+        return simulate(tiny(*model, "mesh.pp=2", "train.accumulate=3", "zero.stage=0"), world=1024)
 
 
 def test_1024_ranks_need_one_process_per_class(pipeline):
@@ -76,6 +91,13 @@ def test_1024_ranks_need_one_process_per_class(pipeline):
 
 def test_a_result_survives_json(pipeline):
     assert from_json(Simulation, json.loads(json.dumps(to_json(pipeline)))) == pipeline
+
+
+@pytest.mark.long
+def test_a_started_process_answers_as_one_in_a_fork_does(alone):
+    request = Request(to_dict(tiny("mesh.pp=2", "train.accumulate=2", "zero.stage=0")), 0, 2, "nccl")
+    started, forked = in_own_process(request), alone(dry, request)
+    assert replace(started, seconds=0, resident=0) == replace(forked, seconds=0, resident=0)
 
 
 def test_the_recorded_actions_begin_as_planned(pipeline):
@@ -143,9 +165,11 @@ def test_the_peak_has_what_its_last_event_made_and_not_what_is_gone_or_comes_lat
     ["zero.stage=0", "mesh.pp=2", "mesh.schedule=interleaved"], ["zero.stage=1", "mesh.pp=2", "mesh.schedule=zbv"],
     ["zero.stage=2", "mesh.pp=2", "mesh.schedule=zero-bubble"], ["zero.stage=3", "mesh.pp=2", "mesh.schedule=zbv"],
 ], ids=" ".join)  # fmt: skip
-def test_micro_batches_that_are_not_run_change_nothing(alone, four_blocks, overrides):
+def test_micro_batches_that_are_not_run_change_nothing(alone, tmp_path, overrides):
     world = 4 if any("mesh.pp" in word for word in overrides) else 2
-    config = tiny(f"model.path={four_blocks}", "model.init=random", "train.accumulate=10", *overrides)
+    config = tiny(
+        *save_config(tmp_path, blocks=4), "train.accumulate=10", *overrides
+    )  # two parts a rank for any schedule
     some, every = (alone(dry, Request(to_dict(config), 0, world, "nccl", whole)) for whole in (False, True))
     assert (some.traffic, some.work, some.states) == (every.traffic, every.work, every.states)
     kept = every.peak.nbytes - some.peak.nbytes
@@ -172,7 +196,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
 
 
-def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, monkeypatch):
+def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, monkeypatch, tmp_path):
     width = {}
 
     def run(request):
@@ -181,8 +205,9 @@ def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, mon
         return found
 
     monkeypatch.setattr("zero3d.sim.simulate.in_own_process", run)
+    model = save_config(tmp_path, blocks=1)
     for nodes in (1, 2):
-        simulate(tiny("zero.stage=2", "precision=bf16"), world=6, rank=0, nodes=nodes)
+        simulate(tiny(*model, "zero.stage=2", "precision=bf16"), world=6, rank=0, nodes=nodes)
     assert width == {6: {2}, 3: {4}}
 
 
@@ -208,11 +233,11 @@ def test_a_module_of_ones_own(alone, tmp_path):
     """module:function, without weights: what it makes is never allocated."""
     source = (
         "import torch\nclass Lm(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.embed = torch.nn.Embedding(100, 1 << 18)\n        self.head = torch.nn.Linear(1 << 18, 100, bias=False)\n"
+        "        self.embed = torch.nn.Embedding(100, 1 << 14)\n        self.head = torch.nn.Linear(1 << 14, 100, bias=False)\n"
         "    def forward(self, input_ids):\n        return self.head(self.embed(input_ids))\ndef make():\n    return Lm()\n"
     )
     (tmp_path / "own.py").write_text(source)
     request = Request(to_dict(tiny("model.path=own:make", "mesh.dp=2")), 1, 2, "gloo")
     found = alone(dry_in, str(tmp_path), request)
-    assert found.elements == 2 * 100 << 18
+    assert found.elements == 2 * 100 << 14
     assert found.peak.nbytes > found.elements * 2
