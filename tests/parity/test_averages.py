@@ -89,10 +89,10 @@ def all_of(cases):
 
 
 def test_stages_and_ways_to_store_masters_give_the_same_averages_and_planned_bytes(ranks):
-    cases = [(0, "fp32", False), (1, "split", True), (2, "fp32", True), (3, "split", False), (3, "fp32", True)]
+    cases = [(0, "fp32", False), (1, "split", True), (3, "fp32", True)]
     both = ranks(2, all_of, [*cases, (3, "fp32", False, None)])
     bytes_of_first = [planned["optimizer"][0] for _, planned in both[0]]
-    assert bytes_of_first[4] * 12 == bytes_of_first[5] * 16, "4 bytes a parameter beside 12"
+    assert bytes_of_first[-2] * 12 == bytes_of_first[-1] * 16, "4 bytes a parameter beside 12"
     for found in both:
         *averaged, without = found
         assert len({states for states, _ in averaged}) == 1

@@ -30,7 +30,9 @@ GPTS = {  # hidden, layers, heads
 }
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", [
+    name if name in ("llama 3 8B", "llama 3.2 1B") else pytest.param(name, marks=pytest.mark.long) for name in LLAMAS
+])  # fmt: skip
 def test_parameters_of_llamas(name):
     from transformers import LlamaConfig
 
@@ -47,7 +49,9 @@ def test_parameters_of_llamas(name):
     assert (spec.hidden, spec.vocab, spec.heads, spec.kv_heads, spec.chain) == (h, vocab, heads, kv, True)
 
 
-@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "gpt2 xl" else pytest.param(name, marks=pytest.mark.long) for name in GPTS]
+)
 def test_parameters_of_gpts(name):
     from transformers import GPT2Config
 
