@@ -82,7 +82,7 @@ AT_MOST = pytest.mark.parametrize("dps", [(1, 2), pytest.param((1, 2, 4), marks=
 
 
 PAIRS = [case for case in covering(SETTINGS) if case != FIRST]
-SOME = [FIRST, next(case for case in PAIRS if case[0] == STAGES[3] and case[3:] == ("full", 0.2))]
+SOME = [(STAGES[3], "bf16", 0.05, "full", 0.2)]
 
 
 def check_cases(ranks, cases, *options):
@@ -123,7 +123,7 @@ def hashes(summands, stages):
 
 
 @pytest.mark.parametrize("stages", [  # at dp 1, 2 and 4: 4, 2 and 1 micro-batches of a rank
-    {1: STAGES[:1], 2: STAGES, 4: STAGES[3:5]},
+    {1: STAGES[:1], 2: STAGES[1:], 4: STAGES[3:4]},
     pytest.param(dict.fromkeys((1, 2, 4), STAGES), marks=pytest.mark.long),
 ], ids=["some", "all"])  # fmt: skip
 def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks, stages):

@@ -145,7 +145,7 @@ def test_what_tp_cuts_of_a_fused_matrix():
 
 
 def test_experts_of_which_a_token_meets_some():
-    spec = trace(tiny("moe"), 8)
+    spec = outline(tiny("moe"), 8)
     block = spec.parts[1]
     experts = 3 * 32 * 16
     assert block.active == block.numel - 4 * experts + 2 * experts
@@ -153,7 +153,7 @@ def test_experts_of_which_a_token_meets_some():
 
 
 def test_adapters_on_all_linear_layers_of_the_blocks():
-    spec = trace(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 8)
+    spec = outline(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 8)
     inputs_and_outputs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)
     assert spec.trainable == 2 * 4 * inputs_and_outputs
 
