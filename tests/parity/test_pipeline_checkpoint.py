@@ -162,13 +162,17 @@ def streams_after_loads(shape, sources):
 
 
 @pytest.mark.filterwarnings("ignore:.*has format 1")
-def test_random_streams_go_on_on_the_same_mesh_only(ranks, tmp_path):
-    source = Path(ranks(4, saved_at, "net", (2, 2), 3, str(tmp_path / "new"))[0][0])
-    assert json.loads((source / "manifest.json").read_text())["mesh"] == {"pp": 2, "dp": 2, "tp": 1}
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_random_streams_go_on_on_the_same_mesh_only(ranks, tmp_path, dp):
+    world = 2 * dp
+    source = Path(ranks(world, saved_at, "net", (dp, 2), 3, str(tmp_path / "new"))[0][0])
+    assert json.loads((source / "manifest.json").read_text())["mesh"] == {"pp": 2, "dp": dp, "tp": 1}
     old = shutil.copytree(source, tmp_path / "old" / source.name)
     as_format_1(old, "mesh", "about")  # as it was before there were other axes
-    assert ranks(4, streams_after_loads, (2, 2), [source, old]) == [[False, True]] * 4
-    assert ranks(4, streams_after_loads, (4, 1), [source, old]) == [[True, False]] * 4  # four files, other ranks
+    assert ranks(world, streams_after_loads, (dp, 2), [source, old]) == [[False, True]] * world
+    assert (
+        ranks(world, streams_after_loads, (world, 1), [source, old]) == [[True, False]] * world
+    )  # as many files, other ranks
 
 
 def with_buffers(shape, schedule, folder=None, source=None):

@@ -60,8 +60,8 @@ OWN = """
 @pytest.mark.parametrize(
     ("model", "stage", "policies"),
     [
-        ("gpt2", 3, ("every:2", "selective")),
-        pytest.param("gpt2", 3, ("full",), marks=pytest.mark.long),
+        ("gpt2", 3, ("selective",)),
+        pytest.param("gpt2", 3, ("full", "every:2"), marks=pytest.mark.long),
         *(pytest.param(m, s, ("full", "every:2", "selective"), marks=pytest.mark.long) for m, s in (("gpt2", 0), ("qwen3_moe", 3), ("llama", 0))),
     ],
 )  # fmt: skip
