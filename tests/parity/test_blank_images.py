@@ -57,7 +57,9 @@ def train_engine(name, stage, activations):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("stage", "activations"), [(2, "none"), (3, "none"), (3, "full")])
+@pytest.mark.parametrize(("stage", "activations"), [
+    *(pytest.param(stage, "none", marks=pytest.mark.long) for stage in (2, 3)), (3, "full"),
+])  # fmt: skip
 def test_ranks_with_images_beside_ranks_without_equal_one_process(ranks, name, stage, activations):
     losses, norms, weights = train_plain(name)
     first, second = ranks(2, train_engine, name, stage, activations)
@@ -83,7 +85,7 @@ def generate_on_a_rank(name, stage):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_images_are_answered_as_by_the_model_itself(ranks, name, stage):
     plain = model(name)
     optimizer = adamw(plain.parameters())

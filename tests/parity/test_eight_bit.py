@@ -70,10 +70,11 @@ def loop():
     return cache(lambda *norms: written_out(build(), norms))
 
 
-@pytest.mark.parametrize("dp", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, loop, dp):
-    cases = [(*case, {}) for case in (STAGES if dp == 2 else STAGES[::3])]
-    results = ranks(dp, outcome, cases)
+@pytest.mark.parametrize(("dp", "stages"), [
+    (2, STAGES[::3]), *(pytest.param(dp, STAGES if dp == 2 else STAGES[::3], marks=pytest.mark.long) for dp in (1, 2, 4)),
+], ids=lambda given: len(given) if isinstance(given, tuple) else given)  # fmt: skip
+def test_exact_training_has_the_bits_of_the_written_out_loop(ranks, loop, dp, stages):
+    results = ranks(dp, outcome, [(*case, {}) for case in stages])
     norms = [float.fromhex(norm) for _, norm in results[0][0][0]]
     wanted = loop(*norms)
     for of_rank in results:
@@ -130,8 +131,10 @@ def on_meshes(cases):
     return found
 
 
-def test_on_meshes_losses_stay_near(ranks):
-    cases = [("llama", (2, 2, 1), 3), ("gpt2", (2, 1, 2), 1), ("moe", (1, 2, 2), 0)]
+@pytest.mark.parametrize("cases", [
+    [("llama", (2, 2, 1), 3)], pytest.param([("gpt2", (2, 1, 2), 1), ("moe", (1, 2, 2), 0)], marks=pytest.mark.long),
+], ids=len)  # fmt: skip
+def test_on_meshes_losses_stay_near(ranks, cases):
     alone = ranks(1, on_meshes, [(family, (1, 1, 1), shape, stage) for family, shape, stage in cases])[0]
     together = ranks(4, on_meshes, [(family, shape, shape, stage) for family, shape, stage in cases])[0]
     for case, wanted, losses in zip(cases, alone, together, strict=True):
@@ -150,10 +153,12 @@ def with_experts(cases):
     return found
 
 
-def test_experts_have_their_own_blocks_at_any_ep(ranks):
+@pytest.mark.parametrize(("world", "cases"), [
+    (2, [(2, 3)]), pytest.param(4, [(1, 3), (2, 1), (4, 3)], marks=pytest.mark.long),
+], ids=lambda given: len(given) if isinstance(given, list) else given)  # fmt: skip
+def test_experts_have_their_own_blocks_at_any_ep(ranks, world, cases):
     of_one = ranks(1, with_experts, [(1, 3)])[0]
-    cases = [(1, 3), (2, 1), (4, 3)]
-    assert ranks(4, with_experts, cases)[0] == of_one * len(cases)
+    assert ranks(world, with_experts, cases)[0] == of_one * len(cases)
 
 
 # --- going on ---------------------------------------------------------------------------------------
@@ -178,7 +183,9 @@ def changed(folder, first, second):
     return straight, train(other, range(2, 4), 4), other.resumed
 
 
-@pytest.mark.parametrize("rules", [(adamw, None), (None, adamw)], ids=["into 8 bits", "out of 8 bits"])
+@pytest.mark.parametrize("rules", [
+    pytest.param((adamw, None), id="into 8 bits"), pytest.param((None, adamw), id="out of 8 bits", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_run_goes_on_with_moments_of_another_width(ranks, tmp_path, rules):
     straight, curve, resumed = ranks(2, changed, str(tmp_path), *(rule or adamw8bit(**RULE) for rule in rules))[0]
     assert resumed.startswith("not bitwise")

@@ -63,10 +63,10 @@ def run(cases, exact=True, steps=STEPS):
     return outcome
 
 
-def at_every_dp(ranks, case, *args):
-    """Results of dp 1, 2 and 4, which agree within each; all of them are the first if the curve is exact."""
+def at_every_dp(ranks, case, *args, dps=(1, 2, 4)):
+    """Results by dp, which agree within each; all of them are the first if the curve is exact."""
     outcome = {}
-    for dp in (1, 2, 4):
+    for dp in dps:
         results = ranks(dp, case, *args)
         assert all(result == results[0] for result in results), dp
         outcome[dp] = results[0]
@@ -74,12 +74,15 @@ def at_every_dp(ranks, case, *args):
 
 
 def check_one_curve(outcome):
-    assert outcome[2] == outcome[1]
-    assert outcome[4] == outcome[1]
+    assert len(outcome) > 1
+    assert all(result == outcome[1] for result in outcome.values())
+
+
+AT_MOST = pytest.mark.parametrize("dps", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.long)], ids=str)
 
 
 PAIRS = [case for case in covering(SETTINGS) if case != FIRST]
-SOME = [FIRST, *PAIRS[1::4]]
+SOME = [(STAGES[3], "bf16", 0.05, "full", 0.2)]
 
 
 def check_cases(ranks, cases, *options):
@@ -106,28 +109,36 @@ def test_a_curve_is_the_same_for_all_combinations(ranks, stage):
     check_cases(ranks, list(product((stage,), *SETTINGS[1:])), True, LONG)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_stages_and_moments_of_reduction_give_one_curve(ranks, precision):
     outcome = ranks(2, run, [(stage, precision, *FIRST[2:]) for stage in STAGES])[0]
     assert all(result == outcome[0] for result in outcome)
 
 
-def hashes(summands):
-    """Curves and states of two steps over the same global list, at every stage and moment of reduction."""
-    engines = [engine_of(stage=stage, reduce=reduce, summands=summands) for stage, reduce in STAGES]
+def hashes(summands, stages):
+    """Curves and states of two steps over the same global list, at these stages and moments of reduction."""
+    engines = [engine_of(stage=stage, reduce=reduce, summands=summands) for stage, reduce in stages]
     return [(train(engine, range(STEPS), summands), engine.fingerprint()) for engine in engines]
 
 
-def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks):
-    outcome = at_every_dp(ranks, hashes, 4)  # 4, 2 and 1 micro-batches of a rank
-    assert len({str(result) for result in (*outcome[1], *outcome[2], *outcome[4])}) == 1
+@pytest.mark.parametrize("stages", [  # at dp 1, 2 and 4: 4, 2 and 1 micro-batches of a rank
+    {1: STAGES[:1], 2: STAGES[1:], 4: STAGES[3:4]},
+    pytest.param(dict.fromkeys((1, 2, 4), STAGES), marks=pytest.mark.long),
+], ids=["some", "all"])  # fmt: skip
+def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches(ranks, stages):
+    found = [of_rank for dp, some in stages.items() for of_rank in ranks(dp, hashes, 4, some)]
+    assert len({str(result) for of_rank in found for result in of_rank}) == 1
 
 
-def test_a_plain_curve_is_not_the_same(ranks):
-    cases = [((1, "every_step"), *FIRST[1:]), ((3, "every_micro_batch"), *FIRST[1:])]
-    for runs in zip(*(ranks(dp, run, cases, False)[0] for dp in (1, 2, 4)), strict=True):
-        assert len({states for _, states in runs}) == 3
-        assert len({str(curve) for curve, _ in runs}) == 3
+@pytest.mark.parametrize(("stage", "dps"), [
+    ((3, "every_micro_batch"), (1, 2)),
+    *(pytest.param(stage, (1, 2, 4), marks=pytest.mark.long) for stage in ((1, "every_step"), (3, "every_micro_batch"))),
+], ids=str)  # fmt: skip
+def test_a_plain_curve_is_not_the_same(ranks, stage, dps):
+    runs = [ranks(dp, run, [(stage, *FIRST[1:])], False)[0][0] for dp in dps]
+    assert len({states for _, states in runs}) == len(dps)
+    assert len({str(curve) for curve, _ in runs}) == len(dps)
 
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -171,10 +182,9 @@ def test_gradients_are_summed_in_the_written_out_tree(ranks, world, stage, reduc
             assert torch.equal(outcome, wanted), name
 
 
-def test_a_list_that_is_no_power_of_two_long_is_filled_up_with_zeros(ranks):
-    outcome = at_every_dp(ranks, uneven)
-    assert outcome[2] == outcome[1]
-    assert outcome[4] == outcome[1]
+@AT_MOST
+def test_a_list_that_is_no_power_of_two_long_is_filled_up_with_zeros(ranks, dps):
+    check_one_curve(at_every_dp(ranks, uneven, dps=dps))
 
 
 def uneven():
@@ -197,7 +207,8 @@ def go_on(folder, stage, reduce, precision, steps):
     return curve, engine.fingerprint(), message
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_going_on_at_dp_4_then_2_then_1_then_4_is_the_uninterrupted_run(ranks, tmp_path, precision):
     straight, states, _ = ranks(2, go_on, str(tmp_path / "straight"), 3, "auto", precision, range(4))[0]
     parts = [(4, 3, "auto"), (2, 1, "auto"), (1, 0, "auto"), (4, 2, "every_step")]
@@ -236,22 +247,27 @@ def choosing(stage, precision):
     return train(engine, range(STEPS)), engine.fingerprint()
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (1, "fp32")])
-def test_frozen_tied_and_sometimes_unused_parameters(ranks, stage, precision):
-    check_one_curve(at_every_dp(ranks, choosing, stage, precision))
+@pytest.mark.parametrize(("stage", "precision", "dps"), [
+    (2, "bf16", (1, 2)),
+    *(pytest.param(*case, (1, 2, 4), marks=pytest.mark.long) for case in ((2, "bf16"), (1, "fp32"))),
+], ids=str)  # fmt: skip
+def test_frozen_tied_and_sometimes_unused_parameters(ranks, stage, precision, dps):
+    check_one_curve(at_every_dp(ranks, choosing, stage, precision, dps=dps))
 
 
-def scaled(stage):
-    precision = zero3d.precision.Precision("fp16", zero3d.precision.LossScaling(initial=2.0**15, hysteresis=1))
+def scaled(stage, skipped):
+    scaling = zero3d.precision.LossScaling(initial=2.0 ** (13 + skipped), hysteresis=1)
+    precision = zero3d.precision.Precision("fp16", scaling)
     engine = engine_of(Given(build(dropout=0.2)), stage=stage, precision=precision)
-    return train(engine, range(5)), engine.fingerprint(), engine.loss_scale.state()
+    return train(engine, range(2 * skipped + 1)), engine.fingerprint(), engine.loss_scale.state()
 
 
-def test_steps_that_fp16_skips_are_skipped_alike(ranks):
-    outcome = at_every_dp(ranks, scaled, 3)
+@pytest.mark.parametrize(("skipped", "dps"), [(1, (1, 2)), pytest.param(2, (1, 2, 4), marks=pytest.mark.long)])
+def test_steps_that_fp16_skips_are_skipped_alike(ranks, skipped, dps):
+    outcome = at_every_dp(ranks, scaled, 3, skipped, dps=dps)
     check_one_curve(outcome)
     applied = [applied for *_, applied in outcome[1][0]]
-    assert applied == [False, False, True, True, True]
+    assert applied == [False] * skipped + [True] * (skipped + 1)
 
 
 def by_hand():
@@ -268,8 +284,9 @@ def by_hand():
     return seen, float(engine.evaluate(held_out)).hex(), engine.fingerprint()
 
 
-def test_a_loop_written_by_hand_and_evaluations(ranks):
-    check_one_curve(at_every_dp(ranks, by_hand))
+@AT_MOST
+def test_a_loop_written_by_hand_and_evaluations(ranks, dps):
+    check_one_curve(at_every_dp(ranks, by_hand, dps=dps))
 
 
 def pipelined(dp, schedule, tied):
@@ -393,7 +410,8 @@ def account(stage, reduce, precision):
 
 
 @pytest.mark.parametrize(("world", "stage", "reduce", "precision"), [
-    (4, 3, "auto", "bf16"), (2, 2, "every_step", "bf16"), (2, 1, "auto", "fp32"), (2, 0, "auto", "bf16"),
+    (4, 3, "auto", "bf16"), (2, 0, "auto", "bf16"),
+    *(pytest.param(2, *case, marks=pytest.mark.long) for case in ((2, "every_step", "bf16"), (1, "auto", "fp32"))),
 ])  # fmt: skip
 def test_ledger_and_arena_equal_the_formulas(ranks, world, stage, reduce, precision):
     for planned, measured, states, left in ranks(world, account, stage, reduce, precision):

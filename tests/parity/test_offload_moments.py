@@ -3,26 +3,29 @@
 import pytest
 import torch
 from buckets import buckets_of
-from tiers import PLACES, Case, engine_of, step, trained
+from tiers import INFINITE, PLACES, Case, engine_of, step, trained
 from torch import nn
 
 import zero3d
 
 MOMENTS = {"moments": "bf16"}
-STEPS = 5
+STEPS = (0, INFINITE, 2)  # the second is not applied
 
 
 def of(place):
     return {**PLACES[place], **MOMENTS}
 
 
-@pytest.mark.parametrize(("stage", "master"), [
-    pytest.param(0, "split", marks=pytest.mark.long), pytest.param(2, "fp32", marks=pytest.mark.long), (3, "split"),
+CUTS = (("host", 1024), ("host, device updates", 4096), ("disk", 528), ("host", 1 << 18),
+        ("disk, device updates", 4096), ("part on host", 1024))  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "master", "cuts"), [
+    (3, "split", 3), *(pytest.param(*case, 6, marks=pytest.mark.long) for case in ((0, "split"), (2, "fp32"), (3, "split"))),
 ])  # fmt: skip
-def test_16_bit_moments_are_the_same_at_every_place_and_in_every_cut(tmp_path, stage, master):
+def test_16_bit_moments_are_the_same_at_every_place_and_in_every_cut(tmp_path, stage, master, cuts):
     case, found = Case(stage=stage, master=master), {}
-    for place, bucket in (("host", 1024), ("host, device updates", 1024), ("host", 1 << 18), ("disk", 528),
-                          ("disk, device updates", 4096), ("part on host", 1024)):  # fmt: skip
+    for place, bucket in CUTS[:cuts]:
         run = trained(case, of(place), STEPS, bucket)
         assert not run.unplanned, (place, bucket, run.unplanned)
         found[place, bucket] = run.bits
@@ -34,14 +37,16 @@ def test_16_bit_moments_are_the_same_at_every_place_and_in_every_cut(tmp_path, s
 def over_dp(case, place):
     with buckets_of(1024):
         engine = engine_of(case, of(place))
-        for number in range(STEPS):
+        for number in STEPS:
             step(engine, case, number)
         return engine.fingerprint()
 
 
-def test_16_bit_moments_are_the_same_at_every_dp_in_exact_mode(ranks):
+@pytest.mark.parametrize("dps", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.long)], ids=str)
+def test_16_bit_moments_are_the_same_at_every_dp_in_exact_mode(ranks, dps):
     hashes = set()
-    for dp, (stage, place) in {1: (0, "host"), 2: (3, "all on host"), 4: (2, "host, device updates")}.items():
+    for dp in dps:
+        stage, place = {1: (0, "host"), 2: (3, "all on host"), 4: (2, "host, device updates")}[dp]
         hashes |= set(ranks(dp, over_dp, Case(dp, stage, moments=(4 // dp, "auto"), exact=True), place))
     assert len(hashes) == 1
 

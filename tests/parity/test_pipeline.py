@@ -7,6 +7,12 @@ import torch
 from pipelines import ACTIVATIONS, FAMILIES, MESHES, SCHEDULES, SETTINGS, STATES, covering, is_tied, layers_for, train
 
 PAIRS = covering(SETTINGS)
+OFTEN = {  # of all pairs those that together have every value, most of them on two ranks
+    ("net", (1, 4), "interleaved"), ("llama", (2, 2), "zbv"), ("llama", (1, 2), "zero-bubble"),
+    ("gpt2", (1, 2), "interleaved"), ("qwen3_moe", (1, 2), "zbv"), ("qwen3_moe", (1, 2), "gpipe"),
+    ("qwen3", (1, 2), "zbv"), ("net", (1, 2), "1f1b"), ("qwen3", (1, 2), "zero-bubble"),
+}  # fmt: skip
+CASES = [case if (*case[:2], case[3]) in OFTEN else pytest.param(*case, marks=pytest.mark.long) for case in PAIRS]
 PLAIN = ((0, "every_use"), "1f1b", "none")
 
 
@@ -47,7 +53,7 @@ def check(ranks, reference, family, mesh, schedule, cases):
             assert_same(family, run, expected)
 
 
-@pytest.mark.parametrize(("family", "mesh", "state", "schedule", "activations"), PAIRS, ids=str)
+@pytest.mark.parametrize(("family", "mesh", "state", "schedule", "activations"), CASES, ids=str)
 def test_a_pipeline_equals_no_pipeline(ranks, reference, family, mesh, state, schedule, activations):
     check(ranks, reference, family, mesh, schedule, [(state, activations)])
 
@@ -65,3 +71,9 @@ def test_the_cases_have_every_pair_of_settings():
     for i, j in product(range(5), repeat=2):
         if i < j:
             assert {(case[i], case[j]) for case in PAIRS} == set(product(SETTINGS[i], SETTINGS[j]))
+
+
+def test_the_cases_that_run_often_have_every_value():
+    often = [case for case in PAIRS if (*case[:2], case[3]) in OFTEN]
+    assert len(often) == len(OFTEN)
+    assert all({case[i] for case in often} == set(SETTINGS[i]) for i in range(5))

@@ -50,7 +50,9 @@ def dry(tree, world):
 
 @pytest.mark.parametrize(("plan", "layers"), [
     (P(dp=4, stage=3, ep=2, micro_batch=2, optimizer="muon"), 2),
-    (P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full", optimizer="adamw8bit"), 2),
+    pytest.param(
+        P(dp=4, stage=2, ep=4, accumulate=2, experts="fast", activations="full", optimizer="adamw8bit"), 2, marks=long
+    ),
     *(pytest.param(plan, 3, marks=long) for plan in (
         P(dp=4, stage=3, ep=4),
         P(dp=4, stage=3, ep=2, micro_batch=2),

@@ -92,7 +92,7 @@ def check(ranks, cases):
                     assert planned == measured, (category, case)
 
 
-@pytest.mark.parametrize("dp", [pytest.param(dp, marks=pytest.mark.long) if dp == 4 else dp for dp in DP])
+@pytest.mark.parametrize("dp", [dp if dp == 2 else pytest.param(dp, marks=pytest.mark.long) for dp in DP])
 def test_whatever_else_an_engine_does_the_bits_are_those_of_fp32_masters(ranks, dp):
     check(ranks, [case for case in FEW if case[0] == dp])
 
@@ -187,7 +187,10 @@ def loss(output, ids):
 
 
 @pytest.mark.parametrize(("world", "stages", "masters"), [
-    (2, (1, 1), ("split", "fp32")), (2, (1, 3), ("fp32", "split")), (2, (3, 0), ("split", "split")),
+    (2, (1, 3), ("fp32", "split")),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (2, (1, 1), ("split", "fp32")), (2, (3, 0), ("split", "split")),
+    )),
 ])  # fmt: skip
 def test_checkpoints_hold_fp32_masters_and_go_on_in_either_form(ranks, tmp_path, world, stages, masters):
     for (straight, again), _, _ in ranks(world, resumed, stages, masters, str(tmp_path / "saved")):
@@ -213,7 +216,11 @@ def written_apart(stage, master):
     return [*found, engine.fingerprint()]
 
 
-def test_of_what_ranks_write_apart_the_owner_of_each_slice_wins_at_all_stages(ranks):
+@pytest.mark.parametrize("forms", [
+    [(0, "fp32"), (1, "split"), (3, "split")],
+    pytest.param([(stage, master) for stage in (0, 1, 3) for master in BOTH], marks=pytest.mark.long),
+], ids=len)  # fmt: skip
+def test_of_what_ranks_write_apart_the_owner_of_each_slice_wins_at_all_stages(ranks, forms):
     """The second step begins from what is stored: masters that differed between ranks would show."""
-    found = [ranks(2, written_apart, stage, master) for stage in (0, 1, 3) for master in BOTH]
+    found = [ranks(2, written_apart, stage, master) for stage, master in forms]
     assert all(of_rank == found[0][0] for of_all in found for of_rank in of_all)

@@ -62,6 +62,7 @@ def test_a_stall_names_rank_unit_collective_and_stack_and_ends_the_run(tmp_path,
     assert not Path((tmp_path / "watch").read_text()).exists()
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named_with_its_last_call_and_the_stacks_of_the_others(tmp_path):
     code, said, block = run(tmp_path, "dies")
     assert code == 1

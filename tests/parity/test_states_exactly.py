@@ -111,7 +111,12 @@ def check_on_fake_ranks(family, frozen, plan):
             assert planned == arena[:3]
 
 
-@pytest.mark.parametrize(("family", "frozen", "plan"), cases(6, MESHES, 1))
+def often(count, chosen):
+    """Cases of which those with these numbers run often."""
+    return [case if n in chosen else pytest.param(*case, marks=pytest.mark.long) for n, case in enumerate(count)]
+
+
+@pytest.mark.parametrize(("family", "frozen", "plan"), often(cases(6, MESHES, 1), (0, 1, 3)))
 def test_states_of_fake_ranks(family, frozen, plan):
     check_on_fake_ranks(family, frozen, plan)
 
@@ -136,7 +141,7 @@ def check_on_gloo(ranks, family, frozen, plan):
         assert computed(spec, plan, place) == arena, (place, plan)
 
 
-@pytest.mark.parametrize(("family", "frozen", "plan"), cases(6, SMALL, 3))
+@pytest.mark.parametrize(("family", "frozen", "plan"), often(cases(6, SMALL, 3), (0, 5)))
 def test_states_of_gloo_ranks(ranks, family, frozen, plan):
     check_on_gloo(ranks, family, frozen, plan)
 
@@ -148,10 +153,10 @@ def test_states_of_many_gloo_ranks(ranks, family, frozen, plan):
 
 
 EXACT = [
-    ParallelPlan(dp=4, stage=3, accumulate=3, exact=True),
+    pytest.param(ParallelPlan(dp=4, stage=3, accumulate=3, exact=True), marks=pytest.mark.long),
     ParallelPlan(dp=2, stage=2, accumulate=8, exact=True, reduce="every_step"),
-    ParallelPlan(dp=2, stage=1, exact=True),
-    ParallelPlan(dp=2, stage=0, accumulate=4, exact=True, precision="fp32"),
+    pytest.param(ParallelPlan(dp=2, stage=1, exact=True), marks=pytest.mark.long),
+    pytest.param(ParallelPlan(dp=2, stage=0, accumulate=4, exact=True, precision="fp32"), marks=pytest.mark.long),
     ParallelPlan(dp=2, pp=2, stage=3, accumulate=2, exact=True),
 ]
 
@@ -177,5 +182,6 @@ def test_states_with_split_masters_on_fake_ranks(family, frozen, plan):
     check_on_fake_ranks(family, frozen, plan)
 
 
-def test_states_with_split_masters_on_gloo_ranks(ranks):
-    check_on_gloo(ranks, "llama", "embedding", ParallelPlan(dp=2, tp=2, stage=3, accumulate=2, master="split"))
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_states_with_split_masters_on_gloo_ranks(ranks, tp):
+    check_on_gloo(ranks, "llama", "embedding", ParallelPlan(dp=2, tp=tp, stage=3, accumulate=2, master="split"))

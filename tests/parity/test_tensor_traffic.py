@@ -42,11 +42,11 @@ def measured_and_planned(
 
 
 OFTEN = [
-    ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("gpt2", {"sequence": True, "policy": "full"}),
-    ("moe", {"policy": "full"}), ("llama", {"lora": True}), ("next", {}), ("llama4", {}),
+    ("gpt2", {"sequence": True, "policy": "full"}), ("moe", {"policy": "full"}), ("llama", {"lora": True}),
     ("llama", {"policy": "full", "parts": True}),
 ]  # fmt: skip
 SELDOM = [
+    ("llama", {}), ("llama", {"sequence": True}), ("gpt2", {}), ("next", {}), ("llama4", {}),
     ("llama", {"precision": "bf16"}), ("gpt2", {"dropout": 0.1, "policy": "full"}), ("qwen3", {}), ("moe", {}),
     ("gemma2", {"policy": "full"}),
     ("llama", {"policy": "every:2"}), ("llama", {"policy": "every:2", "sequence": True}),

@@ -33,12 +33,13 @@ def test_losses_are_the_same_at_every_dp_and_a_run_goes_on_at_another(ranks, fol
     assert one[-1]["loss"] < one[0]["loss"]
 
 
-def test_adapters_beside_a_projector_with_a_rate_of_its_own_learn_from_images(ranks, folder):
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_adapters_beside_a_projector_with_a_rate_of_its_own_learn_from_images(ranks, folder, world):
     made = run(
-        folder, "lora", lora={"rank": 4, "train_also": ["multi_modal_projector"]},
+        folder, f"lora-{world}", lora={"rank": 4, "train_also": ["multi_modal_projector"]},
         optimizer={"lr": 1e-2, "groups": [{"match": "multi_modal_projector", "lr": 1e-3}]},
     )  # fmt: skip
-    records = ranks(2, train, made)[0]
+    records = ranks(world, train, made)[0]
     assert records[-1]["loss"] < records[0]["loss"]
     assert records[1]["lr"] == pytest.approx(1e-2)
 

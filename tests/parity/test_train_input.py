@@ -97,20 +97,20 @@ def test_bad_input_is_one_line_on_all_ranks_and_leaves_nothing(ranks, folder, ca
 
 def test_a_used_folder_is_refused_with_three_choices_and_each_works(ranks, folder):
     made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
+    ranks(1, train, made)
     error = refused(ranks, made)
     for choice in ("--resume auto", "output=FOLDER", "--overwrite"):
         assert choice in error
     made["train"]["steps"] = 3
     assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2, 3]
     made["train"]["steps"] = 1
-    assert field(ranks(2, train, made, None, None, True)[0], "step") == [1]
+    assert field(ranks(1, train, made, None, None, True)[0], "step") == [1]
     assert [path.name for path in (folder / "out" / "checkpoints").iterdir()] == ["step-1"]
 
 
 def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_runs(ranks, folder):
     made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
+    ranks(1, train, made)
     with locked_by_another(folder / "out") as pid:
         for how in ((None,), ("auto",), (None, None, True)):
             assert f"is in use by process {pid} on host" in refused(ranks, made, *how)
@@ -127,8 +127,8 @@ def test_overwrite_does_not_touch_a_folder_that_no_run_has_written(ranks, folder
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(ranks, folder):
-    made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
+    made = tree(folder, train={"steps": 1})
+    ranks(1, train, made)
     assert "no checkpoint in" in refused(ranks, made, str(folder / "nowhere"))
     save_rows(folder / "rows.npy", rows=9)
     assert "sequences was 14 and is now 9" in refused(ranks, made, "auto")
@@ -145,9 +145,9 @@ def test_a_missing_checkpoint_makes_no_folder(ranks, folder):
 
 
 def test_a_checkpoint_of_another_run_does_not_go_into_a_used_folder(ranks, folder):
-    one, other = tree(folder, "one", train={"steps": 2}), tree(folder, "other", train={"steps": 2})
-    ranks(2, train, one)
-    ranks(2, train, other)
+    one, other = tree(folder, "one", train={"steps": 1}), tree(folder, "other", train={"steps": 1})
+    ranks(1, train, one)
+    ranks(1, train, other)
     assert "is used already" in refused(ranks, other, str(folder / "one" / "checkpoints"))
 
 

@@ -6,6 +6,8 @@ import pytest
 from training import field, metrics, save_model, save_rows, train, tree
 from transformers import AutoModelForCausalLM
 
+LAST = 3  # steps of a run
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -19,6 +21,7 @@ def run_of(folder, name, pp, stage=3, **sections):
     """With gradients reduced once a step, as in a pipeline: more often is another order of sums."""
     mesh = {"pp": pp, "schedule": "1f1b"}
     sections = {
+        "train": {"steps": LAST},
         "data": {"validation": 0.2},
         "evaluate": {"every": 2},
         "zero": {"stage": stage, "reduce": "every_step"},
@@ -26,36 +29,44 @@ def run_of(folder, name, pp, stage=3, **sections):
     return tree(folder, name, mesh=mesh, **sections)
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="dp{}".format)
+def dp(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(ranks, folder):
+def alone(ranks, folder, dp):
     """The run without a pipeline, whose checkpoints stay."""
-    return ranks(2, train, run_of(folder, "one", 1, checkpoint=KEPT))[0]
+    return ranks(dp, train, run_of(folder, f"one-{dp}", 1, checkpoint=KEPT))[0]
 
 
 KEPT = {"export": False, "every": 2, "keep": 9}
 
 
 @pytest.fixture(scope="module")
-def split(ranks, folder):
+def split(ranks, folder, dp):
     """The run over two pipeline stages."""
-    return ranks(4, train, run_of(folder, "two", 2, activations="full", checkpoint=KEPT | {"export": True}))[0]
+    return ranks(2 * dp, train, run_of(folder, f"two-{dp}", 2, activations="full", checkpoint=KEPT | {"export": True}))[
+        0
+    ]
 
 
-def test_a_run_over_pipeline_stages_is_the_run_without(folder, alone, split):
+def test_a_run_over_pipeline_stages_is_the_run_without(folder, dp, alone, split):
     for name in ("loss", "grad_norm", "lr", "tokens", "epoch"):
         assert field(split, name) == field(alone, name)
     assert [r.get("validation_loss") for r in split] == [r.get("validation_loss") for r in alone]
-    AutoModelForCausalLM.from_pretrained(folder / "two" / "hf")
-    assert [line["step"] for line in metrics(run_of(folder, "two", 2))] == [1, 2, 3, 4, 5]
+    AutoModelForCausalLM.from_pretrained(folder / f"two-{dp}" / "hf")
+    assert [line["step"] for line in metrics(run_of(folder, f"two-{dp}", 2))] == list(range(1, LAST + 1))
 
 
-def test_a_run_goes_on_over_other_axes(ranks, folder, alone, split):
-    """Two steps on pp 2 x dp 2, the rest on dp 2 alone, and the other way round."""
+@pytest.mark.parametrize(("name", "pp"), [("two", 1), pytest.param("one", 2, marks=pytest.mark.long)])
+def test_a_run_goes_on_over_other_axes(ranks, folder, dp, alone, split, name, pp):
+    """Two steps on pp 2 x dp, the rest on dp alone, and the other way round."""
     whole = field(alone, "loss")
-    for name, pp in (("two", 1), ("one", 2)):
-        made = run_of(folder, name, pp, checkpoint=KEPT)
-        again = ranks(2 * pp, train, made, str(folder / name / "checkpoints" / "step-2"))[0]
-        assert field(again, "loss")[-3:] == pytest.approx(whole[-3:], rel=1e-6)
+    made = run_of(folder, f"{name}-{dp}", pp, checkpoint=KEPT)
+    again = ranks(dp * pp, train, made, str(folder / f"{name}-{dp}" / "checkpoints" / "step-2"))[0]
+    assert len(whole) == LAST
+    assert field(again, "loss")[2 - LAST :] == pytest.approx(whole[2 - LAST :], rel=1e-6)
 
 
 def warned(made):

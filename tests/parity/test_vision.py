@@ -97,16 +97,16 @@ def on_two_ranks(name, stage):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process(ranks, name):
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_two_ranks_train_as_one_process(ranks, name, stage):
     losses, norms, plain = train_plain(name)
     weights = [p.detach().double().norm().item() for p in plain.parameters()]
-    for stage in (0, 3):
-        first, second = ranks(2, on_two_ranks, name, stage)
-        assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(losses, rel=1e-5)
-        for found in (first, second):
-            assert found[1] == pytest.approx(norms, rel=1e-4)
-            assert found[2] == pytest.approx(weights, rel=1e-3)
-            assert found[3] == []
+    first, second = ranks(2, on_two_ranks, name, stage)
+    assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(losses, rel=1e-5)
+    for found in (first, second):
+        assert found[1] == pytest.approx(norms, rel=1e-4)
+        assert found[2] == pytest.approx(weights, rel=1e-3)
+        assert found[3] == []
 
 
 @pytest.mark.parametrize("name", ["idefics3", "qwen2_vl"])

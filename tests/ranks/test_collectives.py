@@ -78,7 +78,7 @@ def gradients(algorithm, precision):
         choice.PAIRWISE_MAX_RANKS = 8
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_native_and_pairwise_gradients_of_several_micro_batches_are_those_of_a_plain_sum(ranks, precision):
     pairwise, native = (ranks(2, gradients, algorithm, precision) for algorithm in ALGORITHMS)
     plain = build("net", width=96)

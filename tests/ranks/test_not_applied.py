@@ -10,8 +10,6 @@ from pipelines import build as deep, engine_of, micro_batches
 import zero3d
 from zero3d.errors import NonFiniteError
 
-STAGES = (0, 1, 2, 3)
-
 
 def spoil(model, name, rank):
     """On one rank this parameter's gradient is infinite; where it is, as in a pipeline."""
@@ -44,10 +42,10 @@ def traced(name, rank, degrees=(2, 1, 1), schedule=None, stage=3):
 
 
 @pytest.mark.parametrize(("name", "rank", "degrees", "schedule"), [
-    ("model.layers.1.mlp.up_proj.weight", 1, (2, 1, 1), None),
+    pytest.param("model.layers.1.mlp.up_proj.weight", 1, (2, 1, 1), None, marks=pytest.mark.long),
     ("model.layers.3.self_attn.q_proj.weight", 1, (1, 1, 2), "1f1b"),  # then on part 0, too
     ("model.layers.0.mlp.up_proj.weight", 0, (1, 1, 2), "zero-bubble"),  # taken without a hook
-    ("model.layers.1.mlp.down_proj.weight", 0, (1, 2, 1), None),
+    pytest.param("model.layers.1.mlp.down_proj.weight", 0, (1, 2, 1), None, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_rank_and_the_unit_are_named_on_all_ranks(ranks, name, rank, degrees, schedule):
     for place, (said, from_rank, count) in enumerate(ranks(2, traced, name, rank, degrees, schedule)):
@@ -80,7 +78,7 @@ def without_targets(stage):
     return nowhere, left_out, one_sided, others
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_a_weight_of_0_everywhere_moves_nothing_and_on_one_rank_leaves_the_others_step(ranks, stage):
     for nowhere, left_out, one_sided, others in ranks(2, without_targets, stage):
         assert nowhere == (["applied", "no targets", "applied"], left_out[1])

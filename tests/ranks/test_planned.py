@@ -65,7 +65,7 @@ def about_plans(lines):
 def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_cluster_file(ranks, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: {name: cpu, flops: 5.0e11}\ninside: {bandwidth: 2.0e+9}\n")
-    made = run_of(tmp_path, 10, plan={"cluster": str(file), "write_back": True})
+    made = run_of(tmp_path, 3, plan={"cluster": str(file), "write_back": True})
     place, config = cluster("cpu", 2, 1, file), load(made)
     spec, plan = open_spec("demo", config.data.length), plan_of(config, 2)
     estimate = evaluate(spec, place, plan)

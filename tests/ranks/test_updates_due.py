@@ -125,7 +125,8 @@ def check_between(ranks, folder, case, places):
 
 
 @pytest.mark.parametrize(("case", "places"), [
-    (Case(2, 3, master="split", frozen=True), ["all on disk", "all on host"]),
+    (Case(2, 3, master="split", frozen=True), ["all on disk"]),
+    pytest.param(Case(2, 3, master="split", frozen=True), ["all on host"], marks=pytest.mark.long),
     pytest.param(Case(2, 2), ["part on host", "disk"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_states_are_written_and_loaded_between_steps(ranks, tmp_path, case, places):

@@ -95,8 +95,11 @@ def names_of(engine):
     return [name for name, _ in engine.module.named_parameters()]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", ["blocks", "whole", "later", "blocks, recomputed"])
+@pytest.mark.parametrize(("how", "stage"), [
+    ("blocks", 1), *((how, 3) for how in ("whole", "later", "blocks, recomputed")),
+    *(pytest.param(how, 1, marks=pytest.mark.long) for how in ("whole", "later", "blocks, recomputed")),
+    pytest.param("blocks", 3, marks=pytest.mark.long),
+])  # fmt: skip
 def test_compiled_models_keep_their_names_and_bits(how, stage):
     plain, model = build("net"), build("net")
     if how == "whole":

@@ -155,9 +155,9 @@ def refused(folder, numbers):
 
 
 def test_mutations_end_in_a_configuration_or_in_our_error(tmp_path):
-    assert 100 < refused(tmp_path, range(200)) < 200
+    assert 40 < refused(tmp_path, range(80)) < 80
 
 
 @pytest.mark.long
 def test_many_mutations_end_in_a_configuration_or_in_our_error(tmp_path):
-    assert refused(tmp_path, range(200, 2200)) > 1000
+    assert refused(tmp_path, range(80, 2200)) > 1060

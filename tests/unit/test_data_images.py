@@ -11,8 +11,10 @@ import pytest
 import torch
 import vision
 from pictures import record, save_data, save_model
+from torch.utils.data import DataLoader
 
 from zero3d.config import load
+from zero3d.data import batches
 from zero3d.data.batches import BatchStream
 from zero3d.data.conversations import Malformed, from_llava, from_messages
 from zero3d.data.dataset import open_data
@@ -157,14 +159,23 @@ def test_images_and_texts_are_batches_whose_assistants_tokens_are_learnt(folder)
     assert (padding["labels"] == -100).all()
 
 
-def test_batches_are_the_same_with_workers(folder):
-    """Of a mixture of records in files with a data set of one's own: one start for both."""
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_batches_are_the_same_with_workers(folder, monkeypatch, start):
+    """Of a mixture of records in files with a data set of one's own: one start for both.
+
+    A forked worker, which imports nothing, is given what pickling leaves of the data, as a spawned one is.
+    """
     from zero3d.config import Batch
+
+    monkeypatch.setattr(batches, "DataLoader", lambda *given, **how: DataLoader(
+        *given, **how | ({"multiprocessing_context": start} if how["num_workers"] else {})
+    ))  # fmt: skip
 
     own = opened(folder, train="own_data:pictured").train
     mixed = Mixture([Member("files", opened(folder).train), Member("own", own)])
     assert {index < 20 for index in mixed.order(0, True).samples(0, 12)} == {True, False}
-    streams = [BatchStream(mixed, Batch(4, 2, 2, 1), workers=workers) for workers in (0, 1)]
+    travelled = pickle.loads(pickle.dumps(mixed))
+    streams = [BatchStream(data, Batch(4, 2, 2, 1), workers=n) for n, data in enumerate((mixed, travelled))]
     for _ in range(3):
         for one, other in zip(*map(next, streams), strict=True):
             assert one.keys() == other.keys()

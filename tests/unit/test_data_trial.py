@@ -46,12 +46,14 @@ def encoded(tmp_path, template, **options):
     [
         (FOREVER, r"took more than 1 s of a processor"),
         pytest.param(f"{APPENDS}{FOREVER}", r"took more than 1 s of a processor", marks=pytest.mark.long),
-        ("{% if messages|length > 3 %}" + FOREVER + "{% endif %}", r"took more than 1 s of a processor"),
-        (DOUBLING, r"needs more than 0.5 GiB of memory"),
-        ("{% generation %}{{ 'a' * 10 ** 12 }}{% endgeneration %}", r"needs more than 0.5 GiB of memory"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("{% if messages|length > 3 %}" + FOREVER + "{% endif %}", r"took more than 1 s of a processor"),
+            (DOUBLING, r"needs more than 0.5 GiB of memory"),
+            ("{% generation %}{{ 'a' * 10 ** 12 }}{% endgeneration %}", r"needs more than 0.5 GiB of memory"),
+        )),
         ("{{ '%0*d' % (10 ** 10, 5) }}", r"needs more than 0.5 GiB of memory"),
     ],
-)
+)  # fmt: skip
 def test_a_template_without_an_end_is_refused_before_a_conversation_is_rendered(tmp_path, monkeypatch, template, what):
     if "memory" in what:
         monkeypatch.setattr(trial, "SECONDS", 60)
@@ -67,9 +69,11 @@ def test_a_template_without_an_end_is_refused_before_a_conversation_is_rendered(
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ range(10 ** 9) }}", f"{DEEP}{{{{ again() }}}}", "{{ 1 // 0 }}", "{{ messages[0].content.encode('ascii').x.y }}",
-        "{{ [].pop() }}", "{% set x = (10 ** 400) * 1.0 %}", "{{ '{:d}'.format('a') }}",
-        "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        f"{DEEP}{{{{ again() }}}}", "{{ 1 // 0 }}", "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        *(pytest.param(template, marks=pytest.mark.long) for template in (
+            "{{ range(10 ** 9) }}", "{{ messages[0].content.encode('ascii').x.y }}", "{{ [].pop() }}",
+            "{% set x = (10 ** 400) * 1.0 %}", "{{ '{:d}'.format('a') }}",
+        )),
     ],
 )  # fmt: skip
 def test_whatever_a_template_raises_makes_a_bad_line_of_the_conversation(tmp_path, template):
@@ -197,10 +201,18 @@ def test_a_process_that_is_ended_from_outside_is_told_by_its_signal(monkeypatch)
 BOMB = "(q+)+!"  # of which the sample has nothing
 
 
-@pytest.mark.parametrize("record", [
-    {"text": "q" * 200}, {"prompt": "one", "completion": "q" * 200}, {"messages": [CHAT[0], {**CHAT[1], "content": "q" * 200}]},
+RECORDS = (
+    {"text": "q" * 200}, {"prompt": "one", "completion": "q" * 200},
+    {"messages": [CHAT[0], {**CHAT[1], "content": "q" * 200}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "template"), [
+    (RECORDS[0], APPENDS), (RECORDS[2], MARKS), (RECORDS[2], APPENDS),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (RECORDS[0], MARKS), (RECORDS[1], APPENDS), (RECORDS[1], MARKS),
+    )),
 ])  # fmt: skip
-@pytest.mark.parametrize("template", [APPENDS, MARKS])
 def test_a_panic_over_a_text_of_the_data_names_its_record(tmp_path, record, template):
     folder = changed(tmp_path / "t", pre_tokenizer=split(BOMB))
     (folder / "chat_template.jinja").write_text(template)

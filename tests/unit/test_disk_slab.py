@@ -523,7 +523,9 @@ def check(folder, said, copies):
     shutil.rmtree(copies)
 
 
-@pytest.mark.parametrize("calls", [(1, 5, 12), (15, 3, 27), (18, 30, 6)])
+@pytest.mark.parametrize("calls", [
+    (5, 27), *(pytest.param(calls, marks=pytest.mark.long) for calls in ((1, 5, 12), (15, 3, 27), (18, 30, 6))),
+])  # fmt: skip
 def test_a_process_killed_at_a_call_of_the_system_leaves_whole_steps(tmp_path, calls):
     for call in calls:
         with writing(tmp_path / "slab", 5, call) as process:

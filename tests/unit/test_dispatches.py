@@ -46,6 +46,7 @@ def test_gathers_and_reductions_copy_nothing(stage3):
     assert backward["c10d::_reduce_scatter_base_"] == 32 + 3
 
 
+@pytest.mark.long
 def test_all_phases_are_at_most_a_hundred_launches_more_than_fsdp2_s(stage3):
     assert stage3.total <= count("fsdp2").total + 100
 

@@ -144,8 +144,12 @@ def test_new_weights_round_ties_away_from_zero(executors, form):
     assert not same_bits(bucket.weights, states[0].bfloat16())
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32 moments", "bf16 moments"])
-@pytest.mark.parametrize("form", ["split", "bf16"])
+@pytest.mark.parametrize(("form", "moments"), [
+    pytest.param("split", torch.float32, id="split-fp32 moments", marks=pytest.mark.long),
+    pytest.param("split", torch.bfloat16, id="split-bf16 moments"),
+    pytest.param("bf16", torch.float32, id="bf16-fp32 moments"),
+    pytest.param("bf16", torch.bfloat16, id="bf16-bf16 moments", marks=pytest.mark.long),
+])  # fmt: skip
 def test_chunks_and_threads_change_no_bit(executors, form, moments):
     pieces, length = pieces_of()
     states = states_of(pieces, length)

@@ -77,11 +77,11 @@ def test_the_ranking_follows_the_goal_and_says_why():
 
 
 def test_nothing_is_lost_between_tried_fitting_and_rejected():
-    for limit in (1e8, 2e9, 80e9):
-        all_of_it = found(limit)
+    little, *more = (found(limit) for limit in (1e8, 2e9, 80e9))
+    for all_of_it in (little, *more):
         assert all_of_it.tried == len(all_of_it.rows) + sum(each.plans for each in all_of_it.rejected)
-    assert found(1e8).rows == []
-    nearest = next(each for each in found(1e8).rejected if each.nearest)
+    assert little.rows == []
+    nearest = next(each for each in little.rejected if each.nearest)
     assert isclose(nearest.excess, price(MODEL, A100, nearest.nearest).memory.device - 1e8)
 
 

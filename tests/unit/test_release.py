@@ -395,12 +395,13 @@ def test_streams_issue_before_join_before_free():
     assert ahead.index("gather.issue layers.1") < ahead.index("gather.join layers.0")  # prefetched before it is needed
 
 
-def test_regional_compile_has_no_graph_break(poison):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+def test_regional_compile_has_no_graph_break(poison, backend):
     plain = build("llama")
     model = clone(plain)
     engine = engine_for(model)
     for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     loss = loss_of(model, batch(0))
     expected = loss_of(plain, batch(0))
     torch.testing.assert_close(loss, expected)

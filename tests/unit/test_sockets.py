@@ -16,6 +16,7 @@ from zero3d.cli.workers import environment, host_store
 from zero3d.distributed.mesh import start_distributed
 
 SRC = Path(__file__).parents[2] / "src" / "zero3d"
+OPEN = ("TCPStore", "create_server", ".listen")
 
 
 def other_addresses():
@@ -38,9 +39,10 @@ def test_no_other_code_of_ours_opens_a_store_that_listens():
     opened = [
         f"{path.name}:{ast.unparse(node.func)}"
         for path in sorted(SRC.rglob("*.py"))
+        if any(word.removeprefix(".") in path.read_text() for word in OPEN)  # most files need no parsing
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith(("TCPStore", "create_server", ".listen"))
+        and ast.unparse(node.func).endswith(OPEN)
         and "is_master=False" not in map(ast.unparse, node.keywords)  # a client
     ]
     assert sorted(opened) == [

@@ -30,7 +30,9 @@ GPTS = {  # hidden, layers, heads
 }
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", [
+    name if name in ("llama 3 8B", "llama 3.2 1B") else pytest.param(name, marks=pytest.mark.long) for name in LLAMAS
+])  # fmt: skip
 def test_parameters_of_llamas(name):
     from transformers import LlamaConfig
 
@@ -47,7 +49,9 @@ def test_parameters_of_llamas(name):
     assert (spec.hidden, spec.vocab, spec.heads, spec.kv_heads, spec.chain) == (h, vocab, heads, kv, True)
 
 
-@pytest.mark.parametrize("name", GPTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "gpt2 xl" else pytest.param(name, marks=pytest.mark.long) for name in GPTS]
+)
 def test_parameters_of_gpts(name):
     from transformers import GPT2Config
 
@@ -141,7 +145,7 @@ def test_what_tp_cuts_of_a_fused_matrix():
 
 
 def test_experts_of_which_a_token_meets_some():
-    spec = trace(tiny("moe"), 8)
+    spec = outline(tiny("moe"), 8)
     block = spec.parts[1]
     experts = 3 * 32 * 16
     assert block.active == block.numel - 4 * experts + 2 * experts
@@ -149,7 +153,7 @@ def test_experts_of_which_a_token_meets_some():
 
 
 def test_adapters_on_all_linear_layers_of_the_blocks():
-    spec = trace(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 8)
+    spec = outline(add_adapters(Opened(tiny("llama"), None), lora_of("r=4"), seed=0).module, 8)
     inputs_and_outputs = 2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)
     assert spec.trainable == 2 * 4 * inputs_and_outputs
 

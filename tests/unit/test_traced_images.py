@@ -49,9 +49,9 @@ def test_packed_sequences_have_none_and_short_ones_no_room_for_one():
 
 @pytest.mark.parametrize(("family", "packed", "told"), [
     ("llava", False, "every sequence was traced with an image of 4 tokens"),
-    ("llava", None, "every sequence was traced with an image of 4 tokens"),
+    pytest.param("llava", None, "every sequence was traced with an image of 4 tokens", marks=pytest.mark.long),
     ("llava", True, "text alone was traced"),
-    ("idefics3", False, "text alone was traced"),
+    pytest.param("idefics3", False, "text alone was traced", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_plan_says_what_was_traced(family, packed, told):
     notes = evaluate(traced(family, packed), cluster("a6000", 1, 1), ParallelPlan()).notes
@@ -87,8 +87,10 @@ def simulated(path, stage):
         return str(error)
 
 
-def test_a_dry_run_says_what_it_saw_and_refuses_a_tower_that_reads_values(tmp_path, alone):
+@pytest.mark.parametrize(("stage", "said"), [
+    (3, r"its vision tower, .* reads values of tensors .* pass zero.stage=2"),
+    pytest.param(2, r"^as text alone$", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_dry_run_says_what_it_saw_and_refuses_a_tower_that_reads_values(tmp_path, alone, stage, said):
     vision.model("qwen2_vl").save_pretrained(tmp_path)
-    assert alone(simulated, str(tmp_path), 2) == "as text alone"
-    refused = r"its vision tower, .* reads values of tensors .* pass zero.stage=2"
-    assert re.search(refused, alone(simulated, str(tmp_path), 3))
+    assert re.search(said, alone(simulated, str(tmp_path), stage))
