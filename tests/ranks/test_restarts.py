@@ -121,29 +121,31 @@ def build():
 
 
 # A fall: the rank that is killed, in which of its attempt's micro-batches, and the slots that are lost from then on.
-@pytest.mark.long  # of attempts without training: tests/unit/test_elastic.py
 @pytest.mark.parametrize(
-    ("exact", "batch", "falls", "restarts"),
+    ("dp", "exact", "batch", "falls", "restarts"),
     [
-        (True, 8, [(1, 7, "0"), (0, 6, "")], [("2 ranks, dp 2", 3), ("4 ranks, dp 4", 4)]),
-        (
-            False, 12, [(3, 4, "3"), (2, 5, "3 2"), (1, 7, "")],
-            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)],
+        (2, True, 4, [(1, 5, "1")], [("1 rank, dp 1", 2)]),
+        pytest.param(
+            4, True, 8, [(1, 7, "0"), (0, 6, "")], [("2 ranks, dp 2", 3), ("4 ranks, dp 4", 4)], marks=pytest.mark.long,
+        ),
+        pytest.param(
+            4, False, 12, [(3, 4, "3"), (2, 5, "3 2"), (1, 7, "")],
+            [("3 ranks, dp 3", 1), ("2 ranks, dp 2", 2), ("4 ranks, dp 4", 3)], marks=pytest.mark.long,
         ),
     ],
-    ids=["exact", "plain"],
+    ids=["two ranks", "exact", "plain"],
 )  # fmt: skip
 def test_killed_ranks_start_again_on_the_slots_that_are_there(
-    ranks, zero3d_in_fork, tmp_path, exact, batch, falls, restarts
+    ranks, zero3d_in_fork, tmp_path, dp, exact, batch, falls, restarts
 ):
     save_model(tmp_path / "model")
     save_rows(tmp_path / "rows.npy")
     (tmp_path / "falling.py").write_text(FALLING)
     (tmp_path / "falls.json").write_text(json.dumps(falls))
     sections = {"zero": {"exact": exact}, "train": {"steps": 5, "batch": batch, "micro_batch": 1, "accumulate": None}}
-    whole = ranks(4, train, tree(tmp_path, "whole", **sections), timeout=300.0)[0]
+    whole = ranks(dp, train, tree(tmp_path, "whole", **sections), timeout=300.0)[0]
     sections |= {"model": {"path": "falling:build"}, "checkpoint": {"every": 1, "export": False}}
-    made = tree(tmp_path, **sections, mesh={"dp": 4}, health={"min_ranks": 2})
+    made = tree(tmp_path, **sections, mesh={"dp": dp}, health={"min_ranks": dp // 2})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
     done = zero3d_in_fork(tmp_path, "train", "run.yaml", "--max-restarts", "3")
     assert done.returncode == 0, done.stdout + done.stderr
