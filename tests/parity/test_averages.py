@@ -88,8 +88,11 @@ def all_of(cases):
     return [trained(*case) for case in cases]
 
 
-def test_stages_and_ways_to_store_masters_give_the_same_averages_and_planned_bytes(ranks):
-    cases = [(0, "fp32", False), (1, "split", True), (3, "fp32", True)]
+@pytest.mark.parametrize("cases", [
+    [(0, "fp32", False), (1, "split", True), (3, "fp32", True)],
+    pytest.param([(2, "fp32", True), (3, "split", False), (3, "fp32", True)], marks=pytest.mark.long),
+], ids=["0, 1, 3", "2, 3"])  # fmt: skip
+def test_stages_and_ways_to_store_masters_give_the_same_averages_and_planned_bytes(ranks, cases):
     both = ranks(2, all_of, [*cases, (3, "fp32", False, None)])
     bytes_of_first = [planned["optimizer"][0] for _, planned in both[0]]
     assert bytes_of_first[-2] * 12 == bytes_of_first[-1] * 16, "4 bytes a parameter beside 12"

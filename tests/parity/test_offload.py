@@ -41,7 +41,10 @@ FEW = [
     (Case(4, 0, moments=(1, "auto"), master="split"), "part on host"),
     (Case(4, 3, moments=(1, "auto"), model="tied"), "part of states on host, weights on disk"),
 ]  # fmt: skip
-OFTEN = {1: ("all on disk", "part on host"), 2: ("disk, device updates", "gradients on host")}
+OFTEN = {
+    1: ("all on disk", "part on host", "states on disk, weights on host"),
+    2: ("disk, device updates", "gradients on host"),
+}
 
 
 @pytest.mark.parametrize("dp", [1, 2])

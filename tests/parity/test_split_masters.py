@@ -187,9 +187,9 @@ def loss(output, ids):
 
 
 @pytest.mark.parametrize(("world", "stages", "masters"), [
-    (2, (1, 3), ("fp32", "split")),
+    (2, (1, 1), ("split", "fp32")),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (2, (1, 1), ("split", "fp32")), (2, (3, 0), ("split", "split")),
+        (2, (1, 3), ("fp32", "split")), (2, (3, 0), ("split", "split")),
     )),
 ])  # fmt: skip
 def test_checkpoints_hold_fp32_masters_and_go_on_in_either_form(ranks, tmp_path, world, stages, masters):
