@@ -30,7 +30,10 @@ IMPORTS = (
     "zero3d.train.run",
     "peft",
     "transformers.trainer",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe", "llava", "clip")),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("llama", "gpt2", "qwen3", "qwen3_moe", "llava", "clip")
+    ),
     "PIL.Image",
 )
 
