@@ -23,7 +23,7 @@ def turns(options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("qkv", "torchs"), [("fused", 13), pytest.param("separate", 17, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("qkv", "torchs"), [("fused", 13), ("separate", 17)])
 def test_tensor_parallel_alone_has_the_loss_of_torchs_plan_and_fewer_collectives(ranks, qkv, torchs):
     alone = ["--pp", "1", "--dp", "1", "--tp", "2", "--stages", "0", "--qkv", qkv]
     for losses, collectives in ranks(2, turns, alone):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -23,6 +24,11 @@ from zero3d.zero.reductions import Reductions
 
 HOST, DISK = "host, device updates", "disk"
 RESIDENTS = {}
+
+
+def paired(*chosen, places=("host", DISK), stages=(0, 2, 3)):
+    """All pairs of a place and a stage, those that are not chosen long."""
+    return [pytest.param(*pair, marks=() if pair in chosen else pytest.mark.long) for pair in product(places, stages)]
 
 
 def given(number):
@@ -83,8 +89,7 @@ def logged(engine):
         yield log
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("place", ["host", DISK])
+@pytest.mark.parametrize(("place", "stage"), paired(("host", 0), (DISK, 2), (DISK, 3)))
 def test_a_forward_begins_after_its_units_update_and_before_those_of_later_units(tmp_path, place, stage):
     with engine_of(place, tmp_path, stage) as engine:
         engine.train_batch(given(0), wait=False)
@@ -132,8 +137,10 @@ def changed_after_steps(place, folder, stage):
         return engine.fingerprint(), [group["lr"] for group in engine.optimizer.torch.param_groups]
 
 
-@pytest.mark.parametrize("place", ["host", HOST, "part on disk"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    paired(("host", 3), (HOST, 1), ("part on disk", 3), places=("host", HOST, "part on disk"), stages=(1, 3)),
+)
 def test_options_that_change_after_a_step_are_of_the_next_one(tmp_path, place, stage):
     found = changed_after_steps(place, tmp_path, stage)
     assert found == resident(changed_after_steps, stage)
@@ -165,15 +172,22 @@ def whole(engine):
         return [bits([p]) for p in engine.module.parameters()], due(engine)
 
 
-@pytest.mark.parametrize(
-    ("wait", "stage", "place"),
-    [
-        pytest.param(wait, stage, place, marks=[] if (index + stage) % 3 == 0 else [pytest.mark.long])
-        for index, wait in enumerate([None, True, False])
-        for stage in (0, 1, 2)
-        for place in ("host", DISK)
-    ],
-)
+# Of stages, places and ways to end a step every pair but a few; the rest is long.
+READ = {
+    (0, "host", None),
+    (1, DISK, None),
+    (0, DISK, True),
+    (2, "host", True),
+    (0, "host", False),
+    (1, "host", False),
+    (2, DISK, False),
+}
+
+
+@pytest.mark.parametrize(("stage", "place", "wait"), [
+    pytest.param(*case, marks=() if case in READ else pytest.mark.long)
+    for case in product((0, 1, 2), ("host", DISK), (None, True, False))
+])  # fmt: skip
 def test_below_stage_3_a_plain_read_after_a_step_gives_the_new_weights(tmp_path, place, stage, wait):
     (classes, left), (found, after) = after_steps(place, tmp_path, stage, wait, plain)
     assert found == resident(after_steps, stage, wait, plain)[1][0]
@@ -182,8 +196,10 @@ def test_below_stage_3_a_plain_read_after_a_step_gives_the_new_weights(tmp_path,
     assert after == []
 
 
-@pytest.mark.parametrize("place", ["host", "all on disk"])
-@pytest.mark.parametrize("wait", [None, True, False])
+@pytest.mark.parametrize(("place", "wait"), [
+    ("host", None), ("all on disk", True), ("all on disk", False),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("all on disk", None), ("host", True), ("host", False))),
+])  # fmt: skip
 def test_at_stage_3_updates_are_left_and_full_params_has_the_new_weights(tmp_path, place, wait):
     (_, left), (found, after) = after_steps(place, tmp_path, 3, wait, whole)
     assert found == resident(after_steps, 3, wait, whole)[1][0]
@@ -334,10 +350,9 @@ def branched(place, folder, stage, micro_batches=1):
 
 
 @pytest.mark.parametrize(("place", "stage", "micro_batches"), [
-    ("host", 0, 1), (DISK, 1, 2), ("host", 3, 1),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [
-        (DISK, 0, 1), ("host", 1, 2), ("host", 2, 2), (DISK, 2, 2), (DISK, 3, 1),
-    ]),
+    ("host", 2, 2), (DISK, 3, 1),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in (("host", 0, 1), (DISK, 0, 1), ("host", 1, 2), (DISK, 1, 2), (DISK, 2, 2), ("host", 3, 1))),
 ])  # fmt: skip
 def test_units_that_the_next_forward_skips_are_updated_by_the_next_step(tmp_path, place, stage, micro_batches):
     found, left = branched(place, tmp_path, stage, micro_batches)
@@ -362,7 +377,7 @@ def compiled(model):
 
 
 @pytest.mark.parametrize(("policy", "stage"), [
-    ("full", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("every:2", 3), ("full", 3), ("every:2", 2)]),
+    ("every:2", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in [("full", 2), ("full", 3), ("every:2", 2)]),
 ])  # fmt: skip
 def test_blocks_that_are_recomputed_use_the_new_weights(tmp_path, stage, policy):
     found = [with_blocks(place, tmp_path / place, stage, lambda model: recompute(model, policy))

@@ -13,6 +13,8 @@ from zero3d.checkpoint.offline_export import export_stored
 from zero3d.checkpoint.stored_states import StoredStates
 
 BEFORE = (2, 2, 2), 3
+FEW = (1, 2, 2), 3
+AFTER_FEW = (((2, 2, 1), 1), ((1, 1, 1), 0))
 AFTER = (((4, 1, 1), 1), ((1, 1, 1), 0), ((1, 2, 4), 3))
 WIDE = (((8, 1, 1), 1),)
 
@@ -34,8 +36,8 @@ def results(engine, folder):
     return Path(engine.save(folder / "again")), float(engine.evaluate(given))
 
 
-def trained(family, folder):
-    engine = started(family, *BEFORE)
+def trained(family, before, folder):
+    engine = started(family, *before)
     step(engine, 0)
     return results(engine, folder)
 
@@ -60,12 +62,12 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("family", "after"), [
-    ("qwen3", AFTER[:2]),
-    *(pytest.param(name, AFTER + WIDE, marks=pytest.mark.long) for name in ("qwen3", "llama", "gpt2", "moe")),
+@pytest.mark.parametrize(("family", "before", "after"), [
+    ("qwen3", FEW, AFTER_FEW), pytest.param("qwen3", BEFORE, AFTER, marks=pytest.mark.long),
+    *(pytest.param(name, BEFORE, AFTER + WIDE, marks=pytest.mark.long) for name in ("llama", "gpt2", "moe")),
 ])  # fmt: skip
-def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, after):
-    (source, loss), *_ = ranks(8, trained, family, tmp_path / "first")
+def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, family, before, after):
+    (source, loss), *_ = ranks(world_of(before[0]), trained, family, before, tmp_path / "first")
     expected, (weights, texts) = states(source), exported(tmp_path / "first")
     export_stored(StoredStates(Path(source)), tmp_path / "offline" / "hf", model_of(family, BEFORE[0]))
     without, said = exported(tmp_path / "offline")
@@ -87,5 +89,5 @@ def test_what_three_axes_trained_is_the_same_on_every_mesh(ranks, tmp_path, fami
         alike = compare(StoredStates(Path(source)), StoredStates(Path(everywhere[0][0])))
         assert alike.equal, shape
         assert alike.hashes[0] == alike.hashes[1]
-        assert alike.facts["mesh.dp" if shape[0] != BEFORE[0][0] else "mesh.pp"], shape
+        assert alike.facts["mesh.dp" if shape[0] != before[0][0] else "mesh.pp"], shape
         assert all(torch.equal(here[name], p) for name, p in weights.items()), shape

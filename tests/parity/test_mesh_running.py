@@ -40,12 +40,13 @@ def adapted(cases):
 
 
 @pytest.mark.parametrize("cases", [
-    [("llama", (1, 2, 1), 3, None, False, "none", PLAIN), ("llama", (1, 2, 1), 1, None, True, "full", WHOLE)],
     pytest.param(
-        [("llama", (2, 2, 1), 3, None, True, "every:2", PLAIN), ("gpt2", (2, 2, 1), 3, None, False, "full", PLAIN)],
+        [("llama", (1, 2, 1), 3, None, False, "none", PLAIN), ("llama", (1, 2, 1), 1, None, True, "full", WHOLE)],
         marks=pytest.mark.long,
     ),
-], ids=["(1, 2, 1)", "(2, 2, 1)"])  # fmt: skip
+    [("llama", (2, 2, 1), 3, None, True, "every:2", PLAIN)],
+    pytest.param([("gpt2", (2, 2, 1), 3, None, False, "full", PLAIN)], marks=pytest.mark.long),
+], ids=["(1, 2, 1)", "(2, 2, 1)", "gpt2"])  # fmt: skip
 def test_lora_over_frozen_cut_matrices_equals_one_process(ranks, cases):
     everywhere = ranks(world_of(cases[0][1]), adapted, cases)
     assert all(runs == everywhere[0] for runs in everywhere)
@@ -84,8 +85,8 @@ def overflow_on_one_rank(shape, name, sequence):
 
 @pytest.mark.parametrize(("shape", "name", "sequence"), [
     pytest.param((2, 2, 1), "layers.0.mlp.up_proj.weight", False, marks=pytest.mark.long),  # cut
-    ((1, 2, 2), "layers.3.input_layernorm.weight", True),  # the rank's gradient is a part
-    pytest.param((1, 2, 1), "model.norm.weight", False, marks=pytest.mark.long),  # all tp ranks have the same, and only the last one's overflows
+    pytest.param((1, 2, 2), "layers.3.input_layernorm.weight", True, marks=pytest.mark.long),  # the rank's gradient is a part
+    ((1, 2, 1), "model.norm.weight", False),  # all tp ranks have the same, and only the last one's overflows
 ])  # fmt: skip
 def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(ranks, shape, name, sequence):
     first, *others = ranks(world_of(shape), overflow_on_one_rank, shape, name, sequence)
@@ -125,8 +126,9 @@ def widths(family, shape, loss, sequence):
 
 
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
-    ("qwen3", (1, 2, 1), True), pytest.param("llama", (1, 2, 1), False, marks=pytest.mark.long),
-    pytest.param("moe", (1, 2, 1), False, marks=pytest.mark.long), pytest.param("qwen3", (1, 2, 2), False, marks=pytest.mark.long),
+    ("qwen3", (1, 2, 1), True),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in (("llama", (1, 2, 1), False), ("moe", (1, 2, 1), False), ("qwen3", (1, 2, 2), False))),
 ])  # fmt: skip
 def test_no_rank_ever_has_logits_of_the_whole_vocabulary(ranks, family, shape, sequence):
     found = ranks(world_of(shape), widths, family, shape, PLAIN, sequence)
@@ -145,7 +147,7 @@ def rows_of_logits(shape):
     return found
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 2, 1), marks=pytest.mark.long), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_whole_logits_are_made_of_the_next_token_alone(ranks, shape):
     rows = ranks(world_of(shape), rows_of_logits, shape)
     assert rows[-shape[1] :] == [[0, 2]] * shape[1]  # the last pipeline stage
@@ -173,7 +175,8 @@ def answers(family, shape, sequence):
 
 
 @pytest.mark.parametrize(("family", "shape", "sequence"), [
-    pytest.param("qwen3", (1, 2, 1), True, marks=pytest.mark.long), pytest.param("gpt2", (1, 2, 1), False, marks=pytest.mark.long), ("llama", (1, 2, 2), True),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3", (1, 2, 1), True), ("gpt2", (1, 2, 1), False))),
+    ("llama", (1, 2, 2), True),
 ])  # fmt: skip
 def test_generation_and_evaluation_equal_one_process(ranks, family, shape, sequence):
     layers = {"layers": layers_of(shape)}
@@ -202,7 +205,7 @@ def samples(shape):
     return [engine.generate(batch(5, length=7), 4, keep_full=keep, **how).tolist() for keep in (True, False)]
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 2, 1), marks=pytest.mark.long), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_sampled_tokens_are_the_same_on_all_ranks_of_a_replica(ranks, shape):
     everywhere = ranks(world_of(shape), samples, shape)
     assert all(tokens == everywhere[0] for tokens in everywhere)
@@ -247,7 +250,8 @@ def train_both(folder, shape):
 
 
 @pytest.mark.parametrize(("family", "shape"), [
-    ("qwen3", (1, 2, 1)), pytest.param("gpt2", (1, 2, 1), marks=pytest.mark.long), pytest.param("moe", (1, 2, 2), marks=pytest.mark.long),
+    ("qwen3", (1, 2, 1)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpt2", (1, 2, 1)), ("moe", (1, 2, 2)))),
 ])  # fmt: skip
 def test_slices_read_from_files_train_like_slices_of_the_whole_model(ranks, tmp_path, family, shape):
     tiny(family, kv_heads=4).save_pretrained(tmp_path, max_shard_size="20KB")
@@ -275,7 +279,7 @@ def made(model):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 1), pytest.param((2, 2, 1), marks=pytest.mark.long)], ids=str)
 def test_an_optimizer_and_a_scheduler_built_before_keep_their_groups_over_tp(ranks, shape):
     wanted = oracle("qwen3", shape, PLAIN, made=made)
     for found in ranks(world_of(shape), built_before, shape):

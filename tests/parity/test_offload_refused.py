@@ -149,7 +149,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault == "full" else pytest.mark.long) for fault in FAULTS]
+)
 @pytest.mark.parametrize(("place", "stage"), [
     pytest.param("disk", 2, marks=pytest.mark.long), pytest.param("disk, device updates", 2, marks=pytest.mark.long),
     ("all on disk", 3),

@@ -21,7 +21,7 @@ def check(ranks, family, mesh, cases):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [(2, 4), pytest.param((4, 2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 4), (4, 2)], ids=str)
 def test_a_pipeline_on_8_ranks_equals_no_pipeline(ranks, mesh):
     check(ranks, "net", mesh, FAR)
 

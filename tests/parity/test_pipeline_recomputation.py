@@ -34,10 +34,9 @@ def counted(forward, calls):
     return run
 
 
-@pytest.mark.parametrize(
-    ("policy", "forwards"),
-    [pytest.param("none", 1, marks=pytest.mark.long), pytest.param("full", 2, marks=pytest.mark.long), ("every:2", 2)],
-)
+@pytest.mark.parametrize(("policy", "forwards"), [
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("none", 1), ("full", 2))), ("every:2", 2),
+])  # fmt: skip
 def test_a_block_runs_forward_again_once_per_micro_batch_under_every_schedule(ranks, policy, forwards):
     for counts in ranks(2, count_forwards, SCHEDULES, policy):
         assert counts == [2 * MICRO_BATCHES * forwards] * len(SCHEDULES)  # 2 blocks on each rank

@@ -82,10 +82,10 @@ def train(steps, options):
 LONG = pytest.mark.long
 OPTIONS = [
     {"stage": 3},
-    {"stage": 0, "exact": True, "reduce": "every_step"},
     *(
         pytest.param(options, marks=LONG)
         for options in (
+            {"stage": 0, "exact": True, "reduce": "every_step"},
             *({"stage": stage} for stage in (0, 1, 2)),
             {"stage": 3, "release": "every_step"},
             {"stage": 3, "reduce": "every_step", "precision": "bf16"},
@@ -105,10 +105,10 @@ def test_a_run_with_replays_is_the_run_without_them_bit_for_bit(ranks, options):
     assert {clean for _, clean in replayed} == {(3, 2)}
 
 
-def test_one_rank_and_three_that_take_turns_see_nothing_in_a_sound_run(ranks):
-    for world in (1, 3):
-        found = ranks(world, train, 4, {"stage": 3, "replay": 1})
-        assert {clean for _, clean in found} == {(3, 4)}
+@pytest.mark.parametrize("world", [pytest.param(1, marks=LONG), 3])
+def test_one_rank_and_three_that_take_turns_see_nothing_in_a_sound_run(ranks, world):
+    found = ranks(world, train, 4, {"stage": 3, "replay": 1})
+    assert {clean for _, clean in found} == {(3, 4)}
 
 
 # --- faults -----------------------------------------------------------------------------------------
@@ -199,6 +199,7 @@ def recovered(options):
     return losses
 
 
+@LONG
 def test_after_an_alarm_the_engine_is_as_before_the_step(ranks):
     found = ranks(2, recovered, {"stage": 3, "replay": 1})
     assert len(found[0]) == 3
@@ -225,15 +226,18 @@ def accused_of_four(rank, backwards):
         return str(error)
 
 
-@pytest.mark.long
-def test_of_four_ranks_that_share_layers_the_one_is_named_on_which_it_began(ranks):
+@LONG
+def test_four_ranks_that_share_layers_see_nothing_in_a_sound_run(ranks):
     sound = ranks(4, accused_of_four, 0, ())
     assert len({tuple(losses) for losses, _ in sound}) == 1
-    for rank in (0, 3):
-        messages = set(ranks(4, accused_of_four, rank, (2,)))
-        (message,) = messages
-        assert [each for each in range(4) if f"rank {each} (" in message] == [rank]
-        assert "parameter model.layers.0.mlp.up_proj.weight" in message
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=LONG), 3])
+def test_of_four_ranks_that_share_layers_the_one_is_named_on_which_it_began(ranks, rank):
+    messages = set(ranks(4, accused_of_four, rank, (2,)))
+    (message,) = messages
+    assert [each for each in range(4) if f"rank {each} (" in message] == [rank]
+    assert "parameter model.layers.0.mlp.up_proj.weight" in message
 
 
 # --- refused ----------------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ def both(options):
 
 
 OPTIONS = [
-    {"stage": 3, "schedule": "1f1b", "release": "every_use"},
     *(
         pytest.param(options, marks=LONG)
         for options in (
+            {"stage": 3, "schedule": "1f1b", "release": "every_use"},
             *({"stage": stage, "tied": stage < 2} for stage in (0, 1, 2, 3)),
             {"schedule": "gpipe", "activations": "full"},
             *({"schedule": name, "release": "every_use"} for name in ("interleaved", "zero-bubble", "zbv")),
@@ -66,11 +66,10 @@ OPTIONS = [
             {"stage": 3, "offload": {"optimizer": "host", "params": "host"}},
             {"stage": 3, "precision": "bf16", "dp": 1},
         )
-    ),
+    )
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_run_with_replays_is_the_run_without_them_bit_for_bit(ranks, options):
     for (plain, none), (replayed, clean) in ranks(2 * options.get("dp", 2), both, options):
@@ -80,6 +79,7 @@ def test_a_run_with_replays_is_the_run_without_them_bit_for_bit(ranks, options):
         assert (none, clean) == (None, (STEPS - 1, STEPS // 2))
 
 
+@LONG
 def test_dp_ranks_that_take_turns_see_nothing_in_a_sound_run(ranks):
     found = ranks(6, sound, {"dp": 3, "replay": 1})
     assert set(found) == {(2, 3)}
@@ -144,7 +144,7 @@ WHERE = {  # by pipeline stage
 @pytest.mark.parametrize(
     ("how", "rank", "backward"),
     [
-        pytest.param(*case, marks=() if case in (("parameter", 3, 5), ("forward", 0, 1)) else LONG)
+        pytest.param(*case, marks=() if case == ("forward", 0, 1) else LONG)
         for case in product(("parameter", "forward", "input gradient"), range(4), (1, 5))
     ],
 )

@@ -19,12 +19,12 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(ranks, tmp_path_factory):
-    """A folder with runs that have ended, for what is refused and so changes none: `packed` of two steps, `rows` of four."""
+    """A folder with runs that have ended, for what is refused and so changes none: `packed` and `rows` of two steps."""
     made = tmp_path_factory.mktemp("finished")
     save_model(made / "model")
     save_rows(made / "rows.npy")
-    ranks(2, train, packed(made))
-    ranks(2, train, tree(made, "rows", train={"steps": 4}))
+    ranks(1, train, packed(made))
+    ranks(1, train, tree(made, "rows", train={"steps": 2}))
     return made
 
 
@@ -44,10 +44,12 @@ def test_a_folder_of_others_is_refused_and_keeps_its_files(ranks, folder, config
     assert "no run wrote it" in error
 
 
-@pytest.mark.parametrize("start", [("auto",), (None, None, True)], ids=["auto", "overwrite"])
+@pytest.mark.parametrize(
+    "start", [pytest.param(("auto",), marks=pytest.mark.long), (None, None, True)], ids=["auto", "overwrite"]
+)
 def test_an_export_of_others_in_the_runs_folder_is_not_replaced(ranks, folder, start):
     made = tree(folder, train={"steps": 1})
-    ranks(2, train, made)
+    ranks(1, train, made)
     save_model(folder / "out" / "hf")
     made["checkpoint"] = EXPORT
     assert "hf was not exported by a run" in refused(ranks, made, *start)
@@ -55,7 +57,7 @@ def test_an_export_of_others_in_the_runs_folder_is_not_replaced(ranks, folder, s
 
 def test_a_run_that_was_moved_goes_on_and_replaces_its_own_export(ranks, folder):
     made = tree(folder, train={"steps": 1}, checkpoint=EXPORT)
-    ranks(2, train, made)
+    ranks(1, train, made)
     (folder / "out").rename(folder / "moved")
     before = {path.name: data for path, data in contents(folder / "moved" / "hf").items()}
     made |= {"output": str(folder / "moved"), "train": {"steps": 2, "batch": 4}}
@@ -85,7 +87,7 @@ def fail_in_export(made):
 
 def test_an_export_that_fails_leaves_the_one_before(ranks, folder):
     made = tree(folder, train={"steps": 1}, checkpoint=EXPORT)
-    ranks(2, train, made)
+    ranks(1, train, made)
     before = contents(folder / "out" / "hf")
     made["train"]["steps"] = 2
     errors = [error for _, error in ranks(2, fail_in_export, made, check=False)]
@@ -129,17 +131,18 @@ def train_and_tell(made, resume=None):
 
 
 def test_settings_that_are_typed_win_over_those_of_the_checkpoint(ranks, folder):
-    made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
+    made = tree(folder, train={"steps": 1})
+    ranks(1, train, made)
     typed = {"lr": 1e-5, "betas": [0.5, 0.6], "eps": 1e-4, "weight_decay": 0.25}
-    made |= {"train": {"steps": 4, "batch": 4}, "optimizer": typed, "schedule": {"name": "constant"}}
-    records, groups = ranks(2, train_and_tell, made, "auto")[0]
-    assert field(records, "lr")[2:] == [1e-5] * 2
+    made |= {"train": {"steps": 2, "batch": 4}, "optimizer": typed, "schedule": {"name": "constant"}}
+    records, groups = ranks(1, train_and_tell, made, "auto")[0]
+    assert field(records, "lr")[1:] == [1e-5]
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.25]
     for group in groups:
         assert (group["lr"], tuple(group["betas"]), group["eps"]) == (1e-5, (0.5, 0.6), 1e-4)
 
 
+@pytest.mark.long
 def test_the_place_in_the_schedule_is_the_checkpoints(ranks, folder):
     whole = tree(folder, "whole", schedule={"name": "linear", "warmup": 2})
     expected = field(ranks(1, train, whole)[0], "lr")
@@ -151,9 +154,9 @@ def test_the_place_in_the_schedule_is_the_checkpoints(ranks, folder):
 
 def test_steps_of_a_run_that_never_saved_are_told_once(ranks, folder):
     made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
+    ranks(1, train, made)
     shutil.rmtree(folder / "out" / "checkpoints")  # as a crash before the first one leaves it
-    assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2]
+    assert field(ranks(1, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2]
 
 
 # --- the same data, and how much of them --------------------------------------------------------
@@ -176,21 +179,23 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "length" else ()) for name in CHANGES]
+)
 def test_data_in_another_order_are_no_continuation(ranks, finished, name):
     change, message = CHANGES[name]
     assert message in refused(ranks, change(finished) | {"train": {"steps": 3, "batch": 4}}, "auto")
 
 
 def test_other_data_of_the_same_shape_are_refused_and_the_same_elsewhere_go_on(ranks, folder):
-    made = tree(folder, train={"steps": 2})
-    ranks(2, train, made)
-    made["train"]["steps"] = 3
+    made = tree(folder, train={"steps": 1})
+    ranks(1, train, made)
+    made["train"]["steps"] = 2
     save_rows(folder / "rows.npy", seed=1)
     assert "digest was " in refused(ranks, made, "auto")
     (folder / "rows.npy").unlink()
     made["data"]["train"] = str(save_rows(folder / "copied.npy"))
-    assert field(ranks(2, train, made, "auto")[0], "step") == [1, 2, 3]
+    assert field(ranks(1, train, made, "auto")[0], "step") == [1, 2]
 
 
 def test_epochs_end_where_they_should_with_another_batch(ranks, folder):
@@ -202,10 +207,10 @@ def test_epochs_end_where_they_should_with_another_batch(ranks, folder):
 
 
 def test_fewer_steps_than_are_done_are_refused_in_one_line(ranks, finished):
-    made = tree(finished, "rows", train={"steps": 2})
+    made = tree(finished, "rows", train={"steps": 1})
     error = refused(ranks, made, "auto")
-    assert error.startswith("ConfigError: train.steps asks for 2 steps, and ")
-    assert "checkpoints/step-4 has done 4" in error
+    assert error.startswith("ConfigError: train.steps asks for 1 steps, and ")
+    assert "checkpoints/step-2 has done 2" in error
 
 
 # --- what comes after the training --------------------------------------------------------------
@@ -219,12 +224,12 @@ def save_small(folder):
     (folder / "text.txt").write_text("some words and more of them " * 40)
 
 
-@pytest.mark.parametrize("length", [4, 40])
+@pytest.mark.parametrize("length", [pytest.param(4, marks=pytest.mark.long), 40])
 def test_a_prompt_in_a_model_of_few_positions_does_not_end_the_run(ranks, folder, length):
     save_small(folder / "small")
     made = tree(folder, saved="small", train={"steps": 1}, checkpoint=EXPORT, evaluate={"prompt": "x" * length})
     made["data"] |= {"train": str(folder / "small" / "text.txt"), "tokenizer": "bytes"}
-    result, message = ranks(2, sampled, made)[0]
+    result, message = ranks(1, sampled, made)[0]
     assert (folder / "out" / "hf" / "config.json").exists()
     if length < 32:
         assert result.startswith("x" * length)
@@ -309,6 +314,7 @@ def test_a_stop_saves_before_anything_else(ranks, folder):
     assert field(ranks(2, train, made, "auto")[0], "step") == field(metrics(made), "step") == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_a_stop_in_the_last_step_saves_and_then_ends_the_run_as_usual(ranks, folder):
     made = tree(folder, data={"validation": 0.2}, train={"steps": 2})
     records, noted = ranks(2, train_and_note, made, 2)[0]

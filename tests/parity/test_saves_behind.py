@@ -261,8 +261,9 @@ def planned_and_held(stage, options):
 
 
 @pytest.mark.parametrize(("stage", "options"), [
-    pytest.param(0, {}, marks=pytest.mark.long), (3, {"master": "split"}), pytest.param(1, {"optimizer": "muon"}, marks=pytest.mark.long),
-    pytest.param(3, {"optimizer": "adamw8bit"}, marks=pytest.mark.long),
+    (1, {"optimizer": "muon"}),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in ((0, {}), (3, {"master": "split"}), (3, {"optimizer": "adamw8bit"}))),
 ])  # fmt: skip
 def test_the_plan_has_the_bytes_of_the_copy(ranks, stage, options):
     rows = ranks(2, planned_and_held, stage, options)
@@ -413,6 +414,7 @@ def a_run_with_the_best_on_a_full_disk(made):
     return told, os.readlink(Path(made["output"]) / "checkpoints" / "best")
 
 
+@pytest.mark.long
 def test_the_best_is_one_that_was_committed(ranks, folder, tmp_path):
     made = tree(folder, data={"validation": str(folder / "rows.npy")}, evaluate={"every": 1},
                 checkpoint={**BEHIND, "keep": 1})  # fmt: skip

@@ -43,14 +43,15 @@ def assert_equal_one_process(results, name, **options):
 
 
 @pytest.mark.parametrize(("name", "world", "policy", "options"), [
-    ("llama", 2, "none", {"sequence": True}), ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}),
-    ("gpt2", 2, "every:2", {}), ("moe", 2, "none", {}), ("llama", 2, "none", {"lora": True, "sequence": True}),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [
-        ("llama", 2, "none", {}), ("llama", 4, "none", {"kv_heads": 4}), ("qwen3", 2, "none", {}),
-        ("gpt2", 4, "full", {"sequence": True}), ("llama", 2, "none", {"lora": True}), ("gpt2", 2, "full", {"lora": True}),
-    ]),
-    ("llama", 2, "none", {"plan": COMMON_ATTENTION}), ("apertus", 2, "none", {}),
-    ("mla", 2, "none", {}), ("gemma3n_text", 2, "none", {}), ("bloom", 2, "none", {}), ("gpt_oss", 2, "none", {}),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("llama", 2, "none", {}), ("llama", 2, "none", {"sequence": True}), ("llama", 4, "none", {"kv_heads": 4}),
+        ("qwen3", 4, "none", {"sequence": True, "kv_heads": 4}), ("gpt2", 4, "full", {"sequence": True}),
+        ("llama", 2, "none", {"lora": True}), ("gpt2", 2, "full", {"lora": True}), ("apertus", 2, "none", {}),
+        ("gemma3n_text", 2, "none", {}), ("gpt_oss", 2, "none", {}),
+    )),
+    ("qwen3", 2, "none", {}), ("gpt2", 2, "every:2", {}), ("moe", 2, "none", {}),
+    ("llama", 2, "none", {"lora": True, "sequence": True}), ("llama", 2, "none", {"plan": COMMON_ATTENTION}),
+    ("mla", 2, "none", {}), ("bloom", 2, "none", {}),
     ("llama", 2, "none", {"plan": {"embed_tokens": "none", "lm_head": "none"}}),
     ("llama", 2, "none", {"plan": {"embed_tokens": "replicate"}, "lora": {"target_modules": ["q_proj", "embed_tokens"]}}),
 ])  # fmt: skip
@@ -117,8 +118,9 @@ def recomputed_bits(name, options, policies=POLICIES):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("llama", {"dropout": 0.2, "sequence": True, "lora": True}), ("moe", {}),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [("llama", {"dropout": 0.2}), ("qwen3", {"sequence": True})]),
+    ("llama", {"dropout": 0.2, "sequence": True, "lora": True}),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in [("moe", {}), ("llama", {"dropout": 0.2}), ("qwen3", {"sequence": True})]),
 ])  # fmt: skip
 def test_recomputed_blocks_give_the_same_bits(ranks, name, options):
     for results, _ in ranks(2, recomputed_bits, name, options):
@@ -248,7 +250,7 @@ def random_states(name, sequence):
     return seen, grads
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.long), True])
 def test_dropout_is_alike_where_activations_are_and_a_ranks_own_elsewhere(ranks, sequence):
     (first, grads), (second, second_grads) = ranks(2, random_states, "gpt2", sequence)
     assert all(a != b for a, b in zip(first["attention"], second["attention"], strict=True))

@@ -47,6 +47,7 @@ def given_up(made, *start):
     return str(error.value)
 
 
+@pytest.mark.long
 def test_a_run_whose_every_step_is_not_finite_fails_and_exports_nothing(folder):
     spoil(folder)
     made = tree(folder, checkpoint={"export": True})
@@ -73,6 +74,7 @@ def test_a_run_that_diverges_ends_after_so_many_steps_and_leaves_a_state_to_go_o
     assert steps_saved(made) == ["step-1"]
 
 
+@pytest.mark.long
 def test_the_last_good_checkpoint_stays_as_it_is_and_the_run_goes_on_from_it(folder):
     good = tree(folder, train={"steps": 2, "batch": 4, "accumulate": 2})
     train(good)
@@ -86,6 +88,7 @@ def test_the_last_good_checkpoint_stays_as_it_is_and_the_run_goes_on_from_it(fol
     assert [(line["step"], line["applied"]) for line in went_on] == [(step, True) for step in (1, 2, 3, 4)]
 
 
+@pytest.mark.long
 def test_fp16_finds_its_loss_scale_and_ends_only_where_there_is_none(folder):
     falls = {"precision": "fp16", "loss_scale": {"initial": 2.0**18, "hysteresis": 1}}
     made = tree(folder, health={"nonfinite": "stop"}, train={"steps": 9}, **falls)
@@ -211,6 +214,7 @@ def test_spoiled_weights_are_not_saved_and_a_checkpoint_of_them_is_not_gone_on_f
     assert f"{steps}/step-3 holds them. Take an older one, --resume {steps}/step-2, or start anew" in message
 
 
+@pytest.mark.long
 def test_skipped_steps_from_an_older_checkpoint_leave_the_newer_ones_and_the_command_names_it(folder, losses):
     losses({})
     made = tree(folder, train={"steps": 4, "batch": None, "micro_batch": 2}, checkpoint={"every": 1})
@@ -306,7 +310,11 @@ def run_with_nan(made, rank, name, first):
     return None
 
 
-@pytest.mark.parametrize(("health", "steps"), [({"max_skips": 2}, 4), ({"nonfinite": "stop"}, 3)], ids=["skip", "stop"])
+@pytest.mark.parametrize(
+    ("health", "steps"),
+    [({"max_skips": 2}, 4), pytest.param({"nonfinite": "stop"}, 3, marks=pytest.mark.long)],
+    ids=["skip", "stop"],
+)
 def test_a_nan_on_one_rank_stops_all_and_names_that_rank_and_the_unit(ranks, folder, health, steps):
     name = "model.layers.1.mlp.down_proj.weight"
     made = tree(folder, health=health, checkpoint={"every": 1})

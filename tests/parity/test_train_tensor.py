@@ -22,9 +22,9 @@ def run_of(folder, name, tp, **sections):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
+def alone(ranks, folder):
     """The run of one process."""
-    return train(run_of(folder, "one", 1))
+    return ranks(1, train, run_of(folder, "one", 1))[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,11 @@ def test_a_run_goes_on_over_another_axis(ranks, folder, alone, split):
     assert field(again, "loss")[-3:] == pytest.approx(field(alone, "loss")[-3:], abs=1e-5)
 
 
-@pytest.mark.long
 def test_documents_of_a_length_that_tp_does_not_divide_train_by_chunks(ranks, folder):
     data = {"train": str(save_rows(folder / "short.npy", rows=26, length=15)), "packing": False}
-    chunks = run_of(folder, "chunks", 2, data=data, mesh={"tp": 2, "sequence_parallel": True})
-    alone = train(run_of(folder, "short", 1, data=data))
+    steps = {"steps": 2, "batch": 4, "accumulate": 2}
+    chunks = run_of(folder, "chunks", 2, data=data, train=steps, mesh={"tp": 2, "sequence_parallel": True})
+    alone = ranks(1, train, run_of(folder, "short", 1, data=data, train=steps))[0]
     assert field(ranks(2, train, chunks)[0], "loss") == pytest.approx(field(alone, "loss"), abs=1e-5)
 
 

@@ -123,7 +123,8 @@ def fails_everywhere(stage, where, plain):
 
 @pytest.mark.parametrize(("stage", "where", "plain"), [
     (0, "backward", True), (3, "forward", True), (3, "backward", False),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, "forward", False), (2, "backward", False), (3, "backward", True)]),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in ((1, "forward", False), (2, "backward", False), (3, "backward", True))),
 ])  # fmt: skip
 def test_an_exception_on_all_ranks_leaves_a_usable_engine(ranks, stage, where, plain):
     for same, gathered, bucket in ranks(2, fails_everywhere, stage, where, plain):

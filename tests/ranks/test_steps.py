@@ -11,6 +11,7 @@ import zero3d
 from zero3d.precision import LossScaling, Precision
 
 STAGES = [0, 1, 2, 3]
+SOME = [(0, 3), pytest.param(STAGES, marks=pytest.mark.long)]  # stages that a case compares
 
 
 def make(stage, model="net", **options):
@@ -56,8 +57,9 @@ def accumulate(stage, reduce):
 
 
 @pytest.mark.parametrize(("world", "stage", "reduce"), [
-    (2, 0, "auto"), (4, 3, "auto"), (2, 2, "every_step"),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1, "auto"), (2, 2, "auto"), (2, 3, "every_step")]),
+    (2, 1, "auto"), (2, 3, "auto"), (2, 2, "every_step"),
+    *(pytest.param(*case, marks=pytest.mark.long)
+      for case in ((2, 0, "auto"), (4, 1, "auto"), (2, 2, "auto"), (4, 3, "auto"), (2, 3, "every_step"))),
 ])  # fmt: skip
 def test_accumulation_equals_the_big_batch_with_padding(ranks, world, stage, reduce):
     plain = build("net")
@@ -94,7 +96,7 @@ def varying_counts(stage):
     return applied, bits(weights_of(engine)) == bits(weights_of(other)), engine.steps
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
 def test_last_overrides_accumulate_and_a_step_off_the_boundary_changes_nothing(ranks, stage):
     for applied, same, steps in ranks(2, varying_counts, stage):
         assert applied == [True, False, False, True, False, True]
@@ -244,7 +246,9 @@ def nan_on_one_rank(stage, precision):
     return out, engine.steps
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp16"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "precision"), [
+    (0, "fp32"), (3, "fp16"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, "bf16"), (2, "fp16"), (3, "bf16"))),
+])  # fmt: skip
 def test_a_bad_gradient_on_one_rank_skips_on_all_and_does_not_advance_the_schedule(ranks, stage, precision):
     for out, steps in ranks(2, nan_on_one_rank, stage, precision):
         assert [applied for applied, *_ in out] == [True, False, True]
@@ -265,11 +269,11 @@ def scale_sequence(stage):
     return scales
 
 
-def test_the_loss_scale_follows_deepspeeds_rule(ranks):
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_the_loss_scale_follows_deepspeeds_rule(ranks, stage):
     # Grows after 3 clean boundaries (counted from -1), spends one hysteresis, then halves twice.
     expected = [64, 64, 128, 128, 128, 64, 32, 32, 32, 64, 64, 64, 128, 128]
-    assert ranks(2, scale_sequence, 3) == [expected, expected]
-    assert ranks(2, scale_sequence, 0) == [expected, expected]
+    assert ranks(2, scale_sequence, stage) == [expected, expected]
 
 
 # --- unused parameters and branches ---------------------------------------------------------------
@@ -366,8 +370,9 @@ def odd_sizes(stage):
     return bits(weights_of(engine))
 
 
-def test_odd_sizes_and_empty_groups(ranks):
-    assert len({h for stage in STAGES for h in ranks(4, odd_sizes, stage)}) == 1
+@pytest.mark.parametrize(("world", "stages"), [(3, (0, 3)), pytest.param(4, STAGES, marks=pytest.mark.long)])
+def test_odd_sizes_and_empty_groups(ranks, world, stages):
+    assert len({h for stage in stages for h in ranks(world, odd_sizes, stage)}) == 1
 
 
 # --- several engines, generation, evaluation ------------------------------------------------------
@@ -408,7 +413,7 @@ def generate(stage, model):
     return text[0].tolist(), lockstep[0].tolist(), float(kept), float(engine.arena.live("gathered"))
 
 
-@pytest.mark.parametrize("model", ["llama", "net"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.long), "net"])
 def test_generation_with_different_lengths_per_rank(ranks, model):
     for stage in (0, 3):
         (short, same, kept, after), (long, other, _, _) = ranks(2, generate, stage, model)
@@ -437,8 +442,9 @@ def read_and_write(stage):
     return before, unchanged, seen, bits(weights_of(engine))
 
 
-def test_full_params_reads_cost_no_bit_and_writes_are_kept(ranks):
-    results = [result for stage in STAGES for result in ranks(2, read_and_write, stage)]
+@pytest.mark.parametrize("stages", SOME)
+def test_full_params_reads_cost_no_bit_and_writes_are_kept(ranks, stages):
+    results = [result for stage in stages for result in ranks(2, read_and_write, stage)]
     assert all(unchanged and seen for _, unchanged, seen, _ in results)
     assert len({after for *_, after in results}) == 1
 
@@ -483,8 +489,9 @@ def mixed_dtypes(stage):
     return kinds["norm.weight"], kinds["head.weight"], kinds["steps"], frozen, bits(weights_of(engine))
 
 
-def test_mixed_dtypes_and_frozen_parameters(ranks):
-    results = [r for stage in STAGES for r in ranks(2, mixed_dtypes, stage)]
+@pytest.mark.parametrize("stages", SOME)
+def test_mixed_dtypes_and_frozen_parameters(ranks, stages):
+    results = [r for stage in stages for r in ranks(2, mixed_dtypes, stage)]
     assert {r[:3] for r in results} == {("torch.float32", "torch.bfloat16", "torch.int64")}
     assert {r[3] for r in results} == {bits([build("net").layers[0].up.weight.bfloat16()])}
     assert len({r[4] for r in results}) == 1

@@ -21,7 +21,7 @@ MODELS = ["net", "llama", "gpt2", "qwen3", "moe"]
 
 
 @pytest.mark.parametrize(
-    "name", ["net", "moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "gpt2", "qwen3"))]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ("llama", "qwen3") else ()) for name in MODELS]
 )
 def test_every_policy_gives_the_bits_of_none(name):
     model = deep(name)
@@ -31,9 +31,8 @@ def test_every_policy_gives_the_bits_of_none(name):
             assert train(recomputed(model, policy)) == wanted, policy
 
 
-@pytest.mark.parametrize(("name", "stage"), [
-    ("net", 3), ("gpt2", 0), pytest.param("net", 0, marks=pytest.mark.long), pytest.param("gpt2", 3, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("name", [pytest.param("net", marks=pytest.mark.long), "gpt2"])
 def test_an_engine_gives_the_bits_of_none_under_poison(poison, name, stage):
     def run(policy):
         model = recomputed(deep(name), policy)
@@ -69,7 +68,7 @@ def test_frozen_blocks(poison, policy):
     assert engine.step().grad_norm.isfinite()
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2", "selective"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.long), "every:2", "selective"])
 def test_adapters_on_a_frozen_model(poison, policy):
     import peft
 
@@ -156,14 +155,7 @@ def test_named_inputs_and_several_outputs_are_handed_on():
         assert train(recomputed(model, policy)) == train(clone(model))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma3n_text",
-        pytest.param("gemma4_text", marks=pytest.mark.long),
-        pytest.param("jamba", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", ["gemma3n_text", pytest.param("gemma4_text", marks=pytest.mark.long), "jamba"])
 def test_layers_of_several_classes_and_those_that_share_keys_and_values_in_a_dict_are_recomputed(name):
     model = family(name)
     wanted = train(clone(model))

@@ -118,7 +118,7 @@ def check(engine, stage, degree, place, position):
 
 
 @pytest.mark.parametrize(("degree", "stage"), [
-    (16, 3), (8, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in [(16, 0), (16, 1), (16, 2), (8, 3)]),
+    (16, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in ((16, 0), (16, 1), (16, 2), (8, 1), (8, 3))),
 ])  # fmt: skip
 def test_every_class_of_ranks_holds_what_is_computed_by_hand(step, stage, degree):
     whole = 0

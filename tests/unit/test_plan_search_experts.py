@@ -18,21 +18,23 @@ def spec():
     return open_spec("demo-moe", 128)
 
 
-def found(spec, gpus=4):
-    place = cluster("h100", gpus)
+@pytest.fixture(scope="module")
+def found(spec):
+    """What a search over four GPUs finds, and these."""
+    place = cluster("h100", 4)
     return search(spec, place, Target(16, 80e9), evaluate), place
 
 
-def test_every_ep_that_divides_dp_and_the_experts_is_priced(spec):
-    result, _ = found(spec)
+def test_every_ep_that_divides_dp_and_the_experts_is_priced(found):
+    result, _ = found
     plans = {(row.plan.dp, row.plan.ep) for row in result.rows}
     assert plans == {(dp, ep) for dp in (1, 2, 4) for ep in (1, 2, 4) if dp % ep == 0}
     assert not any(row.plan.sequence_parallel for row in result.rows if row.plan.ep > 1)
     assert not any(row.plan.schedule == "zero-bubble" for row in result.rows if row.plan.ep > 1)
 
 
-def test_the_best_of_each_way_is_the_first_of_its_kind(spec):
-    result, _ = found(spec)
+def test_the_best_of_each_way_is_the_first_of_its_kind(found):
+    result, _ = found
     best = dict(ways(result.rows))
     assert list(best) == ["on all of dp", "over ep", "cut by tp"]
     assert best["over ep"].plan.ep > 1
@@ -68,17 +70,17 @@ def test_ep_sends_rows_and_gathers_no_experts_that_no_other_rank_has(spec):
     assert not any("assumption" in note for note in plain.notes)
 
 
-def test_a_knob_turns_ep(spec):
-    _, place = found(spec)
-    row = found(spec)[0].rows[0]
+def test_a_knob_turns_ep(spec, found):
+    result, place = found
+    row = result.rows[0]
     row = row._replace(plan=ParallelPlan(dp=4, ep=2, accumulate=4))
     changes = {knob.change for knob in what_if(row, spec, place, evaluate)}
     assert {"mesh.ep: 1", "mesh.ep: 4", "mesh.experts: fast"} <= changes
 
 
 @pytest.mark.parametrize(("preset", "params", "experts", "chosen"), [
-    ("mixtral-8x7b", 46.70e9, 8, 2), pytest.param("qwen3-30b-a3b", 30.53e9, 128, 8, marks=pytest.mark.long),
-    ("deepseek-v3", 671.03e9, 256, 8),
+    ("mixtral-8x7b", 46.70e9, 8, 2), ("qwen3-30b-a3b", 30.53e9, 128, 8),
+    pytest.param("deepseek-v3", 671.03e9, 256, 8, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_presets_have_the_published_shapes(preset, params, experts, chosen):
     from zero3d.config import Config, Model

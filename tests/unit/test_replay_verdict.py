@@ -55,7 +55,7 @@ def test_every_flip_of_a_bit_changes_both_sums(dtype, shape):
     t = torch.randn(shape).to(dtype)
     words = t.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
     sums, bits = bit_sums(t), 8 * t.itemsize
-    places = {0, len(words) - 1, len(words) // 2, *torch.randint(len(words), (20,)).tolist()}
+    places = {0, len(words) - 1, len(words) // 2, *torch.randint(len(words), (4,)).tolist()}
     for place in places:
         for bit in range(bits):
             mask = torch.tensor(1 << bit if bit < bits - 1 else -(1 << bit), dtype=torch.int64).to(words.dtype)

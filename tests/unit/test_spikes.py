@@ -22,7 +22,7 @@ def curve(steps, seed=0, noise=0.05, start=10.0, end=2.5, rate=60.0):
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1, 0.5])
 @pytest.mark.parametrize("rate", [5.0, 60.0, 1000.0])
 def test_a_warm_up_and_a_noisy_fall_are_no_spikes(noise, rate):
-    for seed in range(8):
+    for seed in range(2):
         assert told(curve(2000, seed, noise, rate=rate)) == []
 
 
@@ -30,7 +30,7 @@ def test_a_warm_up_and_a_noisy_fall_are_no_spikes(noise, rate):
 def test_neither_are_more_of_them():
     for noise in (0.0, 0.01, 0.1, 0.5):
         for rate in (5.0, 60.0, 1000.0):
-            for seed in range(8, 20):
+            for seed in range(2, 20):
                 assert told(curve(2000, seed, noise, rate=rate)) == []
 
 

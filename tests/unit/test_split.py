@@ -79,8 +79,10 @@ def assert_same_step(model, chunks, ids, given):
             assert bits([grads[name]]) == bits([p.grad]), name
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "counts"), [
+    pytest.param(name, counts, marks=() if number % 3 == place else pytest.mark.long)
+    for number, name in enumerate(FAMILIES) for place, counts in enumerate(COUNTS)
+], ids=str)  # fmt: skip
 def test_chunks_compute_the_whole_models_loss_logits_and_gradients_bit_for_bit(name, counts):
     model = deep(name)  # in training mode: gpt2 and llama draw dropout
     ids, given = packed()
@@ -286,7 +288,7 @@ def test_a_chunk_can_be_copied_and_follows_train_and_eval_and_knows_the_config()
     assert chunks[1].config.num_hidden_layers == 5
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_engine_around_each_chunk_trains_as_one_around_the_whole_does(stage):
     options = {"stage": stage, "precision": "fp32", "clip_norm": None, "optimizer": adamw}
     model = deep("moe")

@@ -46,7 +46,9 @@ OPTIONS = {
 
 SETTINGS = ((1, 4), (0, 1, 3), (1, 2), tuple(OPTIONS))
 PAIRS = set(covering(SETTINGS))
-CASES = [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.long) for case in product(*SETTINGS)]
+CASES = [
+    pytest.param(*case, marks=() if case in PAIRS and case[0] > 1 else pytest.mark.long) for case in product(*SETTINGS)
+]
 
 
 @pytest.mark.parametrize(("n", "stage", "count", "options"), CASES)
