@@ -625,9 +625,8 @@ RENAMES = ("os.rename", "shutil.rmtree")
 OTHERS = ("os.mkdir", "os.remove", "open")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("events", "places"), [
-    (RENAMES, range(1, 9)), (RENAMES + OTHERS, range(1, 40)),
+    (RENAMES, range(1, 9)), pytest.param(RENAMES + OTHERS, range(1, 40), marks=pytest.mark.long),
 ], ids=["renames", "all"])  # fmt: skip
 def test_a_kill_at_any_file_operation_of_a_save_leaves_one_whole_checkpoint(alone, tmp_path, events, places):
     """Saved anew at the same step, so that there are two renames; a kill comes before each operation in turn."""
