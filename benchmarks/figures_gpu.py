@@ -8,7 +8,6 @@ from typing import Any
 from figures_measured import results, table
 from recorded import load
 
-GB = 1e9
 SHOWN = {
     "ceilings": "copies of pinned memory, the card's memory, a matrix product",
     "parity": "stages 0 to 3 in fp32 against a plain loop on the CPU: 1e-4",
@@ -21,7 +20,7 @@ SHOWN = {
     "bits.default": "the same without: a finding",
     "shared": "two ranks over gloo on one card against one process: 1e-4",
     "edges": "gradient penalty, hidden outputs, recomputed statistics, freezing: stage 3 as stage 0",
-    "loops": "transformers' Trainer and Accelerate in bf16: stage 3 as stage 0",
+    "loops": "transformers' Trainer and Accelerate in bf16: stage 3, on one process trained as 2, as stage 0",
     "train": "`zero3d train`, export, `--resume=auto`, memory by consumer",
 }
 CALLED = {

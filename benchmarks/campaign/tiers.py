@@ -1,8 +1,8 @@
 """Steps of a 1B Llama with its states on the device and on the host, a way a part, with the device to itself.
 
 Two sizes of a step: of one micro-batch, where the states' way over the link and the update have little to hide behind,
-and of sixteen. Every way has the batches and, to the bit, the losses of `resident`, but for the host's own Adam,
-whose kernel is another.
+and of sixteen. Every way has the batches of `resident`. Losses are compared by `bits` alone, which fixes the
+algorithms: they are those of `resident`, to the bit, but for the host's own Adam, whose kernel is another.
 """
 
 from __future__ import annotations

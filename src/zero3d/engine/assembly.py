@@ -98,8 +98,7 @@ class Assembly:
     @property
     def has_whole_model(self) -> bool:
         """True where the model is cut over dp alone, not over tp, pp or ep."""
-        axes = self.base.axes
-        return axes.world.size == axes.dp.size and axes.ep.size == 1
+        return _is_whole(self.base)
 
     def check_close(self) -> None:
         """Raise OutOfBudget on all ranks where some rank has no room for the whole model."""
@@ -280,9 +279,16 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
 
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
     """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
-    axes, dtype = base.axes, base.resolved.precision.dtype
-    given_back = axes.world.size == axes.dp.size and axes.ep.size == 1 and options.model.weights is None
-    return FrozenOriginals.of(model, dtype, axes.dp) if given_back else FrozenOriginals({}, axes.dp)
+    dp = base.axes.dp
+    if not _is_whole(base) or options.model.weights is not None:
+        return FrozenOriginals({}, dp)
+    return FrozenOriginals.of(model, base.resolved.precision.dtype, dp)
+
+
+def _is_whole(base: Foundation) -> bool:
+    """Return whether the model is cut over dp alone."""
+    axes = base.axes
+    return axes.world.size == axes.dp.size and axes.ep.size == 1
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:

@@ -655,10 +655,7 @@ class Engine:
         self._registry.check()
         self.optimizer.settle()
         with self._resharded():
-            return self._export(directory, kind)
-
-    def _export(self, directory: str | Path, kind: str | None) -> Path:
-        return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
+            return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
 
     # --- accounting -----------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class FrozenOriginals:
     def original(self, name: str, weights: Tensor) -> Tensor:
         """Return a parameter in the dtype in which it came, of its whole weights; moves (N-1)/N of its bytes.
 
-        All ranks call it for the same parameters in the same order. One of which nothing is kept is cast.
+        All ranks call it for the same parameters in the same order. Where nothing is kept: `weights`.
         """
         share = self._kept.get(name)
         if share is None:
@@ -58,7 +58,7 @@ class FrozenOriginals:
 
     @property
     def nbytes(self) -> int:
-        """What is kept on the host."""
+        """Return the bytes of the host that the shares take."""
         return sum(share.nbytes for share in self._kept.values())
 
 
