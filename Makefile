@@ -27,6 +27,7 @@ ROOM ?=
 # Files are compiled once for all processes, whatever the caller's environment says.
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
 PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
+AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
@@ -92,10 +93,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data,dev]'
 	@touch $@
 
-# Axolotl's package pins an older transformers, and DeepSpeed builds against the torch that is there.
+# Axolotl's package pins an older transformers and asks for Python 3.12, which its plugins' interface does not need;
+# DeepSpeed builds against the torch that is there.
 $(VENV)/.installed-peers: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data,dev,trl,lightning]' setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps axolotl addict
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --no-deps --ignore-requires-python axolotl==$(AXOLOTL) addict
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) --no-build-isolation deepspeed
 	@touch $@
 

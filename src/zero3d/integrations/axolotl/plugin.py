@@ -10,7 +10,16 @@ from zero3d.errors import ConfigError
 from zero3d.integrations.axolotl import arguments
 from zero3d.integrations.transformers import patch
 
-OTHERS = ("deepspeed", "fsdp", "fsdp_config", "tensor_parallel_size", "context_parallel_size")  # other ways to shard
+OTHERS = (  # keys of other ways to shard
+    "deepspeed",
+    "fsdp",
+    "fsdp_config",
+    "dp_shard_size",
+    "dp_replicate_size",
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel_degree",
+)
 
 
 class Zero3dPlugin(BasePlugin):  # type: ignore[misc]
