@@ -30,7 +30,7 @@ PLACES = {
     "gradients on host": {"optimizer": "host", "gradients": "host"},
     "gradients on host, states on disk": {"optimizer": "disk", "gradients": "host", "executor": "device"},
 }
-STEPS = 20
+STEPS = 8
 CLIP = {"net": 0.3, "tied": 2.0}
 FACTORS = (1.0, 0.05, 0.3)  # of losses: gradients of some steps are clipped, of others not
 INFINITE = 4  # the step whose loss is

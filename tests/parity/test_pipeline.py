@@ -1,10 +1,11 @@
 """Contract 3: a pipeline equals accumulation over the same micro-batches without one, bit for bit (tied: 1e-6)."""
 
+from collections import defaultdict
 from itertools import product
 
 import pytest
 import torch
-from pipelines import ACTIVATIONS, FAMILIES, MESHES, SCHEDULES, SETTINGS, STATES, covering, is_tied, layers_for, train
+from pipelines import FAMILIES, MESHES, SCHEDULES, SETTINGS, covering, is_tied, layers_for, train
 
 PAIRS = covering(SETTINGS)
 OFTEN = {  # of all pairs those that together have every value, most of them on two ranks
@@ -58,12 +59,22 @@ def test_a_pipeline_equals_no_pipeline(ranks, reference, family, mesh, state, sc
     check(ranks, reference, family, mesh, schedule, [(state, activations)])
 
 
+@pytest.fixture(scope="module")
+def triples():
+    """(family, mesh, schedule) -> [(state, activations)], which together have every combination of three settings."""
+    found = defaultdict(list)
+    for family, mesh, state, schedule, activations in covering(SETTINGS, together=3):
+        found[family, mesh, schedule].append((state, activations))
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stage_release_and_recomputation_in_a_pipeline_equals_none(ranks, reference, family, mesh, schedule):
-    check(ranks, reference, family, mesh, schedule, list(product(STATES, ACTIVATIONS)))
+def test_any_three_settings_of_a_pipeline_equal_none(ranks, reference, triples, family, mesh, schedule):
+    assert triples[family, mesh, schedule]
+    check(ranks, reference, family, mesh, schedule, triples[family, mesh, schedule])
 
 
 def test_the_cases_have_every_pair_of_settings():
