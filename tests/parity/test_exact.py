@@ -13,7 +13,7 @@ from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
 
-STEPS, LONG = 2, 12
+STEPS, LONG = 2, 6
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),
           (3, "every_step"))  # fmt: skip
 SETTINGS = (STAGES, ("fp32", "bf16"), (0.05, None), ("none", "full"), (0.0, 0.2))  # clip, recomputation, dropout
