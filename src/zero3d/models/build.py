@@ -133,9 +133,10 @@ class RandomWeights:
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             module.apply(self._initialiser(owner))
         made = {f"{owner}.{name}" if owner else name: p.detach() for name, p in module.named_parameters()}
-        if left := [name for name, p in made.items() if p.isnan().any()]:
+        own = [name for name in made if self._owner.get(name) == owner]  # others are initialised with their own module
+        if left := [name for name in own if made[name].isnan().any()]:
             raise ConfigError(
-                f"{type(self._model).__name__}'s _init_weights gives {len(left)} of {len(made)} parameters no "
+                f"{type(self._model).__name__}'s _init_weights gives {len(left)} of {len(own)} parameters no "
                 f"values, first {left[0]!r}: pass a model with weights of its own, or a newer transformers."
             )
         return made
