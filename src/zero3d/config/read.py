@@ -31,7 +31,7 @@ from zero3d.config.sections import Config
 from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
-from zero3d.memory.budget import parse_size
+from zero3d.spec.sizes import parse_size
 
 NAMED = 8  # other problems that are named
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways

@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero3d.config.declaring import key
 from zero3d.config.deepspeed_schedules import OPTIONS
-from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
+from zero3d.spec.declaring import key
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.zero import PRECISIONS, Zero
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 ADAMW, MUON, EIGHT_BIT = RULES = ("adamw", "muon", "adamw8bit")

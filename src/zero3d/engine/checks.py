@@ -19,9 +19,9 @@ from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
-from zero3d.expert_parallel.dispatch import EXACT, FAST
-from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
+from zero3d.spec.mesh import EXACT, FAST
+from zero3d.spec.offload import Offload
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.layout import GROUP
 

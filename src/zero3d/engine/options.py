@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero3d import spec
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import (
@@ -28,9 +29,8 @@ from zero3d.engine.checks import (
 )
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
-from zero3d.engine.tiling import check_tiled_loss, release_within_budget
+from zero3d.engine.tiling import check_tiled_loss, parse_budget, release_within_budget
 from zero3d.expert_parallel.load import check_bias
-from zero3d.memory.offload import Offload
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
 from zero3d.optim.find import find_matrices, groups_of
@@ -54,37 +54,9 @@ class ModelOptions:
     units: Sequence[type[nn.Module] | str] | None
 
 
-@dataclass(frozen=True)
-class ZeroOptions:
-    """What is sharded, when and in which order gradients are reduced, what leaves the device, and the size of tiles."""
-
-    stage: int
-    release: str
-    reduce: str
-    reduce_dtype: str
-    exact: bool
-    reduce_scatter: str
-    master: str
-    offload: Offload
-    gather_budget: int | None
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """How a pipeline, the tp axis and the ep axis divide the model."""
-
-    schedule: str | None
-    blocks: str | None
-    tp_plan: Mapping[str, str] | None
-    sequence_parallel: bool
-    partition_activations: bool
-    ep_plan: Mapping[str, str] | None
-    experts: str
-
-
-def parts_activations(options: ParallelOptions) -> bool:
+def parts_activations(asked: spec.Mesh) -> bool:
     """Return whether inputs of recomputed blocks are kept in parts: under sequence parallelism they are cut already."""
-    return options.partition_activations and not options.sequence_parallel
+    return asked.partition_activations and not asked.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -111,13 +83,19 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """All keywords of an Engine but its mesh."""
+    """All keywords of an Engine: as sections of `spec` where a file has them, too. Degrees are those of its mesh."""
 
     model: ModelOptions
-    zero: ZeroOptions
-    parallel: ParallelOptions
+    zero: spec.Zero
+    offload: spec.Offload
+    mesh: spec.Mesh
     optimizer: OptimizerOptions
     step: StepOptions
+
+    @property
+    def gather_budget(self) -> int | None:
+        """Return the bytes above which weights are gathered in tiles. Raises ConfigError."""
+        return parse_budget(self.zero.gather_budget)
 
 
 @dataclass(frozen=True)
@@ -140,12 +118,12 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     """Check all options. Raises ConfigError, MeshError; makes a mesh where there is none."""
     zero, step = options.zero, options.step
     row = stage_row(zero.stage)
-    zero.offload.check(zero.stage)
+    options.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
-    budgeted = zero.gather_budget is not None and row.shards_parameters
-    released = release_within_budget(zero.release, schedule) if budgeted else zero.offload.release(zero.release)
+    schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
+    budgeted = options.gather_budget is not None and row.shards_parameters
+    released = release_within_budget(zero.release, schedule) if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
@@ -157,19 +135,19 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_blank_image(model)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
-    offloads, parallel = zero.offload.activations == "host", options.parallel
-    check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
-    check_experts(model, mesh, parallel.experts, zero.exact, parallel.sequence_parallel, schedule.splits_backward)
+    offloads, asked = options.offload.activations == "host", options.mesh
+    check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
+    check_experts(model, mesh, asked.experts, zero.exact, asked.sequence_parallel, schedule.splits_backward)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):
         matrices = find_matrices(model, optimizer.match, optimizer.split, param_groups)
         param_groups = groups_of(model, matrices, param_groups)
     if isinstance(optimizer, Optimizer):
-        check_moments(zero.offload, check_kind(optimizer))
+        check_moments(options.offload, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
-    check_blocks(groups.block, zero.offload, precision)
+    check_blocks(groups.block, options.offload, precision)
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

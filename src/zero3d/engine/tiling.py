@@ -13,7 +13,6 @@ from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.memory.budget import decimal, parse_size
 from zero3d.models.bases import model_of
 from zero3d.models.blocks import computed_in
 from zero3d.models.packing import inner_model
@@ -22,6 +21,7 @@ from zero3d.models.tiled_loss import Ranks, defer_logits, find_head
 from zero3d.models.tiles import cut_rows, describe_tiles, tile_embedding, tile_linear, tile_rows, tiles_of
 from zero3d.pipeline.schedules import Schedule
 from zero3d.shards.cuts import Cut, Tile
+from zero3d.spec.sizes import decimal, parse_size
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.styles import Unbiased
 from zero3d.tensor_parallel.vocabulary import LocalEmbedding, has_causal_loss

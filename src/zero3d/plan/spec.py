@@ -20,8 +20,8 @@ from math import prod
 from typing import Any
 
 from zero3d.config.sections import EIGHT_BIT
-from zero3d.memory.offload import Offload
 from zero3d.optim.matrices import Form
+from zero3d.spec.offload import Offload
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
@@ -282,7 +282,7 @@ class ParallelPlan:
     offload        where optimizer states are: none (on the device), host, disk
     params         the same of weights that nothing needs now (stage 3)
     gradients      the same of reduced gradients (stages 2 and 3): auto (device), device, host
-    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
+    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`spec.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never

@@ -3,6 +3,16 @@
     Offload(optimizer="host", moments="bf16")     as `Engine(offload=...)`, or the section `offload` of a run's file
     Offload.of({"optimizer": "host"})             the same keys in a mapping
 
+    optimizer    masters and optimizer states of trainable parameters
+    params       weights that no forward or backward needs now (stage 3)
+    gradients    reduced gradients on their way to the update (stages 2 and 3)
+    activations  inputs of recomputed blocks
+    fraction     share of the records' bytes that leave the device, in (0, 1]: whole records, last-needed first
+    directory    for what is on a disk
+    moments      in which Adam's are kept: bf16 ones are rounded at random, and are not bitwise those of fp32
+    executor     of updates: on the device, through which records pass, or on the host
+    host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
+
 What a stage cannot offload is refused by `check`, before anything is built.
 """
 
@@ -16,10 +26,12 @@ from types import NoneType
 from typing import Any
 
 from zero3d.errors import ConfigError, short
-from zero3d.memory.budget import parse_size
+from zero3d.spec.declaring import key
+from zero3d.spec.sizes import parse_size
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 AUTO = "auto"
+HOST_BUDGET = "offload.host_budget"
 CHOICES = {
     "optimizer": ("none", "host", "disk", "auto"),
     "params": ("none", "host", "disk"),
@@ -32,28 +44,37 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device, and where to.
+    """What leaves the device while it is not in use: ZeRO-Offload and ZeRO-Infinity, with the same bits."""
 
-    optimizer    masters and optimizer states of trainable parameters
-    params       weights that no forward or backward needs now (stage 3)
-    gradients    reduced gradients on their way to the update (stages 2 and 3)
-    activations  inputs of recomputed blocks
-    fraction     share of the records' bytes that leave the device, in (0, 1]: whole records, last-needed first
-    directory    for what is on a disk
-    moments      in which Adam's are kept: bf16 ones are rounded at random, and are not bitwise those of fp32
-    executor     of updates: on the device, through which records pass, or on the host
-    host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
-    """
-
-    optimizer: str = "none"
-    params: str = "none"
-    gradients: str = "auto"
-    activations: str = "none"
-    fraction: float = 1.0
-    directory: str | Path | None = None
-    moments: str = "fp32"
-    executor: str = "auto"
-    host_budget: int | str | None = None
+    optimizer: str = key(
+        "none",
+        "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
+        "on a disk, as a run says with the arithmetic",
+        choices=CHOICES["optimizer"],
+    )
+    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=CHOICES["params"])
+    gradients: str = key(
+        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=CHOICES["gradients"]
+    )
+    activations: str = key("none", "where inputs of recomputed blocks are", choices=CHOICES["activations"])
+    fraction: float = key(
+        1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
+    )
+    directory: str | None = key(None, "a folder on a local disk for what is on one; by default OUTPUT/offload")
+    moments: str = key(
+        "fp32",
+        "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
+        "the same",
+        choices=CHOICES["moments"],
+    )
+    executor: str = key(
+        "auto", "updates states on the device, through which they pass, or on the host", choices=CHOICES["executor"]
+    )
+    host_budget: int | str | None = key(
+        None,
+        "bytes that all ranks of a host may take together, or a text such as 64GB (decimal units); by default what is "
+        "available",
+    )
 
     @classmethod
     def of(cls, value: Offload | Mapping[str, Any] | None) -> Offload:
@@ -62,11 +83,11 @@ class Offload:
             return cls()
         if isinstance(value, Mapping):
             names = [each.name for each in fields(cls)]
-            for key in value:
-                if key not in names:
-                    near = get_close_matches(str(key), names, n=1)
+            for asked in value:
+                if asked not in names:
+                    near = get_close_matches(str(asked), names, n=1)
                     hint = f" Did you mean {near[0]!r}?" if near else ""
-                    raise ConfigError(f"offload has no key {short(key)!r}: it has {', '.join(names)}.{hint}")
+                    raise ConfigError(f"offload has no key {short(asked)!r}: it has {', '.join(names)}.{hint}")
             value = cls(**value)
         if not isinstance(value, cls):
             raise ConfigError(
@@ -87,8 +108,9 @@ class Offload:
             )
         if not isinstance(self.directory, (str, Path, NoneType)):
             raise ConfigError(f"offload.directory={short(self.directory)!r} is no folder: pass a path.")
-        budget = None if self.host_budget is None else parse_size(self.host_budget)
-        return replace(self, host_budget=budget)
+        budget = None if self.host_budget is None else parse_size(self.host_budget, HOST_BUDGET)
+        directory = None if self.directory is None else str(self.directory)
+        return replace(self, host_budget=budget, directory=directory)
 
     @property
     def states(self) -> bool:
