@@ -109,8 +109,8 @@ def same_traffic(planned, ledger, agreed):
 
 
 def layers_of(plan):
-    """Blocks enough for its pipeline; a dry run takes seconds for each."""
-    return LAYERS if plan.pp > 2 else 4
+    """Blocks enough for its pipeline, or for several segments; a dry run takes seconds for each."""
+    return LAYERS if plan.pp > 2 or plan.activations.startswith("every") else 4
 
 
 long = pytest.mark.long
