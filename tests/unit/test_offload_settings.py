@@ -10,6 +10,7 @@ from zero3d.config import Config, Offload as Section, Zero, check, load, offload
 from zero3d.config.keys import KEYS
 from zero3d.engine.checks import check_moments
 from zero3d.spec.offload import CHOICES, Offload
+from zero3d.spec.rules import Spec, refusals
 from zero3d.train.variants import check_variants, split_axes, variants
 
 
@@ -37,8 +38,8 @@ def test_what_no_setting_can_be_is_refused(given, message):
 @pytest.mark.parametrize(("given", "stage", "message"), [
     ({"params": "host"}, 2, "keeps all weights gathered on the device: type stage=3, or offload.params=none"),
     ({"gradients": "host", "optimizer": "host"}, 1, "type stage=2 or 3, or offload.gradients=device"),
-    ({"optimizer": "disk"}, 3, "offload.optimizer=disk needs a folder: pass offload.directory=FOLDER"),
-    ({"params": "disk"}, 3, "offload.params=disk needs a folder: pass offload.directory=FOLDER"),
+    ({"optimizer": "disk"}, 3, "offload.optimizer=disk needs a folder: type offload.directory=FOLDER"),
+    ({"params": "disk"}, 3, "offload.params=disk needs a folder: type offload.directory=FOLDER"),
     ({"moments": "bf16"}, 3, "offload.optimizer is none: type offload.optimizer=host, or leave offload.moments out"),
     ({"moments": "bf16", "params": "host"}, 3, "or leave offload.moments out"),
     ({"executor": "host"}, 3, "offload.optimizer is none: type offload.optimizer=host, or leave offload.executor out"),
@@ -61,7 +62,7 @@ def test_an_engine_refuses_what_it_could_not_do_and_leaves_the_model_alone(given
     ({"params": "disk", "directory": "/scratch"}, 3),
 ])  # fmt: skip
 def test_what_can_be_done_is_not_refused(given, stage):
-    Offload.of(given).check(stage)
+    assert not list(refusals(Spec(Zero(stage), Offload.of(given))))
 
 
 @pytest.mark.parametrize(("make", "named"), [

@@ -25,25 +25,11 @@ def offload_of(config: Config) -> Offload:
     return Offload.of(asked)
 
 
-def refusals(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key that this run cannot have, and why.
-
-    A run without a named output gets a folder later.
-    """
+def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that this run cannot have, and why; what sections cannot be together is in spec/rules.py."""
     section = config.offload
     if section.host_budget is not None:
         try:
             parse_size(section.host_budget, HOST_BUDGET)
         except ConfigError as error:
             yield HOST_BUDGET, str(error)
-    placed = replace(section, directory=section.directory or FOLDER)
-    yield from ((f"offload.{key}", why) for key, why in placed.refusals(config.zero.stage, "zero.stage"))
-    if config.activations == "none":
-        asked = {
-            "offload.activations": section.activations != "none",
-            "mesh.partition_activations": config.mesh.partition_activations,
-        }
-        why = (
-            "is about the inputs of recomputed blocks, and none is recomputed: type activations=full, or leave it out."
-        )
-        yield from ((key, f"{key} {why}") for key, is_set in asked.items() if is_set)

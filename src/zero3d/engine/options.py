@@ -6,7 +6,7 @@ A new feature adds a field to one of the records. `resolve` refuses what cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import (
     check_activations,
-    check_blocks,
     check_experts,
     check_model,
     check_moments,
@@ -29,7 +28,7 @@ from zero3d.engine.checks import (
 )
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
-from zero3d.engine.tiling import check_tiled_loss, parse_budget, release_within_budget
+from zero3d.engine.tiling import check_tiled_loss, parse_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
@@ -38,8 +37,11 @@ from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
+from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.rules import Spec, check
 from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
+from zero3d.zero.layout import GROUP
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
@@ -97,6 +99,11 @@ class Options:
         """Return the bytes above which weights are gathered in tiles. Raises ConfigError."""
         return parse_budget(self.zero.gather_budget)
 
+    def settings(self, mesh: Mesh, precision: Precision) -> Spec:
+        """Return what rules are about, as far as it is known before the optimizer is built."""
+        asked = replace(self.mesh, **mesh.degrees._asdict())
+        return Spec(self.zero, self.offload, asked, precision.name, ema=self.optimizer.ema, replay=self.step.replay)
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -118,12 +125,13 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     """Check all options. Raises ConfigError, MeshError; makes a mesh where there is none."""
     zero, step = options.zero, options.step
     row = stage_row(zero.stage)
-    options.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
     schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
+    settings = options.settings(mesh, precision)
+    check(settings)
     budgeted = options.gather_budget is not None and row.shards_parameters
-    released = release_within_budget(zero.release, schedule) if budgeted else options.offload.release(zero.release)
+    released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     check_reduce_scatter(zero.reduce_scatter)
@@ -137,7 +145,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_tiled_loss(model, step.loss)
     offloads, asked = options.offload.activations == "host", options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
-    check_experts(model, mesh, asked.experts, zero.exact, asked.sequence_parallel, schedule.splits_backward)
+    check_experts(model, mesh, asked.experts, zero.exact)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):
@@ -147,14 +155,15 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_moments(options.offload, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
-    check_blocks(groups.block, options.offload, precision)
+    if groups.block != GROUP:
+        check(replace(settings, optimizer=EIGHT_BIT))
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
     wire, splits = reduce_dtype_of(zero.reduce_dtype, precision), splits_master(zero.master, precision.name)
     policy = Policy(row, release, reduce, accumulate, wide, wire, split_master=splits)
     if zero.exact:
-        check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
+        check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
     return Resolved(mesh, precision, policy, groups, schedule, matrices)

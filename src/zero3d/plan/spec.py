@@ -14,14 +14,17 @@ Bytes are bytes, times seconds, rates per second. A token's figures are of one f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from zero3d.config.sections import EIGHT_BIT
 from zero3d.optim.matrices import Form
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.rules import Spec
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
@@ -349,6 +352,19 @@ class ParallelPlan:
     def dispatches(self) -> bool:
         """Say whether tokens are sent to experts, in units of their own: in exact mode at any ep."""
         return self.ep > 1 or self.exact
+
+    @property
+    def settings(self) -> Spec:
+        """Return what rules are about; whoever runs the plan says where a disk's folder is."""
+        return Spec(
+            Zero(self.stage, self.reduce_dtype, self.release, self.reduce, self.reduce_scatter, self.master,
+                 exact=self.exact),
+            replace(self.tiers, directory="FOLDER"),
+            Mesh(self.dp, self.tp, self.pp, self.ep, self.experts, schedule=self.schedule,
+                 sequence_parallel=self.sequence_parallel and self.tp > 1,
+                 partition_activations=self.partition_activations),
+            self.precision, self.activations, self.optimizer, self.ema, self.replay,
+        )  # fmt: skip
 
     @property
     def tiers(self) -> Offload:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zero3d.spec.declaring import key
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # gradients of inputs and of weights apart
 EXPERTS = EXACT, FAST = ("exact", "fast")
 
 

@@ -13,12 +13,12 @@
     executor     of updates: on the device, through which records pass, or on the host
     host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
 
-What a stage cannot offload is refused by `check`, before anything is built.
+What cannot be together is in `rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -125,39 +125,3 @@ class Offload:
     def uses_disk(self) -> bool:
         """Whether anything is kept on a disk."""
         return DISK in (self.optimizer, self.params)
-
-    def check(self, stage: int) -> None:
-        """Refuse what a ZeRO stage cannot offload, and settings that nothing would use. Raises ConfigError."""
-        for _, why in self.refusals(stage, "stage"):
-            raise ConfigError(why)
-
-    def refusals(self, stage: int, named: str) -> Iterator[tuple[str, str]]:
-        """Yield each key that a ZeRO stage cannot have, and why; named: what the caller types for the stage."""
-        if self.params != "none" and stage != 3:
-            why = f"offload.params={self.params} with {named}={stage}, which keeps all weights gathered on the device"
-            yield "params", f"{why}: type {named}=3, or offload.params=none."
-        if self.gradients == "host" and stage in (0, 1):
-            why = f"offload.gradients=host with {named}={stage}, whose gradients are summed on the device once a step"
-            yield "gradients", f"{why}: type {named}=2 or 3, or offload.gradients=device."
-        if self.uses_disk and self.directory is None:
-            what = "optimizer" if self.optimizer == DISK else "params"
-            yield what, f"offload.{what}=disk needs a folder: pass offload.directory=FOLDER on a local disk."
-        yield from self._unused()
-
-    def _unused(self) -> Iterator[tuple[str, str]]:
-        """Yield each key about optimizer states that have no such place, and why."""
-        unused = {"moments": self.moments == "bf16", "executor": self.executor == HOST}
-        for name in (name for name, given in unused.items() if given and self.optimizer == "none"):
-            why = f"offload.{name}={getattr(self, name)} is of optimizer states off the device"
-            remedy = f"type offload.optimizer=host, or leave offload.{name} out"
-            yield name, f"{why}, and offload.optimizer is none: {remedy}."
-        if self.gradients == HOST and self.optimizer == "none":
-            why = "offload.gradients=host brings gradients to where states are updated, and offload.optimizer is none"
-            yield "gradients", f"{why}: type offload.optimizer=host, or offload.gradients=device."
-        if self.optimizer == AUTO and self.moments == "bf16":
-            why = "offload.moments=bf16 with offload.optimizer=auto: the training would depend on whether states fit"
-            remedy = "type offload.optimizer=host, or offload.moments=fp32"
-            yield "moments", f"{why} the device, where moments are fp32: {remedy}."
-        if self.optimizer == AUTO and self.fraction != 1:
-            why = f"offload.fraction={self.fraction} with offload.optimizer=auto, which finds the fraction itself"
-            yield "fraction", f"{why}: leave it out, or type offload.optimizer=host."

@@ -21,6 +21,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.spec.rules import Spec, check
+from zero3d.spec.zero import Zero
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,7 @@ def resolve_policies(stage: Stage, release: str, reduce: str) -> tuple[str, str]
     for name, value, choices in (("release", release, RELEASES), ("reduce", reduce, REDUCES)):
         if value not in choices:
             raise ConfigError(f"{name}={value!r} is unknown: pass one of {', '.join(choices)}.")
-    if reduce == "every_micro_batch" and not stage.shards_gradients:
-        raise ConfigError(
-            f"reduce='every_micro_batch' keeps only a gradient shard, which is stage 2; stage {stage.number} "
-            "holds whole gradients: pass stage=2 or reduce='every_step'."
-        )
+    check(Spec(Zero(stage.number, reduce=reduce)))
     if reduce == "auto":
         reduce = "every_micro_batch" if stage.shards_gradients else "every_step"
     return ("every_use" if release == "auto" else release), reduce
@@ -76,11 +74,7 @@ def splits_master(master: str, precision: str) -> bool:
     """Return whether masters are kept as bf16 weights and 16-bit remainders. Raises ConfigError."""
     if master not in MASTERS:
         raise ConfigError(f"master={master!r} is unknown: pass one of {', '.join(MASTERS)}.")
-    if master == "split" and precision != "bf16":
-        why = {"fp16": "an fp16 weight is no half of an fp32 master"}.get(precision, "the weight itself is the master")
-        raise ConfigError(
-            f"master='split' with precision {precision!r}: {why}. Pass precision='bf16', or master='fp32'."
-        )
+    check(Spec(Zero(master=master), precision=precision))
     return master == "split"
 
 
