@@ -76,15 +76,16 @@ def test_exact_mode_has_one_fingerprint_at_any_dp_and_ep(ranks, cases):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_exact_mode_has_one_fingerprint_over_all_settings(ranks, family, precision):
-    for clip in CLIPS:
-        of_one = ranks(1, exact_curve, family, precision, clip, [(1, STAGES[3], False)])[0]
-        two = covering((EPS[:2], STAGES, RECOMPUTED))
-        assert ranks(2, exact_curve, family, precision, clip, two)[0] == of_one * len(two)
-        four = covering((EPS, STAGES, RECOMPUTED))
-        assert ranks(WORLD, exact_curve, family, precision, clip, four)[0] == of_one * len(four)
+@pytest.mark.parametrize(
+    ("family", "precision", "clip"),
+    covering((("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"), ("fp32", "bf16"), CLIPS)),
+)
+def test_exact_mode_has_one_fingerprint_over_all_settings(ranks, family, precision, clip):
+    of_one = ranks(1, exact_curve, family, precision, clip, [(1, STAGES[3], False)])[0]
+    two = covering((EPS[:2], STAGES, RECOMPUTED))
+    assert ranks(2, exact_curve, family, precision, clip, two)[0] == of_one * len(two)
+    four = covering((EPS, STAGES, RECOMPUTED))
+    assert ranks(WORLD, exact_curve, family, precision, clip, four)[0] == of_one * len(four)
 
 
 @pytest.mark.long

@@ -108,11 +108,6 @@ def same_traffic(planned, ledger, agreed):
     }
 
 
-def layers_of(plan):
-    """Blocks enough for its pipeline, or for several segments; a dry run takes seconds for each."""
-    return LAYERS if plan.pp > 2 or plan.activations.startswith("every") else 4
-
-
 long = pytest.mark.long
 P = ParallelPlan
 
@@ -122,7 +117,7 @@ P = ParallelPlan
         (P(dp=4, stage=0), False, False, 2), (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
         (P(dp=2, pp=2, stage=3, accumulate=2, schedule="zero-bubble"), False, False, 4),
     ]),
-    *(pytest.param(*case, layers_of(case[0]), marks=long) for case in [
+    *(pytest.param(*case, LAYERS, marks=long) for case in [
         (P(dp=2, stage=2, micro_batch=2), True, True),
         (P(dp=2, tp=2, stage=3, activations="every:4", sequence_parallel=True), False, False),
         (P(dp=2, pp=2, stage=3, accumulate=4, schedule="zero-bubble"), False, False),
@@ -153,7 +148,7 @@ FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master=
 
 @pytest.mark.parametrize(("plan", "tied", "layers"), [
     (FRACTION, True, 2), pytest.param(FRACTION, False, 2, marks=long),
-    *(pytest.param(plan, tied, layers_of(plan), marks=long) for plan in (
+    *(pytest.param(plan, tied, LAYERS if plan.pp > 1 else 4, marks=long) for plan in (
         P(dp=4, stage=2, offload="host", activations="full"),
         P(dp=4, stage=0, offload="host", executor="host", activations="full"),
         P(dp=2, stage=1, offload="disk", master="split", accumulate=2, activations="full"),
@@ -190,7 +185,7 @@ def some_plans(count):
 @pytest.mark.parametrize(("plan", "tied"), list(some_plans(30)))
 def test_what_is_said_to_fit_fits_in_simulation(alone, models, plan, tied):
     try:
-        found = ratio(alone, models, plan, tied, layers=layers_of(plan))
+        found = ratio(alone, models, plan, tied)
     except ConfigError as refused:
         pytest.skip(str(refused))
     assert found >= 1 / 1.03

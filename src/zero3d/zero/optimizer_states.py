@@ -47,6 +47,7 @@ class OptimizerStates:
         self.pieces = sorted(self._own(self._units, order), key=lambda piece: piece.order)
         self._adopted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # live states, and what was in flat buffers
         self._flat: dict[tuple[str, str], Tensor] = {}
+        self._spans: dict[tuple[str, str], Span | None] = {}  # known once: finding one looks at all pieces of a unit
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
         self._state_names = [state_names(self.torch, group) for group in self.torch.param_groups]
         self._known = {key for names in self._state_names for key in names or ()}
@@ -176,6 +177,11 @@ class OptimizerStates:
 
     def span(self, unit: Unit, key: str) -> Span | None:
         """Return where a state of a unit's elements is, of what this rank updates; None where it has none."""
+        if (unit.name, key) not in self._spans:
+            self._spans[unit.name, key] = self._find_span(unit, key)
+        return self._spans[unit.name, key]
+
+    def _find_span(self, unit: Unit, key: str) -> Span | None:
         pieces, elements = unit.weights.update_pieces(unit.comm.rank), unit.weights.shard_or_full.numel()
 
         def has(slot: int) -> bool:
