@@ -213,7 +213,7 @@ def test_what_cannot_be_is_one_line(ranks):
     for options, words in (
         (
             {"rule": rule, "offload": {"optimizer": "host"}},
-            "on the device, and offload.optimizer=host, .* type offload.optimizer=none",
+            "on the device, and with offload.optimizer=host .* type offload.optimizer=none",
         ),
         ({"rule": rule, "precision": "fp64"}, "updates fp32 masters, and precision='fp64' has none"),
     ):

@@ -69,8 +69,8 @@ def test_what_cannot_be_is_one_line(case):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"offload": {"optimizer": "host"}}, "offload.optimizer=host, .* off it: type offload.optimizer=none"),
-        ({"offload": {"optimizer": "auto"}}, "offload.optimizer=auto, .* off it"),
+        ({"offload": {"optimizer": "host"}}, "offload.optimizer=host and .* leave it: type offload.optimizer=none"),
+        ({"offload": {"optimizer": "auto"}}, "offload.optimizer=auto and .* leave it"),
         ({"precision": "fp64"}, "updates fp32 masters, and precision=fp64 has none"),
     ],
 )

@@ -2,7 +2,9 @@
 
 zero      what data-parallel ranks shard, and how gradients are reduced
 mesh      degrees, and how pipeline, tensor and expert parallelism divide a model
-offload   what leaves the device, and what of that cannot be
+offload   what leaves the device
+rules     what settings cannot be together, once for files, engines and plans
+optimizer names of those that a file asks for
 declaring how a key says its default, meaning and range
 sizes     bytes as people write them
 """

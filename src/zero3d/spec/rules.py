@@ -53,11 +53,6 @@ class Spec:
     def pp(self) -> int:
         return self.mesh.pp or 1
 
-    @property
-    def away(self) -> bool:
-        """Whether optimizer states or weights leave the device, or may."""
-        return self.offload.states
-
 
 class Rule(NamedTuple):
     """A combination that is refused."""
@@ -171,15 +166,15 @@ RULES = (
     ),
     Rule(
         "train.ema",
-        lambda s: s.ema is not None and s.away,
-        "{train.ema} keeps averages on the device, beside states, and {offload.optimizer}, {offload.params} move those "
-        "off it: type {offload.optimizer=none} {offload.params=none}, or {train.ema=null}.",
+        lambda s: s.ema is not None and s.offload.states,
+        "{train.ema} keeps averages beside states on the device, and with {offload.optimizer} and {offload.params} "
+        "states leave it: type {offload.optimizer=none} {offload.params=none}, or {train.ema=null}.",
     ),
     Rule(
         "offload.optimizer",
-        lambda s: s.optimizer == EIGHT_BIT and s.away,
-        "{optimizer.name} keeps moments of 8 bits on the device, and {offload.optimizer}, {offload.params} move states "
-        "off it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
+        lambda s: s.optimizer == EIGHT_BIT and s.offload.states,
+        "{optimizer.name} keeps moments of 8 bits on the device, and with {offload.optimizer} and {offload.params} "
+        "states leave it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
     ),
     Rule(
         "precision",
@@ -254,3 +249,9 @@ def check(spec: Spec, write: Callable[[str, Any], str] = as_keyword) -> None:
 
 def _value(spec: Spec, key: str, told: str | None) -> Any:
     return attrgetter(FIELDS.get(key, key))(spec) if told is None else told
+
+
+def as_markdown() -> str:
+    """Return all rules as a table, with settings by their keys in a file."""
+    rows = [f"| `{rule.key}` | {SETTING.sub(lambda found: f'`{found[0][1:-1]}`', rule.text)} |" for rule in RULES]
+    return "\n".join(["| key | what is refused, and what to type |", "|---|---|", *rows]) + "\n"
