@@ -24,6 +24,8 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
+# Where the CPU multiplies bf16 matrices without its vectors, ten times as slowly as fp32 ones, the demo is in fp32.
+SLOW_BF16 := $(shell grep -qsE 'avx512|bf16' /proc/cpuinfo || echo --precision fp32)
 # Files are compiled once for all processes, whatever the caller's environment says.
 PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
 PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
@@ -34,7 +36,7 @@ CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/cam
 .PHONY: demo demo-llava test test-part test-all test-peers costs costs-all mutants campaign lint bench tables docs clean
 
 demo: $(VENV)/.installed
-	$(BIN)/zero3d train
+	$(BIN)/zero3d train $(SLOW_BF16)
 
 demo-llava: $(VENV)/.installed
 	$(BIN)/python examples/llava_demo/demo.py
