@@ -405,7 +405,7 @@ def net():
 
 def test_what_cannot_be_says_why(ranks):
     told = ranks(2, refusals)[0]
-    assert "experts='quick' is unknown: pass exact" in told[0]
+    assert "experts='quick' is unknown: type one of exact, fast" in told[0]
     assert "type experts='exact'" in told[1]
     assert "no plan names any in LlamaForCausalLM" in told[2]
     assert "nothing in Qwen3MoeForCausalLM has that name" in told[3]

@@ -12,9 +12,10 @@ from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.spec.declaring import as_keyword, in_file
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
-from zero3d.spec.rules import RULES, Spec, as_keyword, as_markdown, check, in_file, refusals
+from zero3d.spec.rules import RULES, Spec, as_markdown, check, refusals
 from zero3d.spec.zero import Zero
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,15 @@ def test_settings_are_written_as_they_are_typed():
     assert as_keyword("train.ema", "null") == "ema=None"
     assert as_keyword("mesh.tp", "2") == as_keyword("mesh.tp", 2) == "tp=2"
     assert as_keyword("offload.params", "none") == "offload.params=none"
+
+
+def test_a_choice_that_is_none_is_named_with_those_that_are():
+    with pytest.raises(
+        ConfigError, match=r"^zero\.release=never is unknown: type one of auto, every_use, every_step\.$"
+    ):
+        check(Spec(Zero(release="never")), in_file)
+    with pytest.raises(ConfigError, match="^schedule='dualpipe' is unknown: type one of gpipe, 1f1b, "):
+        check(Spec(mesh=Mesh(schedule="dualpipe")))
 
 
 def test_what_a_rule_names_is_a_setting():

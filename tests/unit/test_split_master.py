@@ -289,7 +289,7 @@ def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():
     ({"precision": "fp32"}, r"master='split' keeps .* and precision='fp32' has no such weights: type precision='bf16', or master='fp32'\."),
     ({"precision": "fp64"}, r"master='split' keeps .* and precision='fp64' has no such weights"),
     ({"precision": "fp16"}, r"master='split' keeps .* and precision='fp16' has no such weights"),
-    ({"master": "halves"}, r"master='halves' is unknown: pass one of fp32, split\."),
+    ({"master": "halves"}, r"master='halves' is unknown: type one of fp32, split\."),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused_before_anything_is_allocated(options, message):
     model = build("net")

@@ -14,13 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero3d.activations.kept_inputs import checkpointed, recorders_of
-from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
 from zero3d.precision import DTYPES, Precision
-from zero3d.spec.mesh import EXACT, FAST
 from zero3d.spec.offload import Offload
 from zero3d.zero.initial_weights import Source
 
@@ -92,10 +90,8 @@ def _refuse_untrainable(model: nn.Module) -> None:
             )
 
 
-def check_experts(model: nn.Module, mesh: Mesh, how: str, exact: bool) -> None:
+def check_experts(model: nn.Module, mesh: Mesh, exact: bool) -> None:
     """Refuse what cannot be together with experts on an axis of their own."""
-    if how not in (EXACT, FAST):
-        raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
     stacked = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
     if mesh.ep > 1 and exact and stacked:
         raise ConfigError(
@@ -129,12 +125,6 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
         )
 
 
-def check_reduce_scatter(reduce_scatter: str) -> None:
-    """Raise ConfigError for a way of reducing gradients that is none."""
-    if reduce_scatter not in REDUCTIONS:
-        raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of {', '.join(REDUCTIONS)}.")
-
-
 def check_replay(every: int, mesh: Mesh) -> None:
     """Refuse replays that have no meaning, or not the same bits."""
     if every < 0:
@@ -159,11 +149,7 @@ def check_moments(offload: Offload, optimizer: Optimizer) -> None:
 
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:
     """Return the dtype that gradients are reduced in; fp64 runs always use fp64."""
-    if reduce_dtype not in DTYPES:
-        raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown: pass one of {', '.join(DTYPES)}.")
-    if precision.name == "fp64":
-        return torch.float64
-    return DTYPES[reduce_dtype]
+    return torch.float64 if precision.name == "fp64" else DTYPES[reduce_dtype]
 
 
 def bind_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

@@ -21,7 +21,6 @@ from zero3d.engine.checks import (
     check_experts,
     check_model,
     check_moments,
-    check_reduce_scatter,
     check_replay,
     check_step,
     reduce_dtype_of,
@@ -127,14 +126,13 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     row = stage_row(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
     settings = options.settings(mesh, precision)
     check(settings)
+    schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
     budgeted = options.gather_budget is not None and row.shards_parameters
     released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
-    check_reduce_scatter(zero.reduce_scatter)
     check_replay(step.replay, mesh)
     check_bias(model, options.optimizer.expert_bias_rate, step.replay)
     check_model(model, options.model.weights)
@@ -145,7 +143,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_tiled_loss(model, step.loss)
     offloads, asked = options.offload.activations == "host", options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
-    check_experts(model, mesh, asked.experts, zero.exact)
+    check_experts(model, mesh, zero.exact)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):

@@ -19,6 +19,7 @@ from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
 from zero3d.spec import rules
+from zero3d.spec.declaring import in_file
 from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -97,7 +98,7 @@ def check(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
             f"dp={plan.dp} x tp={plan.tp} x pp={plan.pp} = {plan.world} ranks do not fit {cluster.gpus} GPUs: "
             f"pass dp={max(1, cluster.gpus // (plan.tp * plan.pp))}."
         )
-    rules.check(plan.settings, rules.in_file)
+    rules.check(plan.settings, in_file)
     why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
     if why is not None:
         raise ConfigError(f"ep={plan.ep} cannot be: {why}.")

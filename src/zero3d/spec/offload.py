@@ -26,20 +26,12 @@ from types import NoneType
 from typing import Any
 
 from zero3d.errors import ConfigError, short
-from zero3d.spec.declaring import key
+from zero3d.spec.declaring import check_choices, in_file, key
 from zero3d.spec.sizes import parse_size
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 AUTO = "auto"
 HOST_BUDGET = "offload.host_budget"
-CHOICES = {
-    "optimizer": ("none", "host", "disk", "auto"),
-    "params": ("none", "host", "disk"),
-    "gradients": ("auto", "device", "host"),
-    "activations": ("none", "host"),
-    "moments": ("fp32", "bf16"),
-    "executor": ("auto", "device", "host"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,13 +42,13 @@ class Offload:
         "none",
         "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
         "on a disk, as a run says with the arithmetic",
-        choices=CHOICES["optimizer"],
+        choices=("none", HOST, DISK, AUTO),
     )
-    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=CHOICES["params"])
+    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", HOST, DISK))
     gradients: str = key(
-        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=CHOICES["gradients"]
+        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=(AUTO, DEVICE, HOST)
     )
-    activations: str = key("none", "where inputs of recomputed blocks are", choices=CHOICES["activations"])
+    activations: str = key("none", "where inputs of recomputed blocks are", choices=("none", HOST))
     fraction: float = key(
         1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
     )
@@ -65,10 +57,10 @@ class Offload:
         "fp32",
         "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
         "the same",
-        choices=CHOICES["moments"],
+        choices=("fp32", "bf16"),
     )
     executor: str = key(
-        "auto", "updates states on the device, through which they pass, or on the host", choices=CHOICES["executor"]
+        "auto", "updates states on the device, through which they pass, or on the host", choices=(AUTO, DEVICE, HOST)
     )
     host_budget: int | str | None = key(
         None,
@@ -96,10 +88,7 @@ class Offload:
         return value._checked()
 
     def _checked(self) -> Offload:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                asked = short(getattr(self, name))
-                raise ConfigError(f"offload.{name}={asked!r} is unknown: type one of {', '.join(choices)}.")
+        check_choices("offload", self, in_file)
         share = self.fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(

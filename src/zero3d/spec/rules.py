@@ -19,13 +19,13 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS, Mesh
 from zero3d.spec.offload import AUTO, DISK, HOST, Offload
 from zero3d.spec.optimizer import EIGHT_BIT
 from zero3d.spec.zero import Zero
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
-FIELDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # of Spec, where keys differ
 
 
 @dataclass(frozen=True)
@@ -218,37 +218,23 @@ RULES = (
 )
 
 
-def in_file(key: str, value: Any) -> str:
-    """Write a setting as in a file or an override: zero.exact=true."""
-    words = {True: "true", False: "false", None: "null"}
-    return f"{key}={words[value] if isinstance(value, (bool, type(None))) else value}"
-
-
-def as_keyword(key: str, value: Any) -> str:
-    """Write a setting as a keyword of an Engine: exact=True. Those of offload are keys of a mapping: as in a file."""
-    section, _, name = key.rpartition(".")
-    if section == "offload":
-        return in_file(key, value)
-    told = {"true": True, "false": False, "null": None}.get(value, value) if isinstance(value, str) else value
-    number = isinstance(told, str) and told.isdigit()
-    return f"{FIELDS.get(key, name)}={told if number else repr(told)}"
-
-
-def refusals(spec: Spec, write: Callable[[str, Any], str] = in_file) -> Iterator[tuple[str, str]]:
+def refusals(spec: Spec, write: Write = in_file) -> Iterator[tuple[str, str]]:
     """Yield the key and the text of every rule that is broken; `write` is how the caller types settings."""
     for rule in RULES:
         if rule.broken(spec):
             yield rule.key, SETTING.sub(lambda found: write(found[1], _value(spec, found[1], found[2])), rule.text)
 
 
-def check(spec: Spec, write: Callable[[str, Any], str] = as_keyword) -> None:
-    """Raise ConfigError with the first rule that is broken."""
+def check(spec: Spec, write: Write = as_keyword) -> None:
+    """Raise ConfigError for a choice that is none, and else with the first rule that is broken."""
+    for section in ("zero", "offload", "mesh"):
+        check_choices(section, getattr(spec, section), write)
     for _, why in refusals(spec, write):
         raise ConfigError(why)
 
 
 def _value(spec: Spec, key: str, told: str | None) -> Any:
-    return attrgetter(FIELDS.get(key, key))(spec) if told is None else told
+    return attrgetter(KEYWORDS.get(key, key))(spec) if told is None else told
 
 
 def as_markdown() -> str:
