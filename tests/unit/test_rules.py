@@ -148,7 +148,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
         ConfigError, match=r"^zero\.release=never is unknown: type one of auto, every_use, every_step\.$"
     ):
         check(Spec(Zero(release="never")), in_file)
-    with pytest.raises(ConfigError, match="^schedule='dualpipe' is unknown: type one of gpipe, 1f1b, "):
+    with pytest.raises(ConfigError, match=r"^schedule='dualpipe' is unknown: type one of gpipe, 1f1b, "):
         check(Spec(mesh=Mesh(schedule="dualpipe")))
 
 
