@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         ReleasedParameterError as ReleasedParameterError,
         Zero3dError as Zero3dError,
     )
-    from zero3d.memory.offload import Offload as Offload
     from zero3d.setup.build import from_config as from_config
+    from zero3d.spec.offload import Offload as Offload
     from zero3d.zero.optimizer import StepResult as StepResult
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Engine": "engine.engine",
     "Mesh": "distributed.mesh",
-    "Offload": "memory.offload",
+    "Offload": "spec.offload",
     "from_config": "setup.build",
     "make_deterministic": "distributed.determinism",
     "StepResult": "zero.optimizer",

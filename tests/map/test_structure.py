@@ -24,6 +24,7 @@ LAYERS = {
         "memory",
         "distributed",
         "shards",
+        "spec",
         "config",
         "watchdog",
     ),

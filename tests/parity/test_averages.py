@@ -244,7 +244,7 @@ def momentum(params):
     ("options", "said"),
     [
         ({"ema": 1.5}, "lies between 0 and 1: pass ema=0.999"),
-        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "here states leave it"),
+        ({"ema": DECAY, "offload": {"optimizer": "host"}}, "states leave it: type offload.optimizer=none"),
         ({"ema": DECAY, "optimizer": momentum}, "the optimizer is SGD"),
     ],
 )

@@ -211,8 +211,11 @@ def hidden(groups):
 def test_what_cannot_be_is_one_line(ranks):
     rule = adamw8bit()
     for options, words in (
-        ({"rule": rule, "offload": {"optimizer": "host"}}, "optimizer=host .* on the device. Pass none"),
-        ({"rule": rule, "precision": "fp64"}, "fp64: it updates fp32 masters"),
+        (
+            {"rule": rule, "offload": {"optimizer": "host"}},
+            "on the device, and with offload.optimizer=host .* type offload.optimizer=none",
+        ),
+        ({"rule": rule, "precision": "fp64"}, "updates fp32 masters, and precision='fp64' has none"),
     ):
         assert re.search(words, ranks(1, refused, options)[0])
     assert "ends inside one: pass zero3d.optim.adamw8bit" in ranks(3, refused, {"rule": hidden, "exact": False})[0]

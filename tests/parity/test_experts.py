@@ -405,12 +405,12 @@ def net():
 
 def test_what_cannot_be_says_why(ranks):
     told = ranks(2, refusals)[0]
-    assert "experts='quick' is unknown: pass exact" in told[0]
-    assert "pass experts='exact'" in told[1]
+    assert "experts='quick' is unknown: type one of exact, fast" in told[0]
+    assert "type experts='exact'" in told[1]
     assert "no plan names any in LlamaForCausalLM" in told[2]
     assert "nothing in Qwen3MoeForCausalLM has that name" in told[3]
     assert "unknown style 'rowwise'" in told[4]
-    assert "that one has other experts: leave health.replay out" in told[5]
+    assert "that one has other experts: leave replay=2 out" in told[5]
 
 
 def refusals():
@@ -431,7 +431,7 @@ def split_backward():
 
 
 def test_schedules_that_split_the_backward_are_refused(ranks):
-    assert "pass schedule='1f1b' or 'interleaved'" in ranks(WORLD, split_backward)[0]
+    assert "type schedule='1f1b' or schedule='interleaved'" in ranks(WORLD, split_backward)[0]
 
 
 def generated(ep):

@@ -331,7 +331,7 @@ def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(rank
     words = ["'zbv' puts 2 model chunks on each of 2 pipeline stages = 4 chunks, and layers has 3 blocks: pass schedule='1f1b'",
              "pp=2 pipeline stages need a block each, and layers has 1: pass pp=1",
              "Put its blocks in an nn.ModuleList, or pass pp=1",
-             "'dualpipe' is unknown: pass one of gpipe, 1f1b",
+             "'dualpipe' is unknown: type one of gpipe, 1f1b",
              "schedule='1f1b' is of a pipeline, and pp is 1: pass mesh=zero3d.Mesh(pp=2)",
              "schedule='zbv', blocks='layers' are of a pipeline, and pp is 1"]  # fmt: skip
     for texts in ranks(2, build_wrongly):

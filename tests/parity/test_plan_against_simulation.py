@@ -11,7 +11,6 @@ import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.plan.emit import TIERS
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
@@ -22,6 +21,7 @@ from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.sim.model_spec import open_spec
+from zero3d.spec.offload import DEVICE, DISK, HOST
 
 LENGTH, LAYERS = 512, 8  # two chunks each for four pipeline stages
 CONFIG = {

@@ -8,7 +8,6 @@ from math import ceil
 import pytest
 
 from zero3d.config import load, to_dict
-from zero3d.memory.offload import DEVICE, HOST
 from zero3d.models.presets import PRESETS
 from zero3d.plan.emit import TIERS, train_config
 from zero3d.plan.memory import categories, memory
@@ -16,6 +15,7 @@ from zero3d.plan.spec import ParallelPlan as P
 from zero3d.plan.states import states
 from zero3d.plan.traffic import rank_traffic
 from zero3d.sim.model_spec import open_spec
+from zero3d.spec.offload import DEVICE, HOST
 
 LENGTH = 128
 long = pytest.mark.long

@@ -146,7 +146,7 @@ def test_sums_wide_terms_and_what_is_asked_for_are_the_backends(ranks, stage, mi
 
 
 def refused():
-    with pytest.raises(ConfigError, match="reduce_scatter='ring' is unknown: pass one of auto, native, all-to-all"):
+    with pytest.raises(ConfigError, match="reduce_scatter='ring' is unknown: type one of auto, native, all-to-all"):
         zero3d.Engine(build("net"), reduce_scatter="ring")
 
 

@@ -12,9 +12,9 @@ import zero3d
 from zero3d.engine import auto_offload
 from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
 from zero3d.memory.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
-from zero3d.memory.offload import Offload
 from zero3d.models.blocks import partition_all
 from zero3d.optim import muon
+from zero3d.spec.offload import Offload
 
 GB = 10**9
 
@@ -131,7 +131,7 @@ def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
 def place_of(base, specs):
     """The settings that a choice becomes, and why."""
     chosen, why = auto_offload.settle_place(base, specs)
-    return chosen.options.zero.offload, why
+    return chosen.options.offload, why
 
 
 def room_for(base, specs, leaves):
@@ -144,8 +144,7 @@ def parts(given):
     """What an engine of these settings chooses by."""
     engine = engine_of()
     base = engine._assembly.base
-    zero = auto_offload.replace(base.options.zero, offload=Offload.of(given))
-    base = auto_offload.replace(base, options=auto_offload.replace(base.options, zero=zero))
+    base = auto_offload.replace(base, options=auto_offload.replace(base.options, offload=Offload.of(given)))
     return base, partition_all(engine.chunks.values(), None, engine.precision.dtype)[0]
 
 
@@ -213,7 +212,7 @@ def chosen(device, on_host=True, split=False, **offload):
     policy = SimpleNamespace(master=torch.float32, split_master=split)
     base = SimpleNamespace(
         axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device))),
-        options=SimpleNamespace(zero=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload))),
+        options=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload)),
         resolved=SimpleNamespace(
             mesh=SimpleNamespace(local_world=4, world=8), policy=policy,
             precision=SimpleNamespace(dtype=torch.bfloat16),

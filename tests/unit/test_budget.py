@@ -6,8 +6,10 @@ import psutil
 import pytest
 
 from zero3d.errors import ConfigError, OutOfBudget
-from zero3d.memory.budget import Bound, HostBudget, decimal, host_budget, parse_size
+from zero3d.memory.budget import Bound, HostBudget, host_budget
 from zero3d.memory.cgroups import cgroups
+from zero3d.spec.offload import HOST_BUDGET
+from zero3d.spec.sizes import decimal, parse_size
 
 GB = 10**9
 Memory = namedtuple("Memory", "total available")
@@ -145,13 +147,13 @@ def test_a_budget_that_was_given_too_small_is_said_to_be_raised(tmp_path):
     ],
 )
 def test_sizes_are_decimal(given, nbytes):
-    assert parse_size(given) == nbytes
+    assert parse_size(given, HOST_BUDGET) == nbytes
 
 
 @pytest.mark.parametrize("given", ["64GiB", "64 Gb", "-1GB", "", "GB", True, 1.5, None, [], "1e9GB"])
 def test_what_is_no_size_is_refused(given):
     with pytest.raises(ConfigError, match=r"is no size: type bytes, or a number with kB"):
-        parse_size(given)
+        parse_size(given, HOST_BUDGET)
 
 
 @pytest.mark.parametrize("given", [
@@ -165,12 +167,12 @@ def test_a_size_that_no_machine_has_is_refused_in_one_short_line(given, setting)
     ) as told:
         parse_size(given, setting)
     assert len(str(told.value)) < 250
-    assert parse_size(10**18 - 1) == 10**18 - 1
+    assert parse_size(10**18 - 1, HOST_BUDGET) == 10**18 - 1
 
 
 def test_a_huge_negative_number_is_no_size():
     with pytest.raises(ConfigError, match="'a huge number' is no size"):
-        parse_size(-(10**5000))
+        parse_size(-(10**5000), HOST_BUDGET)
 
 
 def test_bytes_are_written_in_decimal_units():

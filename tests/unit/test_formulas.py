@@ -76,7 +76,7 @@ def test_step_traffic_counts_frozen_units_and_policies():
 def test_unknown_stages_and_policies_are_refused():
     with pytest.raises(ConfigError, match="stage=0, 1, 2 or 3"):
         stage_row(7)
-    with pytest.raises(ConfigError, match="pass stage=2"):
+    with pytest.raises(ConfigError, match="type stage=2"):
         resolve_policies(stage_row(0), "auto", "every_micro_batch")
     with pytest.raises(ConfigError, match="every_use, every_step"):
         resolve_policies(stage_row(3), "sometimes", "auto")

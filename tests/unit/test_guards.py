@@ -124,7 +124,7 @@ BAD = {
     "stage True": (lambda: zero3d.Engine(Net(), stage=True), zero3d.ConfigError, "stage=0, 1, 2 or 3"),
     "precision": (lambda: zero3d.Engine(Net(), precision="bf61"), zero3d.ConfigError, "Did you mean 'bf16'"),
     "reduce dtype": (lambda: zero3d.Engine(Net(), precision="fp32", reduce_dtype="bf16"), zero3d.ConfigError, "fp32"),
-    "reduce": (lambda: zero3d.Engine(Net(), stage=1, reduce="every_micro_batch"), zero3d.ConfigError, "pass stage=2"),
+    "reduce": (lambda: zero3d.Engine(Net(), stage=1, reduce="every_micro_batch"), zero3d.ConfigError, "type stage=2"),
     "release": (lambda: zero3d.Engine(Net(), release="never"), zero3d.ConfigError, "every_use, every_step"),
     "accumulate": (lambda: zero3d.Engine(Net(), accumulate=0), zero3d.ConfigError, "at least 1"),
     "clip": (lambda: zero3d.Engine(Net(), clip_norm=-1.0), zero3d.ConfigError, "positive"),
@@ -136,7 +136,7 @@ BAD = {
     "rounded": (
         lambda: zero3d.Engine(Net(), exact=True, reduce_dtype="bf16"),
         zero3d.ConfigError,
-        "adds gradients up in float32",
+        "adds gradients up in fp32",
     ),
     "tp": (lambda: zero3d.Mesh(tp=2), zero3d.MeshError, r"dp would be 1 / 2 = 0.5"),
     "pp": (lambda: zero3d.Mesh(dp=1, pp=2), zero3d.MeshError, r"1 rank cannot form pp=2 x dp=1 (= 2 ranks)"),

@@ -377,7 +377,7 @@ REFUSED = {
     ),
     "tp 1": (
         lambda: zero3d.Engine(recomputed(deep("llama"), "full"), precision="fp32", partition_activations=True),
-        "partition_activations cuts the inputs of recomputed blocks over tp, and tp is 1: pass mesh.tp=2 or more, "
+        "partition_activations=True cuts the inputs of recomputed blocks over tp, and tp is 1: type tp=2 or more, "
         "offload.activations=host to keep them on the host, or leave it out.",
     ),
 }

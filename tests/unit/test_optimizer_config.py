@@ -69,12 +69,9 @@ def test_what_cannot_be_is_one_line(case):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (
-            {"offload": {"optimizer": "host"}},
-            "offload.optimizer is host: type offload.optimizer=none, or optimizer.name",
-        ),
-        ({"offload": {"optimizer": "auto"}}, "offload.optimizer is auto"),
-        ({"precision": "fp64"}, "updates fp32 masters, and precision is fp64"),
+        ({"offload": {"optimizer": "host"}}, "offload.optimizer=host and .* leave it: type offload.optimizer=none"),
+        ({"offload": {"optimizer": "auto"}}, "offload.optimizer=auto and .* leave it"),
+        ({"precision": "fp64"}, "updates fp32 masters, and precision=fp64 has none"),
     ],
 )
 def test_moments_in_8_bits_are_on_the_device_and_of_fp32_masters(more, words):

@@ -10,7 +10,6 @@ from by_hand import BLOCK, DOWN, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import Offload
 from zero3d.memory.placement import UnitStates, placed_records
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
@@ -26,6 +25,7 @@ from zero3d.plan.states import states
 from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.time import step_seconds
 from zero3d.plan.what_if import what_if
+from zero3d.spec.offload import Offload
 from zero3d.zero.rounding import TILE
 
 PARAMS = 4 * BLOCK + 2 * ENDS

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from zero3d.config import sharding
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
+from zero3d.spec.mesh import SCHEDULES as NAMES
 
 FILE = r" \(mesh\.pp(, mesh\.schedule)? in a file\)\.$"
 
@@ -31,7 +31,7 @@ def test_too_few_blocks_are_told_with_the_arithmetic_and_what_fits(schedule, blo
 
 
 def test_a_file_names_the_schedules_that_there_are():
-    assert tuple(SCHEDULES) == sharding.SCHEDULES
+    assert tuple(SCHEDULES) == NAMES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

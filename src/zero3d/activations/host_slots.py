@@ -26,11 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero3d.errors import OutOfBudget
 from zero3d.memory.arena import Arena
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import HostBudget, decimal
+from zero3d.memory.budget import HostBudget
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.placement import DEPTH
 from zero3d.memory.records import Record
 from zero3d.memory.ring import HostTier, Ring
+from zero3d.spec.sizes import decimal
 
 PART = "inputs of recomputed blocks"
 AHEAD = DEPTH - 1  # buffers for what is brought; one is left for what is taken down

@@ -17,10 +17,11 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import BUFFER_BYTES, chunks
 from zero3d.errors import OutOfBudget
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import HostBudget, decimal
+from zero3d.memory.budget import HostBudget
 from zero3d.memory.host_slab import HostSlab
 from zero3d.memory.records import Record
 from zero3d.precision import Halves
+from zero3d.spec.sizes import decimal
 
 NAME = "copy that a save behind training writes"
 States = Mapping[str, Tensor | Halves]

@@ -19,7 +19,6 @@ from zero3d.cli import plan_explain, plan_theory
 from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
 from zero3d.cli.plan_theory import parse_params
 from zero3d.config import Config, to_dict
-from zero3d.config.sections import RULES
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
@@ -29,6 +28,7 @@ from zero3d.plan.ladder import ladder
 from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
+from zero3d.spec.optimizer import NAMES
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload", default="auto",
         help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
     )  # fmt: skip
-    parser.add_argument("--optimizer", default="adamw", help=f"{' or '.join(RULES)} (default %(default)s)")
+    parser.add_argument("--optimizer", default="adamw", help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
@@ -97,8 +97,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
     if arguments.offload not in OFFLOADS:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
-    if arguments.optimizer not in RULES:
-        raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(RULES)}.")
+    if arguments.optimizer not in NAMES:
+        raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)

@@ -11,7 +11,6 @@ from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import AUTO
 from zero3d.page import plan_text
 from zero3d.page.text import columns
 from zero3d.pipeline.schedules import Schedule
@@ -20,6 +19,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.what_if import WhatIf, what_if
+from zero3d.spec.offload import AUTO
 
 PLACES = ("none", "host", "disk")  # that auto tries in turn
 TILES = "train.tiled_loss and zero.gather_budget are left out, and need less memory than this: zero3d simulate has them"

@@ -1,8 +1,7 @@
 """What a run is: typed sections, read from YAML and dotted overrides. No torch.
 
 sections    the dataclasses; each field says its meaning, range and choices
-sharding    those of who holds what, and where
-declaring   how a field says it
+            (those of who holds what, and where: zero3d/spec)
 sources     where training data come from, with weights
 kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
@@ -40,9 +39,11 @@ from zero3d.config.sections import (
     Schedule,
     Train,
 )
-from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.shrinking import EXACT_DP, asked_dp, fitting_dp, fitting_ranks
 from zero3d.config.sources import DataSource
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.zero import PRECISIONS, Zero
 
 __all__ = [
     "EXACT_DP",

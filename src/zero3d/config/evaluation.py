@@ -27,14 +27,9 @@ def evaluation_problems(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def average_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield why averages of weights cannot be kept, or evaluated."""
-    ema, best = config.train.ema, config.evaluate.best
-    away = {f"offload.{key}": getattr(config.offload, key) for key in ("optimizer", "params")}
-    moved = [key for key, place in away.items() if place != "none"]
-    if ema is not None and moved:
-        text = f"train.ema={ema:g} keeps averages on the device, and {moved[0]}={away[moved[0]]} moves states off it:"
-        yield "train.ema", f"{text} type {'=none '.join(moved)}=none, or train.ema=null."
-    if ema is None and best.startswith("ema_"):
+    """Yield why averages of weights cannot be evaluated."""
+    best = config.evaluate.best
+    if config.train.ema is None and best.startswith("ema_"):
         yield "evaluate.best", f"evaluate.best={best} is of averages of the weights: type train.ema=0.999, too."
 
 

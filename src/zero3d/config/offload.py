@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 from zero3d.config.sections import Config
 from zero3d.errors import ConfigError
-from zero3d.memory.budget import parse_size
-from zero3d.memory.offload import Offload
+from zero3d.spec.offload import HOST_BUDGET, Offload
+from zero3d.spec.sizes import parse_size
 
 FOLDER = "offload"  # of an output folder
 
@@ -19,31 +19,17 @@ def offload_of(config: Config) -> Offload:
 
     Raises ConfigError.
     """
-    keys = asdict(config.offload)
-    if keys["directory"] is None and config.output is not None:
-        keys["directory"] = Path(config.output) / FOLDER
-    return Offload.of(keys)
+    asked = config.offload
+    if asked.directory is None and config.output is not None:
+        asked = replace(asked, directory=str(Path(config.output) / FOLDER))
+    return Offload.of(asked)
 
 
-def refusals(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key that this run cannot have, and why.
-
-    A run without a named output gets a folder later.
-    """
+def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that this run cannot have, and why; what sections cannot be together is in spec/rules.py."""
     section = config.offload
     if section.host_budget is not None:
         try:
-            parse_size(section.host_budget)
+            parse_size(section.host_budget, HOST_BUDGET)
         except ConfigError as error:
-            yield "offload.host_budget", str(error)
-    keys = asdict(section) | {"host_budget": None, "directory": section.directory or FOLDER}
-    yield from ((f"offload.{key}", why) for key, why in Offload(**keys).refusals(config.zero.stage, "zero.stage"))
-    if config.activations == "none":
-        asked = {
-            "offload.activations": section.activations != "none",
-            "mesh.partition_activations": config.mesh.partition_activations,
-        }
-        why = (
-            "is about the inputs of recomputed blocks, and none is recomputed: type activations=full, or leave it out."
-        )
-        yield from ((key, f"{key} {why}") for key, is_set in asked.items() if is_set)
+            yield HOST_BUDGET, str(error)

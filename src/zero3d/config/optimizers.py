@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import EIGHT_BIT, MUON, Config
+from zero3d.config.sections import Config
+from zero3d.spec.optimizer import MUON
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
@@ -26,8 +27,6 @@ def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
     if named and choice.name != MUON:
         text = f"optimizer.groups asks for Muon for {named[0]!r}, and optimizer.name is {choice.name}:"
         yield "optimizer.groups", f"{text} type optimizer.name=muon, or leave it out."
-    if choice.name == EIGHT_BIT:
-        yield from _of_eight_bit(config)
     for name, value in (choice.muon or {}).items():
         if name not in OPTIONS:
             yield "optimizer.muon", f"optimizer.muon has no {name!r}: it takes {', '.join(OPTIONS)}."
@@ -39,17 +38,6 @@ def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
             fine = False
         if not fine:
             yield "optimizer.muon", f"optimizer.muon: {name} takes {wants}; found {describe_value(value)}."
-
-
-def _of_eight_bit(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what moments in 8 bits cannot be with: they are on the device, and of fp32 masters."""
-    for place in ("optimizer", "params"):
-        where = getattr(config.offload, place)
-        if where != "none":
-            text = f"optimizer.name=adamw8bit keeps moments on the device, and offload.{place} is {where}:"
-            yield f"offload.{place}", f"{text} type offload.{place}=none, or optimizer.name=adamw offload.moments=bf16."
-    if config.precision == "fp64":
-        yield "precision", "optimizer.name=adamw8bit updates fp32 masters, and precision is fp64: type another of both."
 
 
 def muon_options(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,14 @@ from zero3d.config.evaluation import average_problems, evaluation_problems, sche
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.kinds import OPTIONS, describe_value
-from zero3d.config.offload import refusals
+from zero3d.config.offload import FOLDER, offload_problems
 from zero3d.config.optimizers import optimizer_problems
 from zero3d.config.sections import Config
 from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
-from zero3d.memory.budget import parse_size
+from zero3d.spec.rules import Spec, refusals
+from zero3d.spec.sizes import parse_size
 
 NAMED = 8  # other problems that are named
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways
@@ -208,9 +210,6 @@ def _across(config: Config) -> Iterator[Problem]:
     if config.plan.write_back and config.plan.cluster is None:
         text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
         yield Problem("plan.write_back", "", text)
-    if config.zero.master == "split" and config.precision != "bf16":
-        text = f"zero.master=split keeps masters as bf16 weights and remainders, and precision is {config.precision}:"
-        yield Problem("zero.master", "", f"{text} type precision=bf16 or zero.master=fp32.")
     if config.zero.gather_budget is not None:
         try:
             parse_size(config.zero.gather_budget, "zero.gather_budget")
@@ -220,10 +219,25 @@ def _across(config: Config) -> Iterator[Problem]:
         yield Problem("health.min_ranks", "", why)
     of_sections = (
         adapter_problems, data_problems, schedule_problems, average_problems, evaluation_problems, optimizer_problems,
-        refusals,
+        offload_problems,
     )  # fmt: skip
     for problems in of_sections:
         yield from (Problem(name, "", why) for name, why in problems(config))
+    yield from (Problem(name, "", why) for name, why in refusals(_spec_of(config)))
+
+
+def _spec_of(config: Config) -> Spec:
+    """Return what rules are about. A run gets a folder later; what only an axis has counts where there is one."""
+    mesh = config.mesh
+    if (mesh.tp or 1) == 1:
+        mesh = replace(mesh, sequence_parallel=False)
+    if (mesh.pp or 1) == 1:
+        mesh = replace(mesh, schedule=None)
+    offload = replace(config.offload, directory=config.offload.directory or FOLDER)
+    return Spec(
+        config.zero, offload, mesh, config.precision, config.activations, config.optimizer.name, config.train.ema,
+        config.health.replay,
+    )  # fmt: skip
 
 
 def _raise(problems: Sequence[Problem]) -> None:

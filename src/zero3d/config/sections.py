@@ -17,13 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zero3d.config.declaring import key
 from zero3d.config.deepspeed_schedules import OPTIONS
-from zero3d.config.sharding import PRECISIONS, Mesh, Offload, Zero
 from zero3d.config.sources import FORMATS, DataSource
+from zero3d.spec.declaring import key
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import ADAMW, NAMES
+from zero3d.spec.zero import PRECISIONS, Zero
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
-ADAMW, MUON, EIGHT_BIT = RULES = ("adamw", "muon", "adamw8bit")
 EXPORTS = ("adapter", "merged", "both")
 
 
@@ -141,7 +143,7 @@ class Optimizer:
         ADAMW,
         "muon: Muon on the matrices of blocks, AdamW on all else; adamw8bit: AdamW with moments in 8 bits, 2.03 bytes "
         "per parameter for 8",
-        choices=RULES,
+        choices=NAMES,
     )
     lr: float = key(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)

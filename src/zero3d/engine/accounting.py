@@ -14,9 +14,9 @@ from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
-from zero3d.memory.budget import decimal
-from zero3d.memory.offload import HOST
 from zero3d.precision import NAMES
+from zero3d.spec.offload import HOST
+from zero3d.spec.sizes import decimal
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy

@@ -12,8 +12,8 @@ from zero3d.tensor_parallel.channel import Channel
 def keep_inputs(base: Foundation) -> KeptInputs | None:
     """Have the recomputed blocks of an engine's model keep their inputs elsewhere, if its options say so."""
     options, mesh, chunks = base.options, base.resolved.mesh, base.division.chunks
-    offload, partition, slots = options.zero.offload, None, None
-    if parts_activations(options.parallel):
+    offload, partition, slots = options.offload, None, None
+    if parts_activations(options.mesh):
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
         partition = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
     if offload.activations == "host":

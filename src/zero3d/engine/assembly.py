@@ -51,11 +51,11 @@ from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
 from zero3d.expert_parallel.load import ExpertLoad
-from zero3d.memory.budget import decimal
-from zero3d.memory.offload import DEVICE
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
+from zero3d.spec.offload import DEVICE
+from zero3d.spec.sizes import decimal
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
@@ -184,7 +184,7 @@ class Assembly:
 
     def check_room(self, needed: int, what: str) -> None:
         """Raise OutOfBudget on all ranks where some rank has no room for so many bytes of whole weights."""
-        world, offload = self.base.axes.world, self.base.options.zero.offload
+        world, offload = self.base.axes.world, self.base.options.offload
 
         def check() -> None:
             device = self.base.resolved.mesh.device
@@ -292,7 +292,7 @@ def _is_whole(base: Foundation) -> bool:
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
-    offload = base.options.zero.offload
+    offload = base.options.offload
     if tiers is None:
         return Settled(replace(offload, executor=DEVICE), why)
     return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)

@@ -35,12 +35,13 @@ from zero3d.memory.auto_place import (
     choose_executor,
 )
 from zero3d.memory.blocks import padded
-from zero3d.memory.budget import decimal, host_budget, parse_size
-from zero3d.memory.offload import AUTO, DEVICE, HOST, Offload
+from zero3d.memory.budget import host_budget
 from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.precision import NAMES
+from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
+from zero3d.spec.sizes import decimal, parse_size
 from zero3d.zero.layout import ROOT
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen_bytes
@@ -60,18 +61,18 @@ def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
 
     Raises OutOfBudget. One exchange of a few numbers.
     """
-    offload = base.options.zero.offload
+    offload = base.options.offload
     if offload.optimizer != AUTO:
         return base, ()
     placed = _furthest(base, bytes_needed(base, specs), room_of(base.resolved.mesh, offload))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
-    return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), (why,)
+    return replace(base, options=replace(base.options, offload=offload)), (why,)
 
 
 def settle_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where reduced gradients are, all ranks alike; return options that say so, and why in lines."""
-    offload, policy = base.options.zero.offload, base.resolved.policy
+    offload, policy = base.options.offload, base.resolved.policy
     if offload.gradients != AUTO or offload.optimizer == "none":
         return base, ()
     place, why = DEVICE, tuple[str, ...]()
@@ -84,7 +85,7 @@ def settle_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Found
         room = f"{decimal(int(abs(most)))} {'too much' if most > 0 else 'are left'} with them on the device"
         why = (f"offload.gradients=auto: {place}: {room}",)
     offload = replace(offload, gradients=place)
-    return replace(base, options=replace(base.options, zero=replace(base.options.zero, offload=offload))), why
+    return replace(base, options=replace(base.options, offload=offload)), why
 
 
 def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
@@ -98,7 +99,7 @@ def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
     on_host  whether the host has the bits of this optimizer
     states   its bytes per parameter, masters apart
     """
-    offload, policy, mesh = base.options.zero.offload, base.resolved.policy, base.resolved.mesh
+    offload, policy, mesh = base.options.offload, base.resolved.policy, base.resolved.mesh
     if offload.executor != AUTO or offload.optimizer == "none":
         return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
     if not on_host:
@@ -117,7 +118,7 @@ def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
 
 def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
-    policy, offload = base.resolved.policy, base.options.zero.offload
+    policy, offload = base.resolved.policy, base.options.offload
     states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
     kinds, moments = StateKinds.of(base), Fraction(0)
     for spec in specs:
@@ -152,7 +153,7 @@ def _moments(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Fract
     whole = not policy.stage.shards_optimizer
     pieces = layout.whole_pieces() if whole else layout.pieces(comm.rank)
     elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
-    rounded = base.options.zero.offload.moments == "bf16"
+    rounded = base.options.offload.moments == "bf16"
     widths = {name: 2 if rounded else dtype.itemsize for name, dtype in kinds.states.items()}
     spans = {name: kinds.span(name, layout, pieces, elements, used) for name in widths}
     moments = sum((Fraction(span.used * widths[name]) for name, span in spans.items() if span), Fraction(0))
@@ -176,7 +177,7 @@ def master_width(policy: Policy, weight: torch.dtype) -> int:
 def room_of(mesh: Mesh, offload: Offload) -> Room:
     """Return what this rank may take now: of its device what is free, of the host a fair share."""
     device = mesh.device
-    limit = None if offload.host_budget is None else parse_size(offload.host_budget)
+    limit = None if offload.host_budget is None else parse_size(offload.host_budget, HOST_BUDGET)
     host = host_budget(mesh.local_world or mesh.world, limit).nbytes
     disk = offload.directory is not None
     if device.type == "cpu":

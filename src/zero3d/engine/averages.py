@@ -107,12 +107,6 @@ def _check(decay: float, optimizer: ShardedOptimizer) -> None:
     """Refuse what no average can be kept of. Raises ConfigError."""
     if not 0 < decay < 1:
         raise ConfigError(f"ema={decay}: the decay of an average of weights lies between 0 and 1: pass ema=0.999.")
-    if optimizer.updates is not None:
-        raise ConfigError(
-            f"ema={decay} keeps averages beside the masters on the device, and here states leave it: records have "
-            "masters and moments, and an average would pass the ring in every step, too. Pass ema=None "
-            "(train.ema=null), or keep states and weights on the device (offload.optimizer=none, offload.params=none)."
-        )
     if any(state_names(optimizer.torch, group) is None for group in optimizer.torch.param_groups):
         raise ConfigError(
             f"ema={decay} keeps averages among the states of Adam and AdamW without amsgrad, Muon and AdamW8bit, and "

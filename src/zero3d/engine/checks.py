@@ -14,16 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero3d.activations.kept_inputs import checkpointed, recorders_of
-from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
-from zero3d.expert_parallel.dispatch import EXACT, FAST
-from zero3d.memory.offload import Offload
 from zero3d.precision import DTYPES, Precision
+from zero3d.spec.offload import Offload
 from zero3d.zero.initial_weights import Source
-from zero3d.zero.layout import GROUP
 
 RECOMPUTE = "activations: full in a file, or zero3d.activations.recompute(model, 'full') before zero3d.Engine"
 
@@ -93,30 +90,13 @@ def _refuse_untrainable(model: nn.Module) -> None:
             )
 
 
-def check_experts(model: nn.Module, mesh: Mesh, how: str, exact: bool, sequence: bool, splits_backward: bool) -> None:
+def check_experts(model: nn.Module, mesh: Mesh, exact: bool) -> None:
     """Refuse what cannot be together with experts on an axis of their own."""
-    if how not in (EXACT, FAST):
-        raise ConfigError(f"experts={how!r} is unknown: pass {EXACT} (a product for each source rank) or {FAST} (one).")
-    if how == FAST and exact:
-        raise ConfigError(
-            f"experts={FAST!r} adds up what the tokens of several ranks give in one product, whose bits depend on ep, "
-            f"and exact=True wants the same ones at any: pass experts={EXACT!r}."
-        )
     stacked = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
     if mesh.ep > 1 and exact and stacked:
         raise ConfigError(
             f"{stacked[0]} has LoRA on stacked experts, and with ep={mesh.ep} a rank adds up its gradients of all "
             "sources at once, in an order that exact=True knows nothing of: leave ep, exact or these adapters out."
-        )
-    if mesh.ep > 1 and splits_backward:
-        raise ConfigError(
-            f"ep={mesh.ep} in a pipeline whose schedule takes gradients of weights apart from those of inputs "
-            "(zero-bubble, zbv) is not built: pass schedule='1f1b' or 'interleaved'."
-        )
-    if mesh.ep > 1 and sequence:
-        raise ConfigError(
-            f"ep={mesh.ep} sends whole tokens, and sequence_parallel leaves a rank parts of a sequence: pass "
-            "sequence_parallel=False, or ep=1."
         )
 
 
@@ -125,11 +105,6 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
     if not partition and not host:
         return
     what = "partition_activations" if partition else "offload.activations=host"
-    if partition and mesh.tp == 1:
-        raise ConfigError(
-            "partition_activations cuts the inputs of recomputed blocks over tp, and tp is 1: pass mesh.tp=2 or more, "
-            "offload.activations=host to keep them on the host, or leave it out."
-        )
     if not recorders_of(model):
         by_torch = bool(checkpointed(model))
         if partition and by_torch:
@@ -150,21 +125,10 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
         )
 
 
-def check_reduce_scatter(reduce_scatter: str) -> None:
-    """Raise ConfigError for a way of reducing gradients that is none."""
-    if reduce_scatter not in REDUCTIONS:
-        raise ConfigError(f"reduce_scatter={reduce_scatter!r} is unknown: pass one of {', '.join(REDUCTIONS)}.")
-
-
 def check_replay(every: int, mesh: Mesh) -> None:
     """Refuse replays that have no meaning, or not the same bits."""
     if every < 0:
         raise ConfigError(f"replay={every}: pass a number of steps, or 0 for none.")
-    if every and mesh.ep > 1:
-        raise ConfigError(
-            f"health.replay={every} has a neighbour compute a rank's micro-batch once more, and with ep={mesh.ep} that "
-            "one has other experts: leave health.replay out."
-        )
     if every and mesh.device.type != "cpu" and mode() != "on":
         raise ConfigError(
             f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "
@@ -183,32 +147,9 @@ def check_moments(offload: Offload, optimizer: Optimizer) -> None:
         )
 
 
-def check_blocks(block: int, offload: Offload, precision: Precision) -> None:
-    """Refuse states in blocks of 8 bits off the device, and of masters that are not fp32."""
-    if block == GROUP:
-        return
-    if offload.states:
-        raise ConfigError(
-            f"adamw8bit with offload.optimizer={offload.optimizer} and offload.params={offload.params}: moments of 8 "
-            "bits are kept on the device. Pass none for both, or AdamW with offload.moments=bf16."
-        )
-    if precision.name == "fp64":
-        raise ConfigError("adamw8bit with precision fp64: it updates fp32 masters. Pass bf16, fp16 or fp32, or AdamW.")
-
-
 def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:
     """Return the dtype that gradients are reduced in; fp64 runs always use fp64."""
-    if reduce_dtype not in DTYPES:
-        raise ConfigError(f"reduce_dtype={reduce_dtype!r} is unknown: pass one of {', '.join(DTYPES)}.")
-    if precision.name == "fp64":
-        return torch.float64
-    dtype = DTYPES[reduce_dtype]
-    if dtype != precision.dtype and dtype != torch.float32:
-        raise ConfigError(
-            f"reduce_dtype={reduce_dtype!r} cannot carry {precision.name} gradients exactly: "
-            f"pass 'fp32' or {precision.name!r}."
-        )
-    return dtype
+    return torch.float64 if precision.name == "fp64" else DTYPES[reduce_dtype]
 
 
 def bind_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

@@ -56,7 +56,7 @@ class Division:
 
 def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger) -> Division:
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
-    mesh, parallel = resolved.mesh, options.parallel
+    mesh, parallel = resolved.mesh, options.mesh
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     dispatches = ep.size > 1 or options.zero.exact  # in exact mode, too, whose bits are the same at any ep
     has_experts = dispatches and bool(find_experts(model, parallel.ep_plan))
@@ -69,11 +69,11 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
     found = [each for chunk in chunks.values() for each in find_experts(chunk, parallel.ep_plan)]
     layers = found if has_experts else []
     sharded = _cut_over_tp(chunks, mesh.axis("tp"), ledger, options, layers)
-    experts = share_out(chunks.values(), layers, ep, options.parallel.experts, has_experts)
+    experts = share_out(chunks.values(), layers, ep, options.mesh.experts, has_experts)
     cuts = {name: cut for one in sharded for name, cut in one.cuts.items()} | dict(experts.cuts)
     partial = frozenset(name for one in sharded for name in one.partial)
-    if options.zero.gather_budget is not None:
-        budget = Budget(options.zero.gather_budget, resolved.precision.dtype)
+    if options.gather_budget is not None:
+        budget = Budget(options.gather_budget, resolved.precision.dtype)
         warns = mesh.rank == 0 and resolved.policy.stage.shards_parameters
         tiles = tile_layers(chunks, budget, _tied(chunks), warns)
         full_model = full_model._replace(tiles=tiles)
@@ -103,8 +103,8 @@ def _cut_over_tp(
     chunks: Mapping[int, nn.Module], axis: Axis, ledger: Ledger, options: Options, whole: Sequence[ExpertLayer]
 ) -> list[Sharded]:
     """Replace parameters by this tp rank's slices of them; experts that ep shares out stay whole."""
-    plan, sequence = dict(options.parallel.tp_plan or {}) | whole_over_tp(whole), options.parallel.sequence_parallel
-    local_logits, parts = options.step.loss is None, parts_activations(options.parallel)
+    plan, sequence = dict(options.mesh.tp_plan or {}) | whole_over_tp(whole), options.mesh.sequence_parallel
+    local_logits, parts = options.step.loss is None, parts_activations(options.mesh)
     return [
         parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)
         for chunk in (chunks.values() if axis.size > 1 else ())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero3d import spec
 from zero3d.checkpoint import restore
 from zero3d.checkpoint.background import SaveFigures
 from zero3d.checkpoint.export import export
@@ -38,15 +39,13 @@ from zero3d.engine.execution import evaluating
 from zero3d.engine.freezing import Freezing
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.losses import Loss
-from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, ParallelOptions, StepOptions, ZeroOptions
+from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
 from zero3d.engine.registry import Registry
 from zero3d.engine.saving import copy_entry, open_saves
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
-from zero3d.engine.tiling import parse_budget
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
-from zero3d.memory.offload import Offload
 from zero3d.memory.record_store import RecordStore
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
@@ -137,7 +136,7 @@ class Engine:
         reduce: str = "auto",
         reduce_scatter: str = "auto",
         master: str = "fp32",
-        offload: Offload | Mapping[str, Any] | None = None,
+        offload: spec.Offload | Mapping[str, Any] | None = None,
         exact: bool = False,
         weights: Source | None = None,
         schedule: str | None = None,
@@ -153,11 +152,19 @@ class Engine:
         ema: float | None = None,
         expert_bias_rate: float = 0.0,
     ) -> None:
-        tile = parse_budget(gather_budget)
         options = Options(
             ModelOptions(precision, weights, units),
-            ZeroOptions(stage, release, reduce, reduce_dtype, exact, reduce_scatter, master, Offload.of(offload), tile),
-            ParallelOptions(schedule, blocks, tp_plan, sequence_parallel, partition_activations, ep_plan, experts),
+            spec.Zero(stage, reduce_dtype, release, reduce, reduce_scatter, master, gather_budget, exact),
+            spec.Offload.of(offload),
+            spec.Mesh(
+                experts=experts,
+                ep_plan=ep_plan,
+                schedule=schedule,
+                tp_plan=tp_plan,
+                sequence_parallel=sequence_parallel,
+                partition_activations=partition_activations,
+                blocks=blocks,
+            ),
             OptimizerOptions(optimizer, scheduler, param_groups, clip_norm, ema, expert_bias_rate),
             StepOptions(accumulate, loss, tiled_loss, replay),
         )

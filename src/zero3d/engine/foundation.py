@@ -108,7 +108,7 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
 
 def host_share(base: Foundation) -> HostBudget:
     """Measure what this rank may take of its host's memory; all ranks of a host have measured before any takes."""
-    mesh, world, limit = base.resolved.mesh, base.axes.world, base.options.zero.offload.host_budget
+    mesh, world, limit = base.resolved.mesh, base.axes.world, base.options.offload.host_budget
     assert limit is None or isinstance(limit, int)
     budget = host_budget(ranks_per_host(mesh, world) or mesh.local_world or world.size, limit)
     world.exchange(torch.zeros(1, device=mesh.device))

@@ -6,31 +6,29 @@ A new feature adds a field to one of the records. `resolve` refuses what cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero3d import spec
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import (
     check_activations,
-    check_blocks,
     check_experts,
     check_model,
     check_moments,
-    check_reduce_scatter,
     check_replay,
     check_step,
     reduce_dtype_of,
 )
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
-from zero3d.engine.tiling import check_tiled_loss, release_within_budget
+from zero3d.engine.tiling import check_tiled_loss, parse_budget
 from zero3d.expert_parallel.load import check_bias
-from zero3d.memory.offload import Offload
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
 from zero3d.optim.find import find_matrices, groups_of
@@ -38,8 +36,11 @@ from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
+from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.rules import Spec, check
 from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
+from zero3d.zero.layout import GROUP
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
@@ -54,37 +55,9 @@ class ModelOptions:
     units: Sequence[type[nn.Module] | str] | None
 
 
-@dataclass(frozen=True)
-class ZeroOptions:
-    """What is sharded, when and in which order gradients are reduced, what leaves the device, and the size of tiles."""
-
-    stage: int
-    release: str
-    reduce: str
-    reduce_dtype: str
-    exact: bool
-    reduce_scatter: str
-    master: str
-    offload: Offload
-    gather_budget: int | None
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """How a pipeline, the tp axis and the ep axis divide the model."""
-
-    schedule: str | None
-    blocks: str | None
-    tp_plan: Mapping[str, str] | None
-    sequence_parallel: bool
-    partition_activations: bool
-    ep_plan: Mapping[str, str] | None
-    experts: str
-
-
-def parts_activations(options: ParallelOptions) -> bool:
+def parts_activations(asked: spec.Mesh) -> bool:
     """Return whether inputs of recomputed blocks are kept in parts: under sequence parallelism they are cut already."""
-    return options.partition_activations and not options.sequence_parallel
+    return asked.partition_activations and not asked.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -111,13 +84,24 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """All keywords of an Engine but its mesh."""
+    """All keywords of an Engine: as sections of `spec` where a file has them, too. Degrees are those of its mesh."""
 
     model: ModelOptions
-    zero: ZeroOptions
-    parallel: ParallelOptions
+    zero: spec.Zero
+    offload: spec.Offload
+    mesh: spec.Mesh
     optimizer: OptimizerOptions
     step: StepOptions
+
+    @property
+    def gather_budget(self) -> int | None:
+        """Return the bytes above which weights are gathered in tiles. Raises ConfigError."""
+        return parse_budget(self.zero.gather_budget)
+
+    def settings(self, mesh: Mesh, precision: Precision) -> Spec:
+        """Return what rules are about, as far as it is known before the optimizer is built."""
+        asked = replace(self.mesh, **mesh.degrees._asdict())
+        return Spec(self.zero, self.offload, asked, precision.name, ema=self.optimizer.ema, replay=self.step.replay)
 
 
 @dataclass(frozen=True)
@@ -140,15 +124,15 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     """Check all options. Raises ConfigError, MeshError; makes a mesh where there is none."""
     zero, step = options.zero, options.step
     row = stage_row(zero.stage)
-    zero.offload.check(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    schedule = Schedule.requested(mesh.pp, options.parallel.schedule, options.parallel.blocks)
-    budgeted = zero.gather_budget is not None and row.shards_parameters
-    released = release_within_budget(zero.release, schedule) if budgeted else zero.offload.release(zero.release)
+    settings = options.settings(mesh, precision)
+    check(settings)
+    schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
+    budgeted = options.gather_budget is not None and row.shards_parameters
+    released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
-    check_reduce_scatter(zero.reduce_scatter)
     check_replay(step.replay, mesh)
     check_bias(model, options.optimizer.expert_bias_rate, step.replay)
     check_model(model, options.model.weights)
@@ -157,26 +141,27 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_blank_image(model)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
-    offloads, parallel = zero.offload.activations == "host", options.parallel
-    check_activations(model, mesh, parallel.partition_activations, offloads, parallel.sequence_parallel)
-    check_experts(model, mesh, parallel.experts, zero.exact, parallel.sequence_parallel, schedule.splits_backward)
+    offloads, asked = options.offload.activations == "host", options.mesh
+    check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
+    check_experts(model, mesh, zero.exact)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):
         matrices = find_matrices(model, optimizer.match, optimizer.split, param_groups)
         param_groups = groups_of(model, matrices, param_groups)
     if isinstance(optimizer, Optimizer):
-        check_moments(zero.offload, check_kind(optimizer))
+        check_moments(options.offload, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
-    check_blocks(groups.block, zero.offload, precision)
+    if groups.block != GROUP:
+        check(replace(settings, optimizer=EIGHT_BIT))
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
     wire, splits = reduce_dtype_of(zero.reduce_dtype, precision), splits_master(zero.master, precision.name)
     policy = Policy(row, release, reduce, accumulate, wide, wire, split_master=splits)
     if zero.exact:
-        check_exact(mesh.dp, reduce == "every_step", mesh.pp, (policy.wire, policy.master))
+        check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
     return Resolved(mesh, precision, policy, groups, schedule, matrices)

@@ -15,12 +15,12 @@ from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.health import Health
 from zero3d.engine.muon import open_orthogonal
 from zero3d.engine.tiers import Tiers, open_tiers
-from zero3d.expert_parallel.dispatch import EXACT
 from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.images import BlankImages
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
+from zero3d.spec.mesh import EXACT
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
@@ -72,10 +72,10 @@ def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | No
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
     edp, policy = base.axes.edp, setting.policy
-    gathers = base.options.zero.offload.params != "none"  # from elsewhere, if not from other ranks
+    gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
     if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
-    sources = base.axes.ep.size if base.options.parallel.experts == EXACT else 1
+    sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
     return setting._replace(policy=policy, comm=edp, sources=sources, part=base.axes.ep.rank)
 
 

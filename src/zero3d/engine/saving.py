@@ -14,7 +14,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.foundation import Foundation, host_share
 from zero3d.memory.arena import Arena
-from zero3d.memory.offload import HOST
+from zero3d.spec.offload import HOST
 
 COPY = "checkpoint"  # the category of the host's copy
 

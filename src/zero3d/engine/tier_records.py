@@ -18,11 +18,11 @@ from torch.optim import Adam, AdamW, Optimizer
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import bucket_ranges, leave_device
 from zero3d.memory.records import Record
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
+from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.state_records import MASTER, WEIGHTS
@@ -80,7 +80,7 @@ class StateKinds:
         pieces = [[torch.zeros(16, dtype=wide, device=base.axes.arena.device)] for _ in range(groups.groups)]
         optimizer = groups.build(pieces)
         options = frozen_options(optimizer)
-        check_moments(base.options.zero.offload, optimizer)
+        check_moments(base.options.offload, optimizer)
         for (piece,) in pieces:
             piece.grad = torch.zeros_like(piece)
         optimizer.step()
@@ -134,7 +134,7 @@ def placed_records(
     base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout], kinds: StateKinds
 ) -> Iterator[Placed]:
     """Yield all records in forward order: of optimizer states, then of weights."""
-    offload, sharded = base.options.zero.offload, base.resolved.policy.stage.shards_optimizer
+    offload, sharded = base.options.offload, base.resolved.policy.stage.shards_optimizer
     fields = partial(_fields, base, kinds)
     device = base.axes.arena.device.type
     buckets = [
@@ -206,7 +206,7 @@ def _fields(
     base: Foundation, kinds: StateKinds, spec: UnitSpec, place: str, states: Sequence[str]
 ) -> dict[str, torch.dtype]:
     """Return the dtypes of a record's fields by name: 16-bit ones first, so that all are aligned."""
-    policy, offload = base.resolved.policy, base.options.zero.offload
+    policy, offload = base.resolved.policy, base.options.offload
     fields: dict[str, torch.dtype] = {}
     if spec.dtype != policy.master:
         split = policy.split_master

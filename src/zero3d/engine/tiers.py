@@ -49,13 +49,13 @@ from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
 from zero3d.memory.record_file import RecordFile
 from zero3d.memory.record_store import InPlace, OnDisk, RecordStore, Shelf, Standing, ThroughRing
 from zero3d.memory.records import Record
 from zero3d.memory.ring import DiskTier, HostTier, Ring, ring_buffers
 from zero3d.memory.threads import Threads, unwaited
 from zero3d.models.blocks import UnitSpec
+from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 from zero3d.zero.executors import DeviceExecutor, OnHost
 from zero3d.zero.host_update import HostExecutor, scratch_bytes
 from zero3d.zero.layout import UnitLayout
@@ -122,7 +122,7 @@ class Tiers:
 
 def open_tiers(base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Tiers | None:
     """Make what an engine's records need; None where nothing leaves the device. Raises ConfigError, OutOfBudget."""
-    offload = base.options.zero.offload
+    offload = base.options.offload
     if not offload.states:
         return None
     if offload.params != "none" and base.resolved.policy.release == "every_step":

@@ -13,15 +13,14 @@ from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.memory.budget import decimal, parse_size
 from zero3d.models.bases import model_of
 from zero3d.models.blocks import computed_in
 from zero3d.models.packing import inner_model
 from zero3d.models.placeholders import Placeholder
 from zero3d.models.tiled_loss import Ranks, defer_logits, find_head
 from zero3d.models.tiles import cut_rows, describe_tiles, tile_embedding, tile_linear, tile_rows, tiles_of
-from zero3d.pipeline.schedules import Schedule
 from zero3d.shards.cuts import Cut, Tile
+from zero3d.spec.sizes import decimal, parse_size
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.styles import Unbiased
 from zero3d.tensor_parallel.vocabulary import LocalEmbedding, has_causal_loss
@@ -82,21 +81,6 @@ class Budget(NamedTuple):
 def parse_budget(value: int | str | None) -> int | None:
     """Return the bytes of a gather_budget, None for none. Raises ConfigError."""
     return None if value is None else parse_size(value, "gather_budget")
-
-
-def release_within_budget(release: str, schedule: Schedule) -> str:
-    """Return when tiles are released at stage 3 ("auto": after every use). Raises ConfigError where they would stay."""
-    if release == "every_step":
-        raise ConfigError(
-            "gather_budget gathers a few tiles at a time, and release='every_step' keeps all that were gathered until "
-            "the step ends: leave release out, or gather_budget."
-        )
-    if schedule.splits_backward:
-        raise ConfigError(
-            f"gather_budget with schedule {schedule.name!r}, whose weight phase needs all weights of a model chunk "
-            "gathered: pass schedule='1f1b' or 'interleaved', or leave gather_budget out."
-        )
-    return "every_use"
 
 
 class User(NamedTuple):

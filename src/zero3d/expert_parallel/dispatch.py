@@ -27,8 +27,8 @@ from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import ExpertLayer
 from zero3d.expert_parallel.rows import Passage, pass_rows
 from zero3d.expert_parallel.traffic import Passed, even_rows
+from zero3d.spec.mesh import EXACT
 
-EXACT, FAST = "exact", "fast"
 GROUPED, BATCHED = "grouped_mm", "batched_mm"  # transformers' names
 Take = Callable[[int, Tensor | None], None]  # is given the number of a source, and a gradient; None: there is none
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zero3d.errors import OutOfBudget
-from zero3d.memory.budget import decimal
-from zero3d.memory.offload import DEVICE, DISK, HOST
+from zero3d.spec.offload import DEVICE, DISK, HOST
+from zero3d.spec.sizes import decimal
 
 PLACES = ("none", HOST, DISK)  # of optimizer states, from the fastest
 STEPS = 1000  # of a fraction that is chosen: it can be read, and typed again

@@ -11,22 +11,17 @@ more is refused before anything is mapped; the kernel would end a process later,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from zero3d.errors import ConfigError, OutOfBudget, short
+from zero3d.errors import OutOfBudget
 from zero3d.memory.cgroups import ROOT, cgroups
-
-UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]?B)?")
-LARGEST, MOST_DIGITS = 10**18, 40  # bytes; of a number
-SETTING = "offload.host_budget"
+from zero3d.spec.offload import HOST_BUDGET
+from zero3d.spec.sizes import decimal
 
 
 class Bound(NamedTuple):
@@ -66,7 +61,9 @@ class HostBudget:
         if total <= self.nbytes:
             return
         parts = " + ".join(f"{name} {decimal(nbytes)}" for name, nbytes in asked.items() if nbytes)
-        remedy = f"raise {SETTING} to {decimal(total * self.ranks)}, or " if self.least.source == SETTING else ""
+        remedy = (
+            f"raise {HOST_BUDGET} to {decimal(total * self.ranks)}, or " if self.least.source == HOST_BUDGET else ""
+        )
         raise OutOfBudget(
             f"a rank's states on the host take {decimal(total)} ({parts}), and it may take {decimal(self.nbytes)}: "
             f"{self}. What fits is {self.nbytes / total:.2f} of it: {remedy}lower offload.fraction, type "
@@ -88,30 +85,4 @@ def _bounds(limit: int | None, root: Path) -> Iterator[Bound]:
             free = max(allowed - held, 0)
             yield Bound(free, f"left of cgroup {group.folder} ({decimal(allowed)} - {decimal(held)} held)")
     if limit is not None:
-        yield Bound(limit, SETTING)
-
-
-def decimal(nbytes: int) -> str:
-    """Write bytes in decimal units with two digits: 1.25 GB."""
-    for unit in ("TB", "GB", "MB", "kB"):
-        if nbytes >= UNITS[unit]:
-            return f"{nbytes / UNITS[unit]:.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def parse_size(value: object, setting: str = SETTING) -> int:
-    """Return the bytes that a number, or a text such as 64GB, means; units are decimal. Raises ConfigError."""
-    sized = isinstance(value, str) or (isinstance(value, int) and abs(value) < LARGEST)
-    found = SIZE.fullmatch(str(value).strip()) if sized else None
-    if found is None and not (isinstance(value, int) and value >= LARGEST):
-        raise ConfigError(
-            f"{setting} {short(value)!r} is no size: type bytes, or a number with kB, MB, GB or TB (1GB is 10^9 bytes)."
-        )
-    if found is not None and len(found[1]) <= MOST_DIGITS:
-        size = int(Fraction(found[1]) * UNITS[found[2] or ""])
-        if size < LARGEST:
-            return size
-    raise ConfigError(
-        f"{setting} {short(value)!r} is more than any machine has: type less than {LARGEST // UNITS['TB']:,}TB, in at "
-        f"most {MOST_DIGITS} digits."
-    )
+        yield Bound(limit, HOST_BUDGET)

@@ -41,10 +41,10 @@ import xxhash
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget, remedy_of
 from zero3d.memory import commit_file
 from zero3d.memory.blocks import BLOCK, padded
-from zero3d.memory.budget import decimal
 from zero3d.memory.commit_file import DIGITS, Commit
 from zero3d.memory.direct_file import DirectFile
 from zero3d.memory.file_lock import FileLock, holder
+from zero3d.spec.sizes import decimal
 
 IN_MEMORY = ("tmpfs", "ramfs")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
+from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back

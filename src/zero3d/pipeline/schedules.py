@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.spec.mesh import SPLIT_BACKWARDS
 
 SCHEDULES = {
     "gpipe": ("GPipe", 1, False),
@@ -68,7 +69,7 @@ class Schedule(NamedTuple):
     @property
     def splits_backward(self) -> bool:
         """Whether it takes gradients of inputs and of weights apart."""
-        return "ZeroBubble" in self.torch
+        return self.name in SPLIT_BACKWARDS
 
     def rank_of(self, chunk: int, ranks: int) -> int:
         """Return the rank that has a chunk."""

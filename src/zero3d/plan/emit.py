@@ -23,10 +23,10 @@ from typing import Any
 from zero3d.config import Config, asked_dp, resolve_batch
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import AUTO, DISK, HOST, Offload
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.spec.offload import AUTO, DISK, HOST, Offload
 
 TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}

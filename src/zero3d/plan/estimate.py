@@ -18,6 +18,8 @@ from zero3d.plan.states import settled
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
+from zero3d.spec.declaring import in_file
+from zero3d.spec.rules import check
 from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -39,8 +41,9 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
+        check(plan.settings, in_file)
         plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
-    check(model, cluster, plan)
+    check_degrees(model, cluster, plan)
     plan = chosen_executor(settled(plan, cluster), cluster)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     seconds = step_seconds(model, plan, cluster, chosen.pace)
@@ -79,7 +82,7 @@ def _notes(
     return (*notes, padded) if padded else tuple(notes)
 
 
-def check(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
+def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> None:
     """Refuse degrees that fit neither cluster nor model."""
     degrees = {
         "dp": plan.dp,

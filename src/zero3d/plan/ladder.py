@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zero3d.config.sections import EIGHT_BIT
 from zero3d.plan.search import Evaluate
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
+from zero3d.spec.optimizer import EIGHT_BIT
 
 RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
 RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, "host"), "3": (3, "none"), "3 + offload": (3, "host")}

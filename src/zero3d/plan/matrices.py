@@ -14,10 +14,10 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.config.sections import MUON
 from zero3d.optim.owners import WIRE, Owners, matrices_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.spec.optimizer import MUON
 from zero3d.zero.state_spans import span_of
 
 TOUCHED = 42  # bytes of memory per parameter: 16 for the momentum, 12 for what travels, 14 for the update

@@ -29,9 +29,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.config.sections import EIGHT_BIT
 from zero3d.memory.blocks import padded
-from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.pipeline.schedules import Schedule
@@ -45,6 +43,8 @@ from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import Held, States, policies, states
 from zero3d.plan.windows import Windows, backwards
+from zero3d.spec.offload import DEVICE, DISK, HOST
+from zero3d.spec.optimizer import EIGHT_BIT
 from zero3d.zero.stages import WIDTHS, WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other

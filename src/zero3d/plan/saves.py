@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero3d.config.sections import MUON
 from zero3d.memory.blocks import padded
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
+from zero3d.spec.optimizer import MUON
 from zero3d.zero.stages import WIDTHS
 
 

@@ -14,14 +14,17 @@ Bytes are bytes, times seconds, rates per second. A token's figures are of one f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from zero3d.config.sections import EIGHT_BIT
-from zero3d.memory.offload import Offload
 from zero3d.optim.matrices import Form
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.rules import Spec
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
@@ -282,7 +285,7 @@ class ParallelPlan:
     offload        where optimizer states are: none (on the device), host, disk
     params         the same of weights that nothing needs now (stage 3)
     gradients      the same of reduced gradients (stages 2 and 3): auto (device), device, host
-    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`memory.offload.Offload`)
+    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`spec.offload.Offload`)
     executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
@@ -349,6 +352,19 @@ class ParallelPlan:
     def dispatches(self) -> bool:
         """Say whether tokens are sent to experts, in units of their own: in exact mode at any ep."""
         return self.ep > 1 or self.exact
+
+    @property
+    def settings(self) -> Spec:
+        """Return what rules are about; whoever runs the plan says where a disk's folder is."""
+        return Spec(
+            Zero(self.stage, self.reduce_dtype, self.release, self.reduce, self.reduce_scatter, self.master,
+                 exact=self.exact),
+            replace(self.tiers, directory="FOLDER"),
+            Mesh(self.dp, self.tp, self.pp, self.ep, self.experts, schedule=self.schedule,
+                 sequence_parallel=self.sequence_parallel and self.tp > 1,
+                 partition_activations=self.partition_activations),
+            self.precision, self.activations, self.optimizer, self.ema, self.replay,
+        )  # fmt: skip
 
     @property
     def tiers(self) -> Offload:

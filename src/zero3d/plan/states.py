@@ -20,17 +20,17 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from zero3d.config.sections import EIGHT_BIT
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import DEVICE, DISK, HOST, Offload
 from zero3d.memory.placement import UnitStates, placed_records
 from zero3d.memory.scratch import update_bucket
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.matrices import moments_of, segments_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
+from zero3d.spec.optimizer import EIGHT_BIT
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import (
     NO_BYTES,

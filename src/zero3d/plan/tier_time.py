@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from zero3d.config.sections import ADAMW
 from zero3d.memory.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
-from zero3d.memory.offload import DEVICE, DISK, HOST
 from zero3d.memory.placement import REMAINDER, record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
+from zero3d.spec.offload import DEVICE, DISK, HOST
+from zero3d.spec.optimizer import ADAMW
 from zero3d.zero.stages import WIDTHS
 
 MANY = 10**9  # parameters for whose update an executor is chosen

@@ -26,7 +26,6 @@ from math import ceil
 from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
-from zero3d.config.sections import EIGHT_BIT, MUON
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
@@ -38,6 +37,7 @@ from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
+from zero3d.spec.optimizer import EIGHT_BIT, MUON
 from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
 
 OF_CODES = 100  # bytes of memory per parameter that two moments of 8 bits are read and written in, beside the update

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
-from zero3d.memory.offload import HOST
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.search import ACTIVATIONS, Evaluate, Row, ep_refused, pipeline_moments
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, settled, wire_width
+from zero3d.spec.offload import HOST
 
 
 class WhatIf(NamedTuple):

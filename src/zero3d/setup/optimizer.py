@@ -12,9 +12,9 @@ from torch import nn
 
 from zero3d.config import Optimizer
 from zero3d.config.optimizers import muon_options
-from zero3d.config.sections import ADAMW, EIGHT_BIT, MUON
 from zero3d.models.names import check_patterns, matches
 from zero3d.optim import adamw8bit, muon
+from zero3d.spec.optimizer import ADAMW, EIGHT_BIT, MUON
 
 
 def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:

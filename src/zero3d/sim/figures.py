@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero3d.activations.targets import attentions_in
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.expert_parallel.dispatch import EXACT
 from zero3d.expert_parallel.plan import find_experts, whole_over_tp
 from zero3d.expert_parallel.share import share_out
 from zero3d.memory.arena import Arena
@@ -41,6 +40,7 @@ from zero3d.sim.live import StorageTracker
 from zero3d.sim.patches import without_values
 from zero3d.sim.stand_ins import SilentAxis, empty_like
 from zero3d.sim.units import RUN, PartNames
+from zero3d.spec.mesh import EXACT
 from zero3d.tensor_parallel.parallelize import parallelize
 
 EMBEDDING, HEAD = "embedding", "head"

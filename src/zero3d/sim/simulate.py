@@ -22,10 +22,10 @@ from zero3d import errors
 from zero3d.config import Config, asked_dp, resolve_batch, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
-from zero3d.memory.offload import AUTO
 from zero3d.pipeline.schedules import Schedule
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, Simulation, from_json
+from zero3d.spec.offload import AUTO
 
 BACKENDS = ("nccl", "gloo")
 AT_ONCE = 2  # processes of about 0.5 GB

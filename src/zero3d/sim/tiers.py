@@ -23,13 +23,13 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.disk_slab import DiskSlab
 from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.offload import DEVICE, HOST, Offload
 from zero3d.memory.record_store import InPlace, Shelf
 from zero3d.memory.records import Record
 from zero3d.memory.ring import ring_buffers
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.memory import ObservedArena
 from zero3d.sim.patches import replaced
+from zero3d.spec.offload import DEVICE, HOST, Offload
 from zero3d.zero.executors import DeviceExecutor
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.record_updates import Executor, Given, RecordPortion

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from zero3d.memory.offload import DEVICE
 from zero3d.page.text import columns, size
 from zero3d.plan.relief import Relief
+from zero3d.spec.offload import DEVICE
 
 VERSION = 1
 SHOWN = 6  # settings

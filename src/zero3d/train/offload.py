@@ -22,7 +22,6 @@ import torch
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
-from zero3d.config.sections import MUON
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.mesh import Mesh
@@ -30,11 +29,12 @@ from zero3d.engine.auto_offload import passing_bytes, room_of
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
 from zero3d.memory.auto_place import Need, Room, auto_place
-from zero3d.memory.offload import AUTO, DEVICE, HOST
 from zero3d.memory.scratch import update_bucket
 from zero3d.page.text import size
 from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note
+from zero3d.spec.offload import AUTO, DEVICE, HOST
+from zero3d.spec.optimizer import MUON
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 from zero3d.errors import ConfigError
+from zero3d.spec.rules import Spec, check
+from zero3d.spec.zero import Zero
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,6 @@ STAGES = (
     Stage(3, True, True, True),
 )
 
-RELEASES = ("auto", "every_use", "every_step")
-REDUCES = ("auto", "every_micro_batch", "every_step")
-MASTERS = ("fp32", "split")
 WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
 
 
@@ -53,34 +53,23 @@ def stage_row(number: int) -> Stage:
     return STAGES[number]
 
 
+@cache
 def resolve_policies(stage: Stage, release: str, reduce: str) -> tuple[str, str]:
     """Replace "auto" and refuse what a stage cannot do.
 
     release  when gathered parameters are given back (stage 3): after every_use | every_step
     reduce   when gradients are reduced: after every_micro_batch (stages 2, 3) | every_step
     """
-    for name, value, choices in (("release", release, RELEASES), ("reduce", reduce, REDUCES)):
-        if value not in choices:
-            raise ConfigError(f"{name}={value!r} is unknown: pass one of {', '.join(choices)}.")
-    if reduce == "every_micro_batch" and not stage.shards_gradients:
-        raise ConfigError(
-            f"reduce='every_micro_batch' keeps only a gradient shard, which is stage 2; stage {stage.number} "
-            "holds whole gradients: pass stage=2 or reduce='every_step'."
-        )
+    check(Spec(Zero(stage.number, release=release, reduce=reduce)))
     if reduce == "auto":
         reduce = "every_micro_batch" if stage.shards_gradients else "every_step"
     return ("every_use" if release == "auto" else release), reduce
 
 
+@cache
 def splits_master(master: str, precision: str) -> bool:
     """Return whether masters are kept as bf16 weights and 16-bit remainders. Raises ConfigError."""
-    if master not in MASTERS:
-        raise ConfigError(f"master={master!r} is unknown: pass one of {', '.join(MASTERS)}.")
-    if master == "split" and precision != "bf16":
-        why = {"fp16": "an fp16 weight is no half of an fp32 master"}.get(precision, "the weight itself is the master")
-        raise ConfigError(
-            f"master='split' with precision {precision!r}: {why}. Pass precision='bf16', or master='fp32'."
-        )
+    check(Spec(Zero(master=master), precision=precision))
     return master == "split"
 
 

@@ -28,7 +28,7 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
-from zero3d.memory.offload import Offload
+from zero3d.spec.offload import Offload
 
 OTHERS = (  # what shards or cuts a model in another way
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin",

@@ -108,23 +108,12 @@ class Summands:
         return rows[0]
 
 
-def check_exact(n: int, per_step: bool, pp: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Raise ConfigError for what would not be exact. dtypes: the one asked for reductions, and that of masters."""
+def check_exact(n: int) -> None:
+    """Raise ConfigError for a dp whose sums are not those of others."""
     if n & (n - 1) or CANONICAL % n:
         near = [str(1 << n.bit_length() - 1), str(1 << n.bit_length())]
         ways = " or ".join(f"dp={degree}" for degree in near if int(degree) <= CANONICAL) or f"dp={CANONICAL}"
         raise ConfigError(
             f"exact=True cuts a sum in halves and a unit in {CANONICAL} cells: dp={n} must be a power of two that "
             f"divides {CANONICAL}, and {CANONICAL} / {n} = {CANONICAL / n:.4g}. Pass {ways}, or exact=False."
-        )
-    if pp > 1 and not per_step:
-        raise ConfigError(
-            f"exact=True in a pipeline (pp={pp}) sums a rank's micro-batches before those of others: leave "
-            "reduce='every_micro_batch' out."
-        )
-    requested, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if requested != wide:
-        raise ConfigError(
-            f"exact=True adds gradients up in {wide}, and reduce_dtype asks for {requested}: leave it out. Gradients "
-            "of one micro-batch travel in the compute dtype all the same."
         )

@@ -1,0 +1,16 @@
+"""What a run is, section by section: what a file declares, an Engine's keywords make, a plan emits. No torch.
+
+zero      what data-parallel ranks shard, and how gradients are reduced
+mesh      degrees, and how pipeline, tensor and expert parallelism divide a model
+offload   what leaves the device
+rules     what settings cannot be together, once for files, engines and plans
+optimizer names of those that a file asks for
+declaring how a key says its default, meaning and range
+sizes     bytes as people write them
+"""
+
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.zero import PRECISIONS, Zero
+
+__all__ = ["PRECISIONS", "Mesh", "Offload", "Zero"]

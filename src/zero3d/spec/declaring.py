@@ -1,0 +1,57 @@
+"""How a key of a section is declared, once: default, meaning, what is allowed; and how settings are typed. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any
+
+from zero3d.errors import ConfigError, short
+
+Write = Callable[[str, Any], str]  # how the caller types a setting
+KEYWORDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # not the last word
+
+
+def key(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field: its default, what it means, and what is allowed.
+
+    least, most     closed bounds
+    above, below    open bounds
+    choices         the allowed words; K in "every:K" stands for a whole number from 1
+    """
+    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata=metadata)
+
+
+def check_choices(section: str, record: Any, write: Write) -> None:
+    """Raise ConfigError where a field of a section is none of the words that it may be."""
+    for each in fields(record):
+        value, choices = getattr(record, each.name), each.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            asked = write(f"{section}.{each.name}", short(value) if isinstance(value, str) else value)
+            raise ConfigError(f"{asked} is unknown: type one of {', '.join(choices)}.")
+
+
+def in_file(key: str, value: Any) -> str:
+    """Write a setting as in a file or an override: zero.exact=true."""
+    words = {True: "true", False: "false", None: "null"}
+    return f"{key}={words[value] if isinstance(value, (bool, type(None))) else value}"
+
+
+def as_keyword(key: str, value: Any) -> str:
+    """Write a setting as a keyword of an Engine: exact=True. Those of offload are keys of a mapping: as in a file."""
+    section, _, name = key.rpartition(".")
+    if section == "offload":
+        return in_file(key, value)
+    told = {"true": True, "false": False, "null": None}.get(value, value) if isinstance(value, str) else value
+    number = isinstance(told, str) and told.isdigit()
+    return f"{KEYWORDS.get(key, name)}={told if number else repr(told)}"

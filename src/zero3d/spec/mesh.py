@@ -1,0 +1,44 @@
+"""How a pipeline, the tensor-parallel axis and the axis of experts divide a model. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero3d.spec.declaring import key
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # gradients of inputs and of weights apart
+EXPERTS = EXACT, FAST = ("exact", "fast")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees; their product is the number of ranks."""
+
+    dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
+    tp: int | None = key(None, "tensor-parallel degree", least=1)
+    pp: int | None = key(None, "pipeline-parallel degree", least=1)
+    ep: int | None = key(None, "neighbours on dp that share the experts of a mixture out; divides dp", least=1)
+    experts: str = key(
+        "exact",
+        "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
+        "ep 1; fast, one product of all",
+        choices=EXPERTS,
+    )
+    ep_plan: Mapping[str, str] | None = key(
+        None, "which modules and parameters are experts, as names and styles that win over the model's own plan"
+    )
+    schedule: str | None = key(
+        None,
+        "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
+        choices=SCHEDULES,
+    )
+    tp_plan: Mapping[str, str] | None = key(
+        None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
+    )
+    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
+    partition_activations: bool = key(
+        False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
+    )
+    blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")

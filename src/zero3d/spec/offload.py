@@ -1,0 +1,116 @@
+"""Where model states and activations are kept when they are not in use, as the caller asks for it. No torch.
+
+    Offload(optimizer="host", moments="bf16")     as `Engine(offload=...)`, or the section `offload` of a run's file
+    Offload.of({"optimizer": "host"})             the same keys in a mapping
+
+    optimizer    masters and optimizer states of trainable parameters
+    params       weights that no forward or backward needs now (stage 3)
+    gradients    reduced gradients on their way to the update (stages 2 and 3)
+    activations  inputs of recomputed blocks
+    fraction     share of the records' bytes that leave the device, in (0, 1]: whole records, last-needed first
+    directory    for what is on a disk
+    moments      in which Adam's are kept: bf16 ones are rounded at random, and are not bitwise those of fp32
+    executor     of updates: on the device, through which records pass, or on the host
+    host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
+
+What cannot be together is in `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from zero3d.errors import ConfigError, short
+from zero3d.spec.declaring import check_choices, in_file, key
+from zero3d.spec.sizes import parse_size
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+AUTO = "auto"
+HOST_BUDGET = "offload.host_budget"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What leaves the device while it is not in use: ZeRO-Offload and ZeRO-Infinity, with the same bits."""
+
+    optimizer: str = key(
+        "none",
+        "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
+        "on a disk, as a run says with the arithmetic",
+        choices=("none", HOST, DISK, AUTO),
+    )
+    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", HOST, DISK))
+    gradients: str = key(
+        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=(AUTO, DEVICE, HOST)
+    )
+    activations: str = key("none", "where inputs of recomputed blocks are", choices=("none", HOST))
+    fraction: float = key(
+        1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
+    )
+    directory: str | None = key(None, "a folder on a local disk for what is on one; by default OUTPUT/offload")
+    moments: str = key(
+        "fp32",
+        "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
+        "the same",
+        choices=("fp32", "bf16"),
+    )
+    executor: str = key(
+        "auto", "updates states on the device, through which they pass, or on the host", choices=(AUTO, DEVICE, HOST)
+    )
+    host_budget: int | str | None = key(
+        None,
+        "bytes that all ranks of a host may take together, or a text such as 64GB (decimal units); by default what is "
+        "available",
+    )
+
+    @classmethod
+    def of(cls, value: Offload | Mapping[str, Any] | None) -> Offload:
+        """Accept a record, a mapping of its keys, or None. Raises ConfigError, which names key and choices."""
+        if value is None:
+            return cls()
+        if isinstance(value, Mapping):
+            names = [each.name for each in fields(cls)]
+            for asked in value:
+                if asked not in names:
+                    near = get_close_matches(str(asked), names, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise ConfigError(f"offload has no key {short(asked)!r}: it has {', '.join(names)}.{hint}")
+            value = cls(**value)
+        if not isinstance(value, cls):
+            raise ConfigError(
+                f"offload={short(value)!r}: pass a mapping such as {{'optimizer': 'host'}}, or a zero3d.Offload."
+            )
+        return value._checked()
+
+    def _checked(self) -> Offload:
+        check_choices("offload", self, in_file)
+        share = self.fraction
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(
+                f"offload.fraction={short(share)!r}: type a number above 0, up to 1, the share of bytes that leave the "
+                "device (none of them: offload.optimizer=none)."
+            )
+        if not isinstance(self.directory, (str, Path, NoneType)):
+            raise ConfigError(f"offload.directory={short(self.directory)!r} is no folder: pass a path.")
+        budget = None if self.host_budget is None else parse_size(self.host_budget, HOST_BUDGET)
+        directory = None if self.directory is None else str(self.directory)
+        return replace(self, host_budget=budget, directory=directory)
+
+    @property
+    def states(self) -> bool:
+        """Whether optimizer states or weights leave the device."""
+        return self.optimizer != "none" or self.params != "none"
+
+    def release(self, asked: str) -> str:
+        """Return when gathered parameters are given back: "auto" is every_use where they have a place to go to."""
+        return "every_use" if asked == "auto" and self.params != "none" else asked
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything is kept on a disk."""
+        return DISK in (self.optimizer, self.params)

@@ -1,0 +1,3 @@
+"""The optimizers that a file names. No torch."""
+
+NAMES = ADAMW, MUON, EIGHT_BIT = ("adamw", "muon", "adamw8bit")

@@ -1,0 +1,243 @@
+"""Settings that cannot be together: each such refusal once, for files, engines and plans. No torch.
+
+A rule has the key that a refusal names, when it is broken, and why, with what to type instead. In its text a setting in
+braces is written as the caller types it:
+
+                         in a file                  as a keyword of an Engine
+    {zero.master}        zero.master=split          master='split'             what was asked for
+    {zero.master=fp32}   zero.master=fp32           master='fp32'              what to type
+
+What follows from a model, or from the number of ranks, is checked where those are known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from zero3d.errors import ConfigError
+from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
+from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS, Mesh
+from zero3d.spec.offload import AUTO, DISK, HOST, Offload
+from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.zero import Zero
+
+SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The settings that rules are about; degrees that are not known yet are None, and count as 1.
+
+    activations  recomputation, None where it is not known
+    optimizer    adamw, muon, adamw8bit; None for a builder of one's own
+    """
+
+    zero: Zero = field(default_factory=Zero)
+    offload: Offload = field(default_factory=Offload)
+    mesh: Mesh = field(default_factory=Mesh)
+    precision: str = "bf16"
+    activations: str | None = None
+    optimizer: str | None = None
+    ema: float | None = None
+    replay: int = 0
+
+    @property
+    def ep(self) -> int:
+        return self.mesh.ep or 1
+
+    @property
+    def pp(self) -> int:
+        return self.mesh.pp or 1
+
+
+class Rule(NamedTuple):
+    """A combination that is refused."""
+
+    key: str
+    broken: Callable[[Spec], bool]
+    text: str
+
+
+def _on_a_disk(name: str) -> Rule:
+    return Rule(
+        f"offload.{name}",
+        lambda s: getattr(s.offload, name) == DISK and s.offload.directory is None,
+        f"{{offload.{name}}} needs a folder: type {{offload.directory=FOLDER}} on a local disk.",
+    )
+
+
+def _of_states_that_stay(name: str, value: str) -> Rule:
+    return Rule(
+        f"offload.{name}",
+        lambda s: getattr(s.offload, name) == value and s.offload.optimizer == "none",
+        f"{{offload.{name}}} is of optimizer states off the device, and offload.optimizer is none: type "
+        f"{{offload.optimizer=host}}, or leave offload.{name} out.",
+    )
+
+
+def _of_recomputed_blocks(key: str, asked: Callable[[Spec], bool]) -> Rule:
+    return Rule(
+        key,
+        lambda s: s.activations == "none" and asked(s),
+        f"{key} is about the inputs of recomputed blocks, and none is recomputed: type activations=full, or leave it "
+        "out.",
+    )
+
+
+RULES = (
+    Rule(
+        "zero.master",
+        lambda s: s.zero.master == "split" and s.precision != "bf16",
+        "{zero.master} keeps masters as bf16 weights and 16-bit remainders, and {precision} has no such weights: type "
+        "{precision=bf16}, or {zero.master=fp32}.",
+    ),
+    Rule(
+        "zero.reduce",
+        lambda s: s.zero.reduce == "every_micro_batch" and s.zero.stage < 2,
+        "{zero.reduce} keeps only a gradient shard, which is stage 2; {zero.stage} holds whole gradients: type "
+        "{zero.stage=2}, or {zero.reduce=every_step}.",
+    ),
+    Rule(
+        "zero.reduce_dtype",
+        lambda s: s.precision != "fp64" and s.zero.reduce_dtype not in ("fp32", s.precision),
+        "{zero.reduce_dtype} cannot carry gradients of {precision} exactly: type {zero.reduce_dtype=fp32}.",
+    ),
+    Rule(
+        "zero.reduce_dtype",
+        lambda s: s.zero.exact and s.precision not in ("fp32", "fp64") and s.zero.reduce_dtype != "fp32",
+        "{zero.exact} adds gradients up in fp32, and {zero.reduce_dtype} asks for less: leave it out. Gradients of one "
+        "micro-batch travel in the compute dtype all the same.",
+    ),
+    Rule(
+        "zero.reduce",
+        lambda s: s.zero.exact and s.pp > 1 and s.zero.reduce == "every_micro_batch",
+        "{zero.exact} in a pipeline ({mesh.pp}) sums a rank's micro-batches before those of others: leave "
+        "{zero.reduce} out.",
+    ),
+    Rule(
+        "zero.gather_budget",
+        lambda s: s.zero.gather_budget is not None and s.zero.stage == 3 and s.zero.release == "every_step",
+        "{zero.gather_budget} gathers a few tiles at a time, and {zero.release} keeps all that were gathered until the "
+        "step ends: leave one of them out.",
+    ),
+    Rule(
+        "zero.gather_budget",
+        lambda s: (
+            s.zero.gather_budget is not None and s.zero.stage == 3 and s.pp > 1 and s.mesh.schedule in SPLIT_BACKWARDS
+        ),
+        "{zero.gather_budget} with {mesh.schedule}, whose weight phase needs all weights of a model chunk gathered: "
+        "type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}, or leave {zero.gather_budget} out.",
+    ),
+    Rule(
+        "mesh.experts",
+        lambda s: s.mesh.experts == FAST and s.zero.exact,
+        "{mesh.experts} adds up what the tokens of several ranks give in one product, whose bits depend on ep, and "
+        "{zero.exact} wants the same ones at any: type {mesh.experts=exact}.",
+    ),
+    Rule(
+        "mesh.schedule",
+        lambda s: s.ep > 1 and s.pp > 1 and s.mesh.schedule in SPLIT_BACKWARDS,
+        "{mesh.ep} in a pipeline whose schedule takes gradients of weights apart from those of inputs "
+        "({mesh.schedule}) is not built: type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}.",
+    ),
+    Rule(
+        "mesh.sequence_parallel",
+        lambda s: s.ep > 1 and s.mesh.sequence_parallel,
+        "{mesh.ep} sends whole tokens, and {mesh.sequence_parallel} leaves a rank parts of a sequence: type "
+        "{mesh.sequence_parallel=false}, or {mesh.ep=1}.",
+    ),
+    Rule(
+        "mesh.partition_activations",
+        lambda s: s.mesh.partition_activations and (s.mesh.tp or 1) == 1,
+        "{mesh.partition_activations} cuts the inputs of recomputed blocks over tp, and tp is 1: type {mesh.tp=2} or "
+        "more, {offload.activations=host} to keep them on the host, or leave it out.",
+    ),
+    _of_recomputed_blocks("offload.activations", lambda s: s.offload.activations != "none"),
+    _of_recomputed_blocks("mesh.partition_activations", lambda s: s.mesh.partition_activations),
+    Rule(
+        "health.replay",
+        lambda s: s.replay > 0 and s.ep > 1,
+        "{health.replay} has a neighbour compute a rank's micro-batch once more, and with {mesh.ep} that one has other "
+        "experts: leave {health.replay} out.",
+    ),
+    Rule(
+        "train.ema",
+        lambda s: s.ema is not None and s.offload.states,
+        "{train.ema} keeps averages beside states on the device, and with {offload.optimizer} and {offload.params} "
+        "states leave it: type {offload.optimizer=none} {offload.params=none}, or {train.ema=null}.",
+    ),
+    Rule(
+        "offload.optimizer",
+        lambda s: s.optimizer == EIGHT_BIT and s.offload.states,
+        "{optimizer.name} keeps moments of 8 bits on the device, and with {offload.optimizer} and {offload.params} "
+        "states leave it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
+    ),
+    Rule(
+        "precision",
+        lambda s: s.optimizer == EIGHT_BIT and s.precision == "fp64",
+        "{optimizer.name} updates fp32 masters, and {precision} has none: type {precision=bf16}, or use AdamW.",
+    ),
+    Rule(
+        "offload.params",
+        lambda s: s.offload.params != "none" and s.zero.stage != 3,
+        "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "
+        "{offload.params=none}.",
+    ),
+    Rule(
+        "offload.gradients",
+        lambda s: s.offload.gradients == HOST and s.zero.stage in (0, 1),
+        "{offload.gradients} with {zero.stage}, whose gradients are summed on the device once a step: type "
+        "{zero.stage=2} or 3, or {offload.gradients=device}.",
+    ),
+    _on_a_disk("optimizer"),
+    _on_a_disk("params"),
+    _of_states_that_stay("moments", "bf16"),
+    _of_states_that_stay("executor", HOST),
+    Rule(
+        "offload.gradients",
+        lambda s: s.offload.gradients == HOST and s.offload.optimizer == "none",
+        "{offload.gradients} brings gradients to where states are updated, and offload.optimizer is none: type "
+        "{offload.optimizer=host}, or {offload.gradients=device}.",
+    ),
+    Rule(
+        "offload.moments",
+        lambda s: s.offload.optimizer == AUTO and s.offload.moments == "bf16",
+        "{offload.moments} with {offload.optimizer}: the training would depend on whether states fit the device, where "
+        "moments are fp32: type {offload.optimizer=host}, or {offload.moments=fp32}.",
+    ),
+    Rule(
+        "offload.fraction",
+        lambda s: s.offload.optimizer == AUTO and s.offload.fraction != 1,
+        "{offload.fraction} with {offload.optimizer}, which finds the fraction itself: leave it out, or type "
+        "{offload.optimizer=host}.",
+    ),
+)
+
+
+def refusals(spec: Spec, write: Write = in_file) -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of every rule that is broken; `write` is how the caller types settings."""
+    for rule in RULES:
+        if rule.broken(spec):
+            yield rule.key, SETTING.sub(lambda found: write(found[1], _value(spec, found[1], found[2])), rule.text)
+
+
+def check(spec: Spec, write: Write = as_keyword) -> None:
+    """Raise ConfigError for a choice that is none, and else with the first rule that is broken."""
+    for section in ("zero", "offload", "mesh"):
+        check_choices(section, getattr(spec, section), write)
+    for _, why in refusals(spec, write):
+        raise ConfigError(why)
+
+
+def _value(spec: Spec, key: str, told: str | None) -> Any:
+    return attrgetter(KEYWORDS.get(key, key))(spec) if told is None else told
+
+
+def as_markdown() -> str:
+    """Return all rules as a table, with settings by their keys in a file."""
+    rows = [f"| `{rule.key}` | {SETTING.sub(lambda found: f'`{found[0][1:-1]}`', rule.text)} |" for rule in RULES]
+    return "\n".join(["| key | what is refused, and what to type |", "|---|---|", *rows]) + "\n"

@@ -1,0 +1,39 @@
+"""ZeRO: what the data-parallel ranks shard, and when and how gradients are reduced. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero3d.spec.declaring import key
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What the data-parallel ranks shard."""
+
+    stage: int = key(3, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters", least=0, most=3)
+    reduce_dtype: str = key("fp32", "in which gradients are reduced", choices=PRECISIONS)
+    release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
+    reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
+    reduce_scatter: str = key(
+        "auto",
+        "how gradients are summed: their 16-bit terms sent and added in rank order (all-to-all), or by the backend "
+        "(native); auto: the first where it sends no more bytes between hosts",
+        choices=("auto", "native", "all-to-all"),
+    )
+    master: str = key(
+        "fp32",
+        "how masters of bf16 weights are kept: in fp32, or as a 16-bit remainder beside the weight, 2 bytes less per "
+        "parameter with the same bits (split)",
+        choices=("fp32", "split"),
+    )
+    gather_budget: int | str | None = key(
+        None,
+        "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
+        "gathered and multiplied in tiles; by default none are",
+    )
+    exact: bool = key(
+        False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
+    )

@@ -1,0 +1,162 @@
+"""Settings that cannot be together: a case for each rule, in the words of files, engines and plans."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+from models import build
+
+import zero3d
+from zero3d.config import load
+from zero3d.errors import ConfigError
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.spec.declaring import as_keyword, in_file
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.rules import RULES, Spec, as_markdown, check, refusals
+from zero3d.spec.zero import Zero
+
+ROOT = Path(__file__).parents[2]
+TABLE = [  # for each rule in its place: what breaks it and no other, and how a file's refusal begins and ends
+    (Spec(Zero(master="split"), precision="fp32"),
+     "zero.master=split keeps masters", "precision=fp32 has no such weights: type precision=bf16, or zero.master=fp32."),
+    (Spec(Zero(1, reduce="every_micro_batch")),
+     "zero.reduce=every_micro_batch keeps", "type zero.stage=2, or zero.reduce=every_step."),
+    (Spec(Zero(reduce_dtype="bf16"), precision="fp32"),
+     "zero.reduce_dtype=bf16 cannot carry", "exactly: type zero.reduce_dtype=fp32."),
+    (Spec(Zero(reduce_dtype="bf16", exact=True)),
+     "zero.exact=true adds", "travel in the compute dtype all the same."),
+    (Spec(Zero(reduce="every_micro_batch", exact=True), mesh=Mesh(pp=2)),
+     "zero.exact=true in a pipeline (mesh.pp=2)", "leave zero.reduce=every_micro_batch out."),
+    (Spec(Zero(gather_budget="64MB", release="every_step")),
+     "zero.gather_budget=64MB gathers", "leave one of them out."),
+    (Spec(Zero(gather_budget="64MB"), mesh=Mesh(pp=2, schedule="zbv")),
+     "zero.gather_budget=64MB with mesh.schedule=zbv", "or leave zero.gather_budget=64MB out."),
+    (Spec(Zero(exact=True), mesh=Mesh(experts="fast")),
+     "mesh.experts=fast adds up", "type mesh.experts=exact."),
+    (Spec(mesh=Mesh(ep=2, pp=2, schedule="zero-bubble")),
+     "mesh.ep=2 in a pipeline", "type mesh.schedule=1f1b or mesh.schedule=interleaved."),
+    (Spec(mesh=Mesh(tp=2, ep=2, sequence_parallel=True)),
+     "mesh.ep=2 sends whole tokens", "type mesh.sequence_parallel=false, or mesh.ep=1."),
+    (Spec(mesh=Mesh(partition_activations=True)),
+     "mesh.partition_activations=true cuts", "or leave it out."),
+    (Spec(offload=Offload(activations="host"), activations="none"),
+     "offload.activations is about", "type activations=full, or leave it out."),
+    (Spec(mesh=Mesh(tp=2, partition_activations=True), activations="none"),
+     "mesh.partition_activations is about", "type activations=full, or leave it out."),
+    (Spec(mesh=Mesh(ep=2), replay=5),
+     "health.replay=5 has a neighbour", "leave health.replay=5 out."),
+    (Spec(offload=Offload(params="host"), ema=0.999),
+     "train.ema=0.999 keeps averages", "type offload.optimizer=none offload.params=none, or train.ema=null."),
+    (Spec(offload=Offload(optimizer="host"), optimizer="adamw8bit"),
+     "optimizer.name=adamw8bit keeps moments", "or AdamW with offload.moments=bf16."),
+    (Spec(precision="fp64", optimizer="adamw8bit"),
+     "optimizer.name=adamw8bit updates fp32 masters", "type precision=bf16, or use AdamW."),
+    (Spec(Zero(2), Offload(params="host")),
+     "offload.params=host with zero.stage=2", "type zero.stage=3, or offload.params=none."),
+    (Spec(Zero(1), Offload("host", gradients="host")),
+     "offload.gradients=host with zero.stage=1", "type zero.stage=2 or 3, or offload.gradients=device."),
+    (Spec(offload=Offload("disk")),
+     "offload.optimizer=disk needs a folder", "type offload.directory=FOLDER on a local disk."),
+    (Spec(offload=Offload(params="disk")),
+     "offload.params=disk needs a folder", "type offload.directory=FOLDER on a local disk."),
+    (Spec(offload=Offload(moments="bf16")),
+     "offload.moments=bf16 is of", "type offload.optimizer=host, or leave offload.moments out."),
+    (Spec(offload=Offload(executor="host")),
+     "offload.executor=host is of", "type offload.optimizer=host, or leave offload.executor out."),
+    (Spec(offload=Offload(gradients="host")),
+     "offload.gradients=host brings", "type offload.optimizer=host, or offload.gradients=device."),
+    (Spec(offload=Offload("auto", moments="bf16")),
+     "offload.moments=bf16 with offload.optimizer=auto", "type offload.optimizer=host, or offload.moments=fp32."),
+    (Spec(offload=Offload("auto", fraction=0.5)),
+     "offload.fraction=0.5 with offload.optimizer=auto", "leave it out, or type offload.optimizer=host."),
+]  # fmt: skip
+OF_FILES = [row for row in TABLE if not (row[0].offload.uses_disk or row[0].offload.directory)]  # which name a folder
+OF_ENGINES = [
+    row for row in TABLE if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is None
+]
+
+
+def told(spec, write):
+    ((_, words),) = refusals(spec, write)
+    return words
+
+
+@pytest.mark.parametrize("number", range(len(RULES)), ids=[rule.key for rule in RULES])
+def test_a_rule_is_broken_alone_and_says_what_to_type(number):
+    spec, begins, ends = TABLE[number]
+    assert [rule.broken(spec) for rule in RULES].index(True) == number
+    words = told(spec, in_file)
+    assert words.startswith(begins)
+    assert words.endswith(ends)
+    with pytest.raises(ConfigError) as refused:
+        check(spec, in_file)
+    assert str(refused.value) == words
+
+
+def test_every_rule_has_its_case_and_the_defaults_break_none():
+    assert len(TABLE) == len(RULES)
+    assert not list(refusals(Spec()))
+    for optimizer in ("adamw", "muon", "adamw8bit"):
+        assert not list(refusals(Spec(activations="none", optimizer=optimizer)))
+
+
+@pytest.mark.parametrize(("spec", "begins", "_"), OF_FILES)
+def test_a_file_is_refused_in_these_words(spec, begins, _):
+    tree = {name: asdict(getattr(spec, name)) for name in ("zero", "offload", "mesh")}
+    tree |= {"precision": spec.precision, "activations": spec.activations or "full"}
+    tree |= {
+        "optimizer": {"name": spec.optimizer or "adamw"},
+        "train": {"ema": spec.ema},
+        "health": {"replay": spec.replay},
+    }
+    with pytest.raises(ConfigError) as refused:
+        load(tree)
+    assert str(refused.value).startswith(told(spec, in_file))
+
+
+@pytest.mark.parametrize(("spec", "begins", "_"), OF_ENGINES)
+def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
+    of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in ("dp", "tp", "pp", "ep")}
+    keywords = asdict(spec.zero) | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
+    with pytest.raises(ConfigError) as refused:
+        zero3d.Engine(build("net"), offload=spec.offload, **keywords)
+    assert str(refused.value) == told(spec, as_keyword)
+
+
+def test_a_plan_is_refused_in_these_words():
+    plan = ParallelPlan(master="split", precision="fp32")
+    model = ModelSpec("none", (), 8, 8, 8, 8, 8)
+    with pytest.raises(ConfigError) as refused:
+        evaluate(model, cluster("a100-80", 1), plan)
+    assert str(refused.value) == told(TABLE[0][0], in_file)
+
+
+def test_settings_are_written_as_they_are_typed():
+    assert in_file("zero.exact", True) == "zero.exact=true"
+    assert in_file("train.ema", None) == "train.ema=null"
+    assert as_keyword("zero.exact", True) == as_keyword("zero.exact", "true") == "exact=True"
+    assert as_keyword("train.ema", "null") == "ema=None"
+    assert as_keyword("mesh.tp", "2") == as_keyword("mesh.tp", 2) == "tp=2"
+    assert as_keyword("offload.params", "none") == "offload.params=none"
+
+
+def test_a_choice_that_is_none_is_named_with_those_that_are():
+    with pytest.raises(
+        ConfigError, match=r"^zero\.release=never is unknown: type one of auto, every_use, every_step\.$"
+    ):
+        check(Spec(Zero(release="never")), in_file)
+    with pytest.raises(ConfigError, match=r"^schedule='dualpipe' is unknown: type one of gpipe, 1f1b, "):
+        check(Spec(mesh=Mesh(schedule="dualpipe")))
+
+
+def test_what_a_rule_names_is_a_setting():
+    known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
+             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name"}  # fmt: skip
+    assert {rule.key for rule in RULES} <= known
+
+
+def test_the_page_of_configurations_has_all_rules():
+    assert as_markdown() in (ROOT / "docs" / "config.md").read_text()
