@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "zero3d"
 
@@ -349,6 +351,13 @@ def test_every_where_is_row_resolves():
                 found = [n for n in scope if getattr(n, "name", None) == part or part in assigned(n)]
                 assert found, f"{question}: {symbol} is not in {file}"
                 scope = getattr(found[0], "body", [])
+
+
+def test_the_files_that_answer_a_readers_questions_are_there():
+    questions = yaml.safe_load((ROOT / "tests" / "map" / "questions.yaml").read_text())
+    assert len(questions) == 20
+    missing = [file for each in questions for file in each["files"] if not (SRC / file).is_file()]
+    assert not missing
 
 
 def assigned(node):
