@@ -24,7 +24,7 @@ CASE = Case(stage=2)
 
 
 @pytest.mark.parametrize(("offload", "stage", "says"), [
-    ({"optimizer": "disk"}, 2, "offload.optimizer=disk needs a folder: pass offload.directory=FOLDER"),
+    ({"optimizer": "disk"}, 2, "offload.optimizer=disk needs a folder: type offload.directory=FOLDER"),
     ({"params": "disk"}, 3, "offload.params=disk needs a folder"),
     ({"params": "host"}, 2, "offload.params=host with stage=2"),
     ({"optimizer": "host", "gradients": "host"}, 1, "offload.gradients=host with stage=1"),

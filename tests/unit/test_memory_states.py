@@ -43,9 +43,9 @@ def test_averages_of_a_file_are_in_its_plan_in_the_copy_of_its_saves_and_in_the_
     assert load(train_config(model_of(), averaged, "demo", None)).train.ema == 0.99
     assert load(train_config(model_of(), plain, "demo", None)).train.ema is None
     for away in ("optimizer", "params"):
-        with pytest.raises(ConfigError, match=rf"offload\.{away}=host moves states off it: type offload\.{away}=none"):
+        with pytest.raises(ConfigError, match=rf"offload\.{away}=host .*states leave it: type offload\.optimizer=none"):
             load({"train": {"ema": 0.99}, "offload": {away: "host"}})
-    with pytest.raises(ConfigError, match="averages of weights are kept on the device"):
+    with pytest.raises(ConfigError, match=r"offload\.optimizer=host and .*states leave it"):
         states(model_of(), replace(averaged, offload="host"))
 
 

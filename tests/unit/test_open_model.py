@@ -116,7 +116,7 @@ def test_a_parameter_that_the_initialiser_leaves_out_is_refused():
 
     weights = RandomWeights(Scaled().to("meta"), seed=3)
     assert weights("inner.weight", whole((4, 4))).eq(1).all()
-    with pytest.raises(ConfigError, match="_init_weights gives 1 of 3 parameters no values, first 'gain'"):
+    with pytest.raises(ConfigError, match="_init_weights gives 1 of 1 parameters no values, first 'gain'"):
         weights("gain", whole((4,)))
 
 

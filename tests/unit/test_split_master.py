@@ -299,7 +299,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_allocated(options, m
 
 
 def test_a_plan_that_cannot_be_split_is_refused():
-    with pytest.raises(zero3d.ConfigError, match=r"master='split' keeps .* and precision='fp16'"):
+    with pytest.raises(zero3d.ConfigError, match=r"zero\.master=split keeps .* and precision=fp16"):
         states(model_of(), ParallelPlan(master="split", precision="fp16"))
 
 

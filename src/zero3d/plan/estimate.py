@@ -14,12 +14,10 @@ from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.search import ep_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
-from zero3d.plan.states import settled
+from zero3d.plan.states import check_rules, settled
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
-from zero3d.spec.declaring import in_file
-from zero3d.spec.rules import check
 from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -41,7 +39,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
-        check(plan.settings, in_file)
+        check_rules(plan)
         plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check_degrees(model, cluster, plan)
     plan = chosen_executor(settled(plan, cluster), cluster)

@@ -29,8 +29,10 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.matrices import moments_of, segments_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.spec.declaring import in_file
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.rules import check
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import (
     NO_BYTES,
@@ -92,6 +94,12 @@ class States(NamedTuple):
         return self.device.total
 
 
+@lru_cache(maxsize=1 << 12)
+def check_rules(plan: ParallelPlan) -> None:
+    """Refuse settings that an engine would refuse together. Raises ConfigError."""
+    check(plan.settings, in_file)
+
+
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
     """Return what an engine holds on rank `dp_rank` of stage `pp_stage`. Raises ConfigError for what it refuses.
 
@@ -106,17 +114,7 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
             "device at stage 3 that are released after every use. Pass zero.stage=3 and zero.release=every_use, or "
             "offload.params=none."
         )
-    if plan.optimizer == EIGHT_BIT and tiers.states:
-        raise ConfigError(
-            f"optimizer.name=adamw8bit with offload.optimizer={tiers.optimizer} and offload.params={tiers.params}: "
-            "moments of 8 bits are kept on the device. Pass none for both, or optimizer.name=adamw."
-        )
-    if plan.averages and tiers.states:
-        raise ConfigError(
-            f"train.ema={plan.ema} with offload.optimizer={tiers.optimizer} and offload.params={tiers.params}: "
-            "averages of weights are kept on the device. Pass offload.optimizer=none and offload.params=none, "
-            "or train.ema=null."
-        )
+    check_rules(plan)
     return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
 
 
