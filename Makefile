@@ -1,6 +1,6 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
-# make test      what CI runs: lint, types, tests                  (8 minutes on 2 quiet cores)
+# make test      what CI runs: lint, types, tests                  (10 minutes on 2 slow, quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
 # make test-all  all tests, the longer ones too                    (an hour and a half by tests/durations.json)
