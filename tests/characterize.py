@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SETTINGS = HERE / "characterize.yaml"
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
-MODELS = ("llama", "moe", "qwen3")  # saved as models/NAME
+MODELS = ("llama", "qwen3_moe", "qwen3")  # saved as models/NAME
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 

@@ -91,7 +91,7 @@ def _refuse_untrainable(model: nn.Module) -> None:
 
 
 def check_experts(model: nn.Module, mesh: Mesh, exact: bool) -> None:
-    """Refuse what cannot be together with experts on an axis of their own."""
+    """Refuse adapters on stacked experts whose gradients exact mode could not order over ep."""
     stacked = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
     if mesh.ep > 1 and exact and stacked:
         raise ConfigError(

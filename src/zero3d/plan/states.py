@@ -108,13 +108,12 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     tiers = replace(plan.tiers, executor="auto")
-    if tiers.params != "none" and (plan.stage != 3 or policies(plan)[0] == "every_step"):
-        raise ConfigError(
-            f"offload.params={tiers.params} with stage {plan.stage} and release {policies(plan)[0]}: weights leave the "
-            "device at stage 3 that are released after every use. Pass zero.stage=3 and zero.release=every_use, or "
-            "offload.params=none."
-        )
     check_rules(plan)
+    if tiers.params != "none" and policies(plan)[0] == "every_step":
+        raise ConfigError(
+            f"offload.params={tiers.params} with release every_step: weights leave the device that are released after "
+            "every use. Pass zero.release=every_use, or offload.params=none."
+        )
     return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
 
 

@@ -1,4 +1,4 @@
-"""What a run is, section by section: what a file declares, an Engine's keywords make, a plan emits. No torch.
+"""Declares the sections of a run once, for files, for keywords of an Engine, and for plans that are checked. No torch.
 
 zero      what data-parallel ranks shard, and how gradients are reduced
 mesh      degrees, and how pipeline, tensor and expert parallelism divide a model

@@ -1,4 +1,4 @@
-"""How a key of a section is declared, once: default, meaning, what is allowed; and how settings are typed. No torch."""
+"""Declares a key of a section once, and writes settings as their caller types them. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from zero3d.errors import ConfigError, short
 
 Write = Callable[[str, Any], str]  # how the caller types a setting
-KEYWORDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # not the last word
+KEYWORDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # not the key's last word
 
 
 def key(

@@ -1,4 +1,4 @@
-"""How a pipeline, the tensor-parallel axis and the axis of experts divide a model. No torch."""
+"""Declares the section `mesh`: degrees, and how pipeline, tensor and expert parallelism divide a model. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zero3d.spec.declaring import key
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # gradients of inputs and of weights apart
+SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # schedules that compute gradients of inputs and of weights apart
 EXPERTS = EXACT, FAST = ("exact", "fast")
 
 

@@ -1,4 +1,4 @@
-"""Where model states and activations are kept when they are not in use, as the caller asks for it. No torch.
+"""Declares the section `offload`: where model states and activations are kept while they are not in use. No torch.
 
     Offload(optimizer="host", moments="bf16")     as `Engine(offload=...)`, or the section `offload` of a run's file
     Offload.of({"optimizer": "host"})             the same keys in a mapping
@@ -103,7 +103,7 @@ class Offload:
 
     @property
     def states(self) -> bool:
-        """Whether optimizer states or weights leave the device."""
+        """Return whether optimizer states or weights leave the device."""
         return self.optimizer != "none" or self.params != "none"
 
     def release(self, asked: str) -> str:
@@ -112,5 +112,5 @@ class Offload:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything is kept on a disk."""
+        """Return whether optimizer states or weights are kept on a disk."""
         return DISK in (self.optimizer, self.params)

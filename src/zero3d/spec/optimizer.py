@@ -1,3 +1,3 @@
-"""The optimizers that a file names. No torch."""
+"""Names the optimizers that a file may ask for. No torch."""
 
 NAMES = ADAMW, MUON, EIGHT_BIT = ("adamw", "muon", "adamw8bit")

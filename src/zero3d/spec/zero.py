@@ -1,4 +1,4 @@
-"""ZeRO: what the data-parallel ranks shard, and when and how gradients are reduced. No torch."""
+"""Declares the section `zero`: what data-parallel ranks shard, when and how gradients are reduced. No torch."""
 
 from __future__ import annotations
 
