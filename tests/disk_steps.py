@@ -13,9 +13,9 @@ import signal
 import sys
 from pathlib import Path
 
-from zero3d.memory import direct_file
 from zero3d.memory.blocks import padded
-from zero3d.memory.disk_slab import DiskSlab
+from zero3d.offload import direct_file
+from zero3d.offload.disk_slab import DiskSlab
 
 RECORDS = {"embed": 1, "block.0": 4096, "block.1": 40_001, "norm": 4095, "head": 12_288}
 CALLS = ("pwritev", "fdatasync", "fsync", "replace", "open", "unlink")

@@ -41,15 +41,15 @@ from instruments.races import COMPUTE, Buffer, LabellingArena, Model, Operations
 from zero3d.checkpoint import restore
 from zero3d.distributed.axis import Axis
 from zero3d.engine import tiers
-from zero3d.memory import ring
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.record_file import RecordFile
 from zero3d.memory.threads import Threads
+from zero3d.offload import executors, ring
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.record_file import RecordFile
+from zero3d.offload.updates import RecordUpdates
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
-from zero3d.zero import executors, optimizer, streams
-from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero import optimizer, streams
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.weights import Weights
 
@@ -379,8 +379,8 @@ def _noted(model: HostModel) -> Iterator[Replacement]:
     update, gather, ready = RecordUpdates._update_buckets, Weights.gather, Weights.ready
     prefetch, flush = RecordUpdates.prefetch, Reductions.flush
 
-    def updated(updates: Any, unit: Any, portions: Any) -> None:
-        update(updates, unit, portions)
+    def updated(updates: Any, unit: Any, buckets: Any) -> None:
+        update(updates, unit, buckets)
         model.note(UPDATED, unit.name)
 
     def gathered(weights: Any) -> None:

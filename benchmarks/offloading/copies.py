@@ -18,8 +18,8 @@ import torch
 
 from offloading.turns import at_least, in_turns, rates
 from zero3d.memory.budget import host_budget
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.records import Record
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.records import Record
 
 TARGET = 0.95  # of ordinary memory's rate
 CPU = torch.device("cpu")

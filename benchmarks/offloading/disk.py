@@ -25,10 +25,10 @@ import torch
 from offloading.turns import at_least, in_turns, rates
 from zero3d.errors import ConfigError
 from zero3d.memory.budget import host_budget
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.records import Record
-from zero3d.memory.ring import DiskTier, Ring, ring_buffers
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.records import Record
+from zero3d.offload.ring import DiskTier, Ring, ring_buffers
 
 TARGET = 0.80  # of the disk's limit
 RECORDS = 16

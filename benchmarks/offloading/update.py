@@ -23,9 +23,9 @@ from torch import Tensor
 from offloading.turns import at_least, in_turns, rates
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch
+from zero3d.offload.host_adam import AdamRule, BucketPiece, BucketStates, HostExecutor
+from zero3d.offload.rounding import Draw, noise_table, round_to_bf16
 from zero3d.precision import cast_all, join_master, split_master
-from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
-from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
 RULE = AdamRule(lr=1e-4, weight_decay=0.01)
 PIECE = 1 << 22  # elements of a parameter

@@ -40,6 +40,7 @@ LAYERS = {
         "pipeline",
         "checkpoint",
         "optim",
+        "offload",
     ),
     "engine": ("engine", "setup"),
     "tools": ("plan", "sim", "train", "page", "doctor", "integrations", "cli"),

@@ -571,7 +571,7 @@ def test_masters_of_a_model_in_parts_are_not_shown(ranks):
 def test_a_model_without_room_changes_nothing(monkeypatch):
     from zero3d import OutOfBudget
     from zero3d.engine import assembly
-    from zero3d.memory.auto_place import Room
+    from zero3d.offload.auto_place import Room
 
     model = nn.Linear(4, 4)
     engine = Engine(model, precision="fp32", accumulate=2)

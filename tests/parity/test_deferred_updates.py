@@ -17,9 +17,9 @@ from torch import nn
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.memory.record_store import RecordStore
+from zero3d.offload.record_store import RecordStore
+from zero3d.offload.updates import RecordUpdates
 from zero3d.zero.arriving import ArrivingParameter
-from zero3d.zero.record_updates import RecordUpdates
 from zero3d.zero.reductions import Reductions
 
 HOST, DISK = "host, device updates", "disk"
@@ -93,7 +93,7 @@ def logged(engine):
 def test_a_forward_begins_after_its_units_update_and_before_those_of_later_units(tmp_path, place, stage):
     with engine_of(place, tmp_path, stage) as engine:
         engine.train_batch(given(0), wait=False)
-        units = [unit.name for unit in engine.optimizer.updates.portions]
+        units = [unit.name for unit in engine.optimizer.updates.buckets]
         assert due(engine) == units
         with logged(engine) as log:
             engine.train_batch(given(1), wait=False)
@@ -107,7 +107,7 @@ def test_a_forward_begins_after_its_units_update_and_before_those_of_later_units
         later = units[units.index(unit) + 1 + ahead :]
         assert all(forward[unit] < updated[other] for other in later), unit
     assert len([event for event in log if event[0] == "updated"]) == sum(
-        map(len, engine.optimizer.updates.portions.values())
+        map(len, engine.optimizer.updates.buckets.values())
     )
 
 

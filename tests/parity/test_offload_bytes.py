@@ -18,10 +18,10 @@ from torch import nn
 
 import zero3d
 from zero3d.memory.arena import TRANSIENT
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.ring import Ring
-from zero3d.zero.host_update import CHUNK
-from zero3d.zero.rounding import TILE
+from zero3d.offload.host_adam import CHUNK
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.ring import Ring
+from zero3d.offload.rounding import TILE
 
 AWAY = [place for place in PLACES if place != RESIDENT]
 

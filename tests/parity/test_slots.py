@@ -23,8 +23,8 @@ import zero3d
 import zero3d.train.run
 from zero3d.checkpoint import slots
 from zero3d.errors import CheckpointError
-from zero3d.memory import commit_file
-from zero3d.memory.disk_slab import DiskSlab
+from zero3d.offload import commit_file
+from zero3d.offload.disk_slab import DiskSlab
 from zero3d.spec.offload import Offload
 from zero3d.train.folder import Folder
 from zero3d.train.offload import drop_leftovers

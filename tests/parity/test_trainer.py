@@ -510,7 +510,7 @@ def without_room(folder):
 
     from zero3d.engine import assembly
     from zero3d.integrations.transformers import Trainer
-    from zero3d.memory.auto_place import Room
+    from zero3d.offload.auto_place import Room
 
     with launched():
         model = hf("llama")

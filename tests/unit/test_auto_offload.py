@@ -11,8 +11,8 @@ from models import adamw, batch, build, loss_of
 import zero3d
 from zero3d.engine import auto_offload
 from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
-from zero3d.memory.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
 from zero3d.models.blocks import partition_all
+from zero3d.offload.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
 

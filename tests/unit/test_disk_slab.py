@@ -21,9 +21,9 @@ import pytest
 from disk_steps import OWNER, RECORDS, holds, memory, write_step
 
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget
-from zero3d.memory import direct_file, disk_slab
 from zero3d.memory.blocks import BLOCK, padded
-from zero3d.memory.disk_slab import DiskSlab, common_step
+from zero3d.offload import direct_file, disk_slab
+from zero3d.offload.disk_slab import DiskSlab, common_step
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -750,5 +750,5 @@ def test_a_slab_that_is_dropped_leaves_no_file_open(tmp_path):
 
 
 def test_no_torch_is_needed():
-    script = "import sys, zero3d.memory.disk_slab\nassert 'torch' not in sys.modules"
+    script = "import sys, zero3d.offload.disk_slab\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

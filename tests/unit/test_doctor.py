@@ -69,7 +69,7 @@ def test_a_torchvision_of_another_torch_is_named_before_transformers_fails_by_it
 
 
 def test_a_disk_without_direct_io_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero3d.memory.direct_file.DIRECT", 0)
+    monkeypatch.setattr("zero3d.offload.direct_file.DIRECT", 0)
     monkeypatch.setattr("zero3d.doctor.storage.FILE", 1 << 20)
     found = disk(Request(disk=str(tmp_path)))
     assert (found.verdict, found.figures["direct"]) == (WARNING, False)

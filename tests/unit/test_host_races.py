@@ -125,9 +125,9 @@ def through_staging(folder, without):
     from instruments.host_races import on_accelerator
 
     from zero3d.engine import tiers
-    from zero3d.memory.disk_slab import DiskSlab
-    from zero3d.memory.records import Record
-    from zero3d.memory.ring import DiskTier, Ring, ring_buffers
+    from zero3d.offload.disk_slab import DiskSlab
+    from zero3d.offload.records import Record
+    from zero3d.offload.ring import DiskTier, Ring, ring_buffers
 
     device, cpu = accelerator.register(), torch.device("cpu")
     records = [Record(f"block.{number}", ((torch.float32, 1024),)) for number in range(5)]

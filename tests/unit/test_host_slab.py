@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from zero3d.errors import LayoutError, OutOfBudget
-from zero3d.memory import host_slab
 from zero3d.memory.blocks import BLOCK
 from zero3d.memory.budget import Bound, HostBudget
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.records import Record
+from zero3d.offload import host_slab
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.records import Record
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -8,10 +8,10 @@ import torch
 
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.offload.host_adam import AdamRule, BucketPiece, BucketStates, HostExecutor
+from zero3d.offload.rounding import Draw, noise_table, round_to_bf16
 from zero3d.precision import join_master, split_master, to_compute
-from zero3d.zero.host_update import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.zero.optimizer import multiply
-from zero3d.zero.rounding import Draw, noise_table, round_to_bf16
 
 SIZES = (1, 15, 16, 17, 333, 1, 2049, 4099)  # of parameters; each begins at a multiple of 16, the rest is padding
 RULES = (AdamRule(lr=1e-2, weight_decay=0.1), AdamRule(lr=1e-3, beta2=0.95, eps=1e-6))

@@ -10,7 +10,8 @@ from by_hand import BLOCK, DOWN, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 from zero3d.cli.main import main
 from zero3d.config import load
 from zero3d.errors import ConfigError
-from zero3d.memory.placement import UnitStates, placed_records
+from zero3d.offload.placement import UnitStates, placed_records
+from zero3d.offload.rounding import TILE
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, plan_of, train_config
@@ -26,7 +27,6 @@ from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_se
 from zero3d.plan.time import step_seconds
 from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import Offload
-from zero3d.zero.rounding import TILE
 
 PARAMS = 4 * BLOCK + 2 * ENDS
 A100 = cluster("a100-80", 8)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.record_store import InPlace, OnDisk, RecordStore, Standing
-from zero3d.memory.records import Record
-from zero3d.memory.ring import DiskTier, Ring, ring_buffers
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.record_store import InPlace, OnDisk, RecordStore, Standing
+from zero3d.offload.records import Record
+from zero3d.offload.ring import DiskTier, Ring, ring_buffers
 
 RECORDS = [Record("one", ((torch.float32, 5000),)), Record("two", ((torch.int16, 64), (torch.float32, 64)))]
 

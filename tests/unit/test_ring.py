@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from zero3d.errors import CheckpointError
-from zero3d.memory import ring as module
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.records import Record
-from zero3d.memory.ring import DEPTH, DiskTier, HostTier, Ring, ring_buffers
+from zero3d.offload import ring as module
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.records import Record
+from zero3d.offload.ring import DEPTH, DiskTier, HostTier, Ring, ring_buffers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import COMPUTE, Model, Stream

@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from zero3d.zero.host_update import AdamRule
-from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
+from zero3d.offload.host_adam import AdamRule
+from zero3d.offload.rounding import TILE, Draw, noise_table, round_to_bf16
 
 TABLE = noise_table(torch.device("cpu"))
 BF16_LARGEST = 3.3895313892515355e38

@@ -14,7 +14,7 @@ from zero3d.config import load
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
-from zero3d.memory.auto_place import Room
+from zero3d.offload.auto_place import Room
 from zero3d.plan.hardware import cluster as hardware
 from zero3d.spec.offload import Offload
 from zero3d.train import offload

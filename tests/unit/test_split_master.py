@@ -20,7 +20,7 @@ from zero3d.plan.states import states
 from zero3d.plan.time import Pace, step_seconds
 from zero3d.precision import joined
 from zero3d.zero.layout import Piece
-from zero3d.zero.masters import SplitMasters
+from zero3d.zero.masters import Masters
 from zero3d.zero.stages import REMAINDER, engine_bytes, paper_bytes
 
 BOTH = ("fp32", "split")
@@ -93,8 +93,9 @@ def test_each_part_of_a_piece_has_had_as_many_steps_and_no_gradient_is_left():
     (64, 64, [(64, 128)]), (100, 100, [(100, 128), (128, 192), (192, 200)]), (199, 1, [(199, 200)]),
 ])  # fmt: skip
 def test_a_piece_is_cut_at_the_borders_of_buckets(offset, numel, parts):
-    masters = SplitMasters(torch.zeros(200, dtype=torch.bfloat16), torch.zeros(200, dtype=torch.int16))
     with buckets_of(64):
+        remainder = torch.zeros(200, dtype=torch.int16)
+        masters = Masters.on_device(torch.zeros(200, dtype=torch.bfloat16), torch.float32, remainder)
         found = list(masters.parts(Piece(3, 1000, 1000 + numel, offset)))
     assert [(part.offset, part.offset + len(tensor)) for part, tensor in found] == parts
     assert [(part.slot, part.start - 1000, part.stop - 1000) for part, _ in found] == [
@@ -204,7 +205,7 @@ def test_a_master_that_is_nan_stays_one_and_so_does_its_weight():
 def test_weights_are_the_casts_of_masters():
     engine = trained(adamw, "split", stage=3)
     weights = [unit.weights for unit in engine.units]
-    assert all(isinstance(each.masters, SplitMasters) for each in weights)
+    assert all(each.masters.split for each in weights)
     for each in weights:
         masters = joined(each.masters.read(0, each.shard.numel()))
         assert torch.equal(each.shard, zero3d.precision.to_compute(masters, torch.bfloat16))

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from offloading.update import FORMS, RULE, Whole, bucket_of, measure
 
 from zero3d.memory.arena import Arena
-from zero3d.zero.host_update import BucketPiece, HostExecutor
+from zero3d.offload.host_adam import BucketPiece, HostExecutor
 
 
 @pytest.mark.parametrize("name", FORMS)

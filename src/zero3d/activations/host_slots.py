@@ -27,10 +27,10 @@ from zero3d.errors import OutOfBudget
 from zero3d.memory.arena import Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.placement import DEPTH
-from zero3d.memory.records import Record
-from zero3d.memory.ring import HostTier, Ring
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.placement import DEPTH
+from zero3d.offload.records import Record
+from zero3d.offload.ring import HostTier, Ring
 from zero3d.spec.sizes import decimal
 
 PART = "inputs of recomputed blocks"

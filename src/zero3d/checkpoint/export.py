@@ -28,8 +28,8 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, NonFiniteError
-from zero3d.memory.commit_file import sync
 from zero3d.models.bases import model_of
+from zero3d.offload.commit_file import sync
 from zero3d.precision import is_finite
 from zero3d.shards.cuts import Tile
 from zero3d.zero.unit import Unit

@@ -18,8 +18,8 @@ from zero3d.checkpoint.writing import BUFFER_BYTES, chunks
 from zero3d.errors import OutOfBudget
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.records import Record
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.records import Record
 from zero3d.precision import Halves
 from zero3d.spec.sizes import decimal
 

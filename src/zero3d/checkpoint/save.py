@@ -55,7 +55,7 @@ from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, t
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
-from zero3d.memory.commit_file import sync
+from zero3d.offload.commit_file import sync
 from zero3d.precision import Halves
 from zero3d.rng import rng_state
 

@@ -1,4 +1,4 @@
-"""What a restart from a rank's slots on a disk needs beside their records (memory/disk_slab.py): the note of a step.
+"""What a restart from a rank's slots on a disk needs beside their records (offload/disk_slab.py): the note of a step.
 
     DIRECTORY/
       rank-00003.note-0.json          of even steps: loop, options, scheduler, loss scale, random states, checksum of
@@ -6,7 +6,7 @@
       rank-00003.note-1.*             of odd steps
 
 A note is written when all that belongs to its step has happened, a checkpoint of it included; the step's records may
-be committed before or after. Commits alone say which step can be gone back to (memory/disk_slab.py): every rank must
+be committed before or after. Commits alone say which step can be gone back to (offload/disk_slab.py): every rank must
 have a note of that very step, all of one session, or none is gone back to. A rank that has committed k may have to go
 back to k-1, whose note lies beside that of k.
 
@@ -47,7 +47,6 @@ from zero3d.errors import CheckpointError
 from zero3d.reading import Unreadable, read_object
 from zero3d.rng import set_rng_state
 from zero3d.zero.layout import Slot
-from zero3d.zero.record_masters import RecordMasters
 
 
 @dataclass(frozen=True)
@@ -191,9 +190,7 @@ def _restore(note: Note, engine: EngineState, records: Committed) -> None:
     entries, optimizer = note.entries, engine.optimizer
     records.go_back()
     for unit in optimizer.units:
-        masters = unit.weights.masters
-        assert isinstance(masters, RecordMasters)
-        masters.revive()
+        unit.weights.masters.revive()
     for owned in optimizer.pieces:
         optimizer.torch.state[owned.master]["step"].fill_(note.step)
     for group, saved in zip(optimizer.torch.param_groups, entries["optimizer"]["groups"], strict=True):

@@ -17,7 +17,7 @@ from zero3d.doctor.devices import present
 from zero3d.doctor.finding import BROKEN, GIB, MIB, OK, SKIPPED, WARNING, Finding, Request, amount, rate
 from zero3d.doctor.versions import ask
 from zero3d.errors import ConfigError
-from zero3d.memory.direct_file import DirectFile
+from zero3d.offload.direct_file import DirectFile
 
 FILE = 32 * MIB
 LITTLE_SHM, SHM_OF_GPUS, NO_SHM = 64 * MIB, GIB, 16 * MIB  # the first is a container's default

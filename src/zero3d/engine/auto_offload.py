@@ -6,7 +6,7 @@ place      before the first unit is built: all ranks choose what the rank with t
 gradients  then: on the host where the device has no room for them beside the rest, and they may go there; where the
            device is a CPU that is the same memory, and they stay
 executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
-           is a CPU these are the same bits, in one pass; elsewhere by arithmetic (memory/auto_place.py)
+           is a CPU these are the same bits, in one pass; elsewhere by arithmetic (offload/auto_place.py)
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ import torch
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.tier_records import StateKinds, trains
-from zero3d.memory.auto_place import (
+from zero3d.memory.blocks import padded
+from zero3d.memory.budget import host_budget
+from zero3d.memory.scratch import update_bucket
+from zero3d.models.blocks import UnitSpec
+from zero3d.offload.auto_place import (
     LINK,
     MEMORY,
     PLACES,
@@ -34,11 +38,7 @@ from zero3d.memory.auto_place import (
     auto_place,
     choose_executor,
 )
-from zero3d.memory.blocks import padded
-from zero3d.memory.budget import host_budget
-from zero3d.memory.placement import DEPTH
-from zero3d.memory.scratch import update_bucket
-from zero3d.models.blocks import UnitSpec
+from zero3d.offload.placement import DEPTH
 from zero3d.precision import NAMES
 from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size

@@ -46,9 +46,9 @@ from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
-from zero3d.memory.record_store import RecordStore
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
+from zero3d.offload.record_store import RecordStore
 from zero3d.precision import Precision
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source

@@ -18,14 +18,14 @@ from torch.optim import Adam, AdamW, Optimizer
 from zero3d.engine.checks import check_moments
 from zero3d.engine.foundation import Foundation
 from zero3d.memory.blocks import padded
-from zero3d.memory.placement import bucket_ranges, leave_device
-from zero3d.memory.records import Record
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
+from zero3d.offload.placement import bucket_ranges, leave_device
+from zero3d.offload.records import Record
 from zero3d.spec.offload import DEVICE, DISK, HOST
+from zero3d.zero.buckets import MASTER, WEIGHTS
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER
-from zero3d.zero.state_records import MASTER, WEIGHTS
 from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.updates import frozen_options
 

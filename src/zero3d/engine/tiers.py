@@ -1,10 +1,10 @@
 """The tiers of an engine: which records its units have, and slabs, files and rings for those that leave the device.
 
     specs of units, in forward order
-      -> records     of optimizer states, one a bucket; of shards of weights                  memory/placement.py
+      -> records     of optimizer states, one a bucket; of shards of weights                  offload/placement.py
       -> places      device, host, disk
       -> budget      host bytes of this rank, refused with the arithmetic before any are taken   memory/budget.py
-      -> store       one host slab, one file, rings                                           memory/record_store.py
+      -> store       one host slab, one file, rings                                           offload/record_store.py
 
 All of it is made before the first unit, and nothing later.
 """
@@ -43,25 +43,25 @@ from zero3d.engine.tier_records import (
     restarts_from,
 )
 from zero3d.errors import CheckpointError, ConfigError
-from zero3d.memory import commit_file
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
-from zero3d.memory.auto_place import ExecutorChoice
 from zero3d.memory.blocks import padded
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.record_file import RecordFile
-from zero3d.memory.record_store import InPlace, OnDisk, RecordStore, Shelf, Standing, ThroughRing
-from zero3d.memory.records import Record
-from zero3d.memory.ring import DiskTier, HostTier, Ring, ring_buffers
 from zero3d.memory.threads import Threads, unwaited
 from zero3d.models.blocks import UnitSpec
+from zero3d.offload import commit_file
+from zero3d.offload.auto_place import ExecutorChoice
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.executors import DeviceExecutor, Executor, OnHost
+from zero3d.offload.host_adam import HostExecutor, scratch_bytes
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.record_file import RecordFile
+from zero3d.offload.record_store import InPlace, OnDisk, RecordStore, Shelf, Standing, ThroughRing
+from zero3d.offload.records import Record
+from zero3d.offload.ring import DiskTier, HostTier, Ring, ring_buffers
+from zero3d.offload.updates import RecordUpdates
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
-from zero3d.zero.executors import DeviceExecutor, OnHost
-from zero3d.zero.host_update import HostExecutor, scratch_bytes
+from zero3d.zero.buckets import Bucket, UnitBuckets
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer, in_turn
-from zero3d.zero.record_updates import Executor, RecordUpdates, record_portions
-from zero3d.zero.state_records import Bucket, UnitRecords
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Tiers:
     slots     of a disk, for a restart; None where not all that is trained is there
     """
 
-    units: Mapping[str, UnitRecords]
+    units: Mapping[str, UnitBuckets]
     kept: Mapping[str, Tensor]
     store: RecordStore
     arenas: Mapping[str, Arena]
@@ -95,8 +95,7 @@ class Tiers:
 
     def updates(self, optimizer: ShardedOptimizer, arena: Arena) -> RecordUpdates | None:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
-        units = [unit for unit in optimizer.units if unit.weights.records is not None]
-        if not units:
+        if all(unit.weights.records is None for unit in optimizer.units):
             return None
         near = DeviceExecutor(optimizer.torch, arena)
         executor = near if self.executor == DEVICE else self._on_host(optimizer, near)
@@ -107,11 +106,10 @@ class Tiers:
                 "where the host updates.",
                 stacklevel=6,
             )
-        portions = record_portions(units, optimizer.pieces)
         # Of weights on a disk one ring serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None
-        return RecordUpdates(optimizer.torch, executor, self.store, portions, optimizer.send, arena.device, thread)
+        return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
 
     def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
         """Return what updates on the host."""
@@ -320,7 +318,7 @@ class Builder:
         """Return where a bucket is updated: one that is on the device is so there, whoever updates the others."""
         return self._arena.device if DEVICE in (self._executor, each.place) else torch.device("cpu")
 
-    def _units(self, store: RecordStore) -> dict[str, UnitRecords]:
+    def _units(self, store: RecordStore) -> dict[str, UnitBuckets]:
         """Return which records each unit has."""
         buckets: dict[str, list[Bucket]] = {}
         shards: dict[str, int] = {}
@@ -333,4 +331,4 @@ class Builder:
                 if each.part == FROZEN:
                     buckets[each.unit] = [Bucket(0, each.elements, index, each.names, self._updated_on(each))]
         passes = self._offload.params == DISK
-        return {unit: UnitRecords(store, own, shards.get(unit), passes) for unit, own in buckets.items()}
+        return {unit: UnitBuckets(store, own, shards.get(unit), passes) for unit, own in buckets.items()}

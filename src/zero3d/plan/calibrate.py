@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from zero3d.distributed.mesh import Mesh
 from zero3d.errors import ConfigError
-from zero3d.memory.direct_file import DirectFile
+from zero3d.offload.direct_file import DirectFile
 from zero3d.plan.hardware import cluster, named
 from zero3d.plan.spec import ClusterSpec, Gpu, Link
 

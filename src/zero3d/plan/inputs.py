@@ -16,7 +16,7 @@ from math import ceil
 
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
-from zero3d.memory.placement import DEPTH
+from zero3d.offload.placement import DEPTH
 from zero3d.plan.in_flight import moments
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Part
 from zero3d.spec.offload import HOST

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
-from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.offload.placement import DEPTH
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints

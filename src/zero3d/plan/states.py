@@ -7,7 +7,7 @@
 A rank whose shard of a unit is all padding has the master of it, but no m and v, nor an average of weights (ema), which
 is as wide as one of these.
 
-Where states leave the device, optimizer states are records at every place (`memory.placement`), m and v of padding
+Where states leave the device, optimizer states are records at every place (`offload.placement`), m and v of padding
 among them, and weights off the device are. What records take beyond parameters is padding, too: whole blocks off the
 device; on a disk each counts twice, for its two slots.
 """
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
-from zero3d.memory.placement import UnitStates, placed_records
 from zero3d.memory.scratch import update_bucket
+from zero3d.offload.placement import UnitStates, placed_records
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.matrices import moments_of, segments_of
 from zero3d.plan.rank_model import RankUnit, rank_model

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from zero3d.memory.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
-from zero3d.memory.placement import REMAINDER, record_widths
+from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
+from zero3d.offload.placement import REMAINDER, record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import ADAMW

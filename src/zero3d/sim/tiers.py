@@ -20,19 +20,19 @@ from zero3d.engine import auto_offload, tiers
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.tier_records import BUFFERS, OPTIMIZER, Placed
 from zero3d.memory.arena import Arena
-from zero3d.memory.auto_place import ExecutorChoice
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.host_slab import HostSlab
-from zero3d.memory.record_store import InPlace, Shelf
-from zero3d.memory.records import Record
-from zero3d.memory.ring import ring_buffers
+from zero3d.offload.auto_place import ExecutorChoice
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.executors import DeviceExecutor, Executor
+from zero3d.offload.host_slab import HostSlab
+from zero3d.offload.record_store import InPlace, Shelf
+from zero3d.offload.records import Record
+from zero3d.offload.ring import ring_buffers
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.memory import ObservedArena
 from zero3d.sim.patches import replaced
 from zero3d.spec.offload import DEVICE, HOST, Offload
-from zero3d.zero.executors import DeviceExecutor
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.record_updates import Executor, Given, RecordPortion
+from zero3d.zero.updates import OpenBucket, Options
 
 ACCELERATOR = torch.device("cuda")  # of any kind: nothing is ever on it
 
@@ -64,7 +64,7 @@ class Passing(InPlace):
 class NoUpdate(Executor):
     """Stands for updates on the host."""
 
-    def update(self, portion: RecordPortion, given: Given) -> None:
+    def update(self, opened: OpenBucket, options: Options) -> None:
         """Change nothing."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
-from zero3d.memory.auto_place import PLACES
+from zero3d.offload.auto_place import PLACES
 from zero3d.spec.offload import DEVICE, HOST
 from zero3d.train.criterion import Criterion, Waiting
 

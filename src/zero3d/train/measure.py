@@ -34,8 +34,8 @@ from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.memory.blocks import padded
-from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.offload.placement import DEPTH
 from zero3d.precision import NAMES
 from zero3d.spec.offload import DEVICE, HOST
 from zero3d.train.device_memory import memory_bytes, reserved_bytes

@@ -28,8 +28,8 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.auto_offload import passing_bytes, room_of
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
-from zero3d.memory.auto_place import Need, Room, auto_place
 from zero3d.memory.scratch import update_bucket
+from zero3d.offload.auto_place import Need, Room, auto_place
 from zero3d.page.text import size
 from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note

@@ -4,10 +4,10 @@ stages, layout, traffic            the stage table and its bytes; where paramete
 policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
-masters, state_spans, updates      what the optimizer updates, whole or in halves; where which states are
+buckets, masters                   a unit's states wherever they are placed; what the optimizer updates
+state_spans, updates               where which states are; a torch optimizer's step over all pieces or bucket by bucket
 accumulation, optimizer_states     when a step is due; a torch optimizer over pieces, its states in flat buffers
 optimizer                          the step: norm, clip, update, refresh
-host_update, rounding              Adam's update on the host, in chunks; its moments in bf16
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights
 model_group                        what the ranks that share one copy of the model agree on in a step
 exact                              the same bits at any number of data-parallel ranks

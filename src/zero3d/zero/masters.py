@@ -1,19 +1,19 @@
-"""The masters of what a rank updates of a unit, `Weights.shard_or_full` [numel], and the ways to store them.
+"""The masters of what a rank updates of a unit, `Weights.shard_or_full` [numel], in one of three forms.
 
-    StoredMasters  as they are: an fp32 copy, which is cast to weights after an update; or no copy, where weights are in
-                   the masters' dtype, and for frozen units
-    SplitMasters   in halves: the bf16 weights and a 16-bit remainder, which together are the fp32 master bit for bit
-                   (`precision.join_master`): 10 bytes of optimizer states per parameter for 12
+    copied      an fp32 copy, which is cast to weights after an update
+    split       the bf16 weights and a 16-bit remainder, which together are the fp32 master bit for bit
+                (`precision.join_master`): 10 bytes of optimizer states per parameter for 12
+    the same    the weights themselves, where these are in the masters' dtype, and of frozen units
 
-Whoever else reads or writes masters does so by flat ranges, and knows of neither. Those in halves exist in fp32 only
-while they are updated, one bucket after the other (updates.py).
+Each of them is on the device or in buckets that need not be there (buckets.py). Whoever reads or writes masters does so
+by flat ranges, and knows neither form nor place. The torch optimizer has views of masters that are copied or the same
+and on the device; others exist in fp32 only while their bucket is updated (updates.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,135 +21,214 @@ from torch import Tensor
 from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
-from zero3d.precision import Halves, join_master, split_master, to_compute
+from zero3d.precision import Halves, joined, split_master, to_compute
+from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, OnDevice, Resident, ShardPlace, UnitBuckets
 from zero3d.zero.layout import Piece
 
 REMAINDER = torch.int16
 
 
-class Masters(Protocol):
+class Masters:
     """Owns a unit's masters.
 
-    dtype   of the masters
-    stored  what is stored of them beside the weights
-    cast    masters and the weights that they are cast to after an update; None where weights follow by themselves
+    buckets  that they and the optimizer's states are in
+    weights  where what this rank updates is, in compute dtype
+    dtype    of the masters
+    stored   what is stored of them beside the weights, where that is on the device
     """
 
-    dtype: torch.dtype
-    stored: Tensor | None
-    cast: tuple[Tensor, Tensor] | None
+    def __init__(
+        self, buckets: UnitBuckets, weights: ShardPlace, dtype: torch.dtype, compute: torch.dtype,
+        stored: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.buckets, self._weights, self.dtype, self._compute = buckets, weights, dtype, compute
+        self.stored = stored
+        self._has_master = MASTER in buckets.buckets[0].names
+        self._held: tuple[Tensor, Arena] | None = None  # what weights were, while others may write into them
+
+    @classmethod
+    def on_device(cls, weights: Tensor, dtype: torch.dtype, stored: Tensor | None) -> Masters:
+        """Return masters on the device; stored: of `dtype` a copy, int16 the remainders, None for the weights."""
+        numel, device = weights.numel(), weights.device
+        size = update_bucket(device.type) if stored is not None and stored.dtype == REMAINDER else numel
+        names = () if stored is None else (MASTER,)
+        ranges = [(start, min(start + size, numel)) for start in range(0, numel, size or 1)]
+        fields = [[] if stored is None else [stored[start:stop]] for start, stop in ranges]
+        buckets = [Bucket(start, stop, number, names, device) for number, (start, stop) in enumerate(ranges)]
+        unit = UnitBuckets(Resident(fields), buckets or [Bucket(0, 0, 0, names, device)])
+        return cls(unit, OnDevice(weights), dtype, weights.dtype, stored)
+
+    @property
+    def split(self) -> bool:
+        """Whether masters on the device are weights and remainders."""
+        return self.stored is not None and self.stored.dtype == REMAINDER
+
+    @property
+    def cast(self) -> tuple[Tensor, Tensor] | None:
+        """Masters on the device and the weights that they are cast to after an update; None where weights follow."""
+        return None if self.stored is None or self.split else (self.stored, self._weights.view())
 
     def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
-        """Cut a piece into what is updated at once; yield each part with the tensor that an optimizer gets for it."""
+        """Cut a piece into what is updated at once; yield each part with the tensor that an optimizer gets for it.
+
+        Masters that are split or in records are cut at the borders of buckets, and their tensors read as NaN but while
+        they are updated.
+        """
+        end = piece.offset + piece.stop - piece.start
+        if self.buckets.resident and not self.split:
+            whole = self.read(piece.offset, end)
+            assert isinstance(whole, Tensor)
+            yield piece, whole
+            return
+        for bucket, low, high in self.buckets.within(piece.offset, end):
+            part = Piece(piece.slot, piece.start + low - piece.offset, piece.start + high - piece.offset, low)
+            yield part, absent(torch.empty((), dtype=self.dtype, device=bucket.device).expand(high - low))
+
+    # --- values ---------------------------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Tensor | Halves:
-        """Return a view of a range, as it is stored."""
+        """Return a range as it is stored, to be read: a view, over several buckets of records a joined copy."""
+        if self.buckets.resident:
+            return self._as_stored(start, stop, self.stored[start:stop] if self.stored is not None else None)
+        found = [
+            self._as_stored(low, high, self._in_bucket(bucket, low, high))
+            for bucket, low, high in self.buckets.within(start, stop)
+        ]
+        if len(found) == 1:
+            return found[0]
+        whole = [joined(part) for part in found]
+        return torch.cat([part.to(whole[0].device) for part in whole])  # some buckets may have stayed on the device
+
+    def _in_bucket(self, bucket: Bucket, low: int, high: int) -> Tensor | None:
+        return self.buckets.view(bucket, MASTER)[low - bucket.start : high - bucket.start] if self._has_master else None
+
+    def _as_stored(self, start: int, stop: int, master: Tensor | None) -> Tensor | Halves:
+        if master is not None and master.dtype != REMAINDER:
+            return master
+        weights = (self._weights.view() if self._held is None else self._held[0])[start:stop]
+        return weights if master is None else Halves(weights, master)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrite a range, and use `values` up; weights follow at the next `Weights.refresh`."""
+        """Overwrite a range, and use `values` up. Weights follow, those in `cast` at the next `Weights.refresh`."""
+        if self.cast is not None:
+            _copy(self.cast[0][start : start + values.numel()], values)
+            return
+        with self._weights.opened(True) as weights:
+            for bucket, low, high in self.buckets.within(start, start + values.numel()):
+                with self.buckets.opened(bucket) as fields:
+                    self._write(bucket, low, fields, weights, values[low - start : high - start])
+
+    def _write(self, bucket: Bucket, low: int, fields: dict[str, Tensor], weights: Tensor, values: Tensor) -> None:
+        target, within = weights[low : low + len(values)], slice(low - bucket.start, low - bucket.start + len(values))
+        if not self._has_master:
+            _copy(target, values)
+        else:
+            master = fields[MASTER][within]
+            place = master.device
+            near = values.to(place)
+            if master.dtype == REMAINDER:
+                cast = target if target.device == place else torch.empty_like(target, device=place)
+                split_master(near, cast, master, scratch=near)
+                if cast is not target:
+                    target.copy_(cast)
+            else:
+                _copy(master, near)
+                target.copy_(to_compute(near, self._compute))
+        if WEIGHTS in fields:
+            fields[WEIGHTS][within].copy_(target)
+
+    def from_weights(self) -> None:
+        """Make masters on the device of the weights."""
+        if self.cast is not None:
+            masters, weights = self.cast
+            masters.copy_(weights)
+        elif self.stored is not None:
+            self.stored.zero_()
+
+    def revive(self) -> None:
+        """Make weights of what is in the buckets, where these have what it takes."""
+        with self._weights.opened(True) as weights:
+            for bucket in self.buckets.buckets:
+                with self.buckets.opened(bucket, changed=False) as fields:
+                    target, master = weights[bucket.start : bucket.stop], fields.get(MASTER)
+                    if WEIGHTS in fields:
+                        target.copy_(fields[WEIGHTS])
+                    elif master is not None and master.dtype != REMAINDER:
+                        target.copy_(to_compute(master, self._compute))
 
     def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
         """Have all that is stored beside the weights inside, to be changed; None where that is nothing."""
+        return nullcontext(self.stored) if self.buckets.resident else self._gathered(arena)
+
+    @contextmanager
+    def _gathered(self, arena: Arena) -> Iterator[Tensor | None]:
+        """Have a copy of all buckets' masters inside, on the device, and keep what becomes of it."""
+        if not self._has_master:
+            yield None
+            return
+        buckets = self.buckets
+        dtype = buckets.view(buckets.buckets[0], MASTER).dtype
+        whole = arena.borrow("wire", buckets.buckets[-1].stop, dtype)
+        for bucket in buckets.buckets:
+            whole[bucket.start : bucket.stop].copy_(buckets.view(bucket, MASTER))
+        yield whole
+        for bucket in buckets.buckets:
+            with buckets.opened(bucket) as fields:
+                fields[MASTER].copy_(whole[bucket.start : bucket.stop])
+        arena.give_back("wire", whole)
+
+    # --- what others write into weights -----------------------------------------------------------
 
     def hold(self, arena: Arena) -> None:
         """Prepare for others who may write into the weights themselves, until `absorb`."""
+        if self.split or not self.buckets.resident:
+            weights = self._weights.view()
+            self._held = arena.borrow("gathered", weights.numel(), weights.dtype).copy_(weights), arena
 
     def absorb(self, weights: Tensor) -> bool:
         """Take over what others wrote into weights, and return whether they did.
 
         A master changes only where its weight differs from its cast, so that reading costs no bit.
         """
-
-
-class StoredMasters(Masters):
-    """Owns masters that are stored as they are: `values`, the weights themselves where no copy is needed."""
-
-    def __init__(self, weights: Tensor, values: Tensor) -> None:
-        self.values, self.dtype, copied = values, values.dtype, values is not weights
-        self.stored = values if copied else None
-        self.cast = (values, weights) if copied else None
-
-    def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
-        yield piece, self.read(piece.offset, piece.offset + piece.stop - piece.start)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.values[start:stop]
-
-    def write(self, start: int, values: Tensor) -> None:
-        target = self.values[start : start + values.numel()]
-        if not same_memory(target, values):
-            target.copy_(values)
-
-    def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
-        return nullcontext(self.stored)
-
-    def hold(self, arena: Arena) -> None:
-        pass
-
-    def absorb(self, weights: Tensor) -> bool:
-        if self.cast is None:
-            return False
-        changed = bits(weights) != bits(to_compute(self.values, weights.dtype))
+        if self.cast is not None:
+            before = to_compute(self.cast[0], self._compute)
+        else:
+            before = self._weights.view() if self._held is None else self._held[0]
+        changed = bits(weights) != bits(before.to(weights.device))
+        if self._held is not None:
+            self._held[1].give_back("gathered", self._held[0])
+            self._held = None
         written = bool(changed.any())
         if written:
-            self.values[changed] = weights[changed].to(self.dtype)
+            self.buckets.records.discard()
+            for bucket in self.buckets.buckets:
+                within = slice(bucket.start, bucket.stop)
+                if changed[within].any():
+                    with self._weights.opened(True) as own, self.buckets.opened(bucket) as fields:
+                        self._absorb(fields, own[within], weights[within], changed[within])
         return written
 
+    def _absorb(self, fields: dict[str, Tensor], own: Tensor, weights: Tensor, changed: Tensor) -> None:
+        if self._has_master:
+            master = fields[MASTER]
+            mask = changed.to(master.device)
+            if master.dtype == REMAINDER:
+                master.masked_fill_(mask, 0)
+            else:
+                master[mask] = weights.to(master.device)[mask].to(master.dtype)
+        _copy(own, weights)
+        if WEIGHTS in fields:
+            fields[WEIGHTS].copy_(weights)
 
-class SplitMasters(Masters):
-    """Owns the remainders of masters whose other halves are the weights.
 
-    held  what the weights were, while others may write into them, and the arena that has it on its account
-    """
+def _copy(target: Tensor, values: Tensor) -> None:
+    if not same_memory(target, values):
+        target.copy_(values)
 
-    def __init__(self, weights: Tensor, remainder: Tensor) -> None:
-        self.weights, self.stored, self.remainder = weights, remainder, remainder
-        self.dtype, self.cast = torch.float32, None
-        self._held: tuple[Tensor, Arena] | None = None
 
-    def parts(self, piece: Piece) -> Iterator[tuple[Piece, Tensor]]:
-        """Cut a piece at the borders of buckets. The tensor of a part reads as NaN but while its bucket is joined."""
-        end = piece.offset + piece.stop - piece.start
-        for start, stop in self.buckets(piece.offset, end):
-            low, high = max(start, piece.offset), min(stop, end)
-            part = Piece(piece.slot, piece.start + low - piece.offset, piece.start + high - piece.offset, low)
-            yield part, self.weights.new_full((), float("nan"), dtype=self.dtype).expand(high - low)
-
-    def buckets(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield the buckets that a range is in: of one size, but for a unit's last one."""
-        size = update_bucket(self.weights.device.type)
-        for start in range(low // size * size, high, size):
-            yield start, min(start + size, self.weights.numel())
-
-    def read(self, start: int, stop: int) -> Halves:
-        weights = self.weights if self._held is None else self._held[0]
-        return Halves(weights[start:stop], self.remainder[start:stop])
-
-    def join(self, start: int, out: Tensor) -> None:
-        """Write a range into a scratch, as it is in fp32."""
-        there = slice(start, start + out.numel())
-        join_master(self.weights[there], self.remainder[there], out)
-
-    def write(self, start: int, values: Tensor) -> None:
-        there = slice(start, start + values.numel())
-        split_master(values, self.weights[there], self.remainder[there], scratch=values)
-
-    def whole(self, arena: Arena) -> AbstractContextManager[Tensor | None]:
-        return nullcontext(self.stored)
-
-    def hold(self, arena: Arena) -> None:
-        self._held = arena.borrow("gathered", self.weights.numel(), self.weights.dtype).copy_(self.weights), arena
-
-    def absorb(self, weights: Tensor) -> bool:
-        before, arena = self._held or (self.weights, None)
-        changed = bits(weights) != bits(before)
-        written = bool(changed.any())
-        if written:
-            self.remainder.masked_fill_(changed, 0)
-        if arena is not None:
-            arena.give_back("gathered", before)
-        self._held = None
-        return written
+def absent(like: Tensor) -> Tensor:
+    """Return what stands for values that are in a bucket: one NaN, in their shape."""
+    return like.new_full((), float("nan")).expand(like.shape)
 
 
 def bits(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers (updates.py)
     7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
                     6 and 7 of units whose states are in records: one by one, behind the next forward
-                    (record_updates.py)
+                    (offload/updates.py)
 
 Stage 0 has gathered the gradient shards (the second half of an all-reduce) before 2: each when it was reduced, or here
 where tied and partial gradients had to be summed first. Factors then multiply all of them: the same bits.
@@ -38,13 +38,11 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, device_values
-from zero3d.memory.scratch import cast_scratch
-from zero3d.precision import cast_all, rounds_away
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.optimizer_states import OptimizerStates
 from zero3d.zero.streams import wait_for_device
 from zero3d.zero.unit import Unit
-from zero3d.zero.updates import MasterPiece, frozen_options, portions_of, update
+from zero3d.zero.updates import MasterPiece, ResidentUpdates, cast_masters, frozen_options
 
 NO_NORM = -1.0  # no norm is negative
 APPLIED, OVERFLOW, NO_TARGETS, NOT_DUE = "applied", "overflow", "no targets", "not due"
@@ -129,7 +127,7 @@ class ShardedOptimizer(OptimizerStates):
         """Find what follows from units and their pieces."""
         self._wide = self._units[0].weights.masters.dtype if self._units else torch.float32  # of norms, too
         self._reduced = self._places_of_reduced()
-        self._portions = portions_of([owned for owned in self.pieces if owned.records is None])
+        self._resident = ResidentUpdates(self._units, self.pieces, self._arena)
 
     def extend(
         self, new: Sequence[Unit], units: Sequence[Unit], order: dict[str, int], group_of: Callable[[str], int]
@@ -284,14 +282,15 @@ class ShardedOptimizer(OptimizerStates):
         self.wait()  # masters may be what is sent
         if self.updates is not None:
             self.updates.begin(frozen_options(self.torch))
-            units = list(self.updates.portions)
+            units = list(self.updates.buckets)
             for unit, following in zip(units, [*units[1:], units[-1]], strict=True):
                 sent = not (unit.weights.sharded or unit.weights.updates_all)  # one ahead, behind a unit's compute
                 unit.weights.defer(partial(self.updates.through, following if sent else unit))
             return
-        update(self.torch, self._portions, self._arena)
+        self._resident.make(self.torch)
         self.adopt_new()
-        self._cast()
+        casts = (unit.weights.masters.cast for unit in self._units)
+        cast_masters([cast for cast in casts if cast is not None], self._arena)
         for unit in in_turn(self._units):
             self.send(unit)
         for unit in self._units:
@@ -313,19 +312,6 @@ class ShardedOptimizer(OptimizerStates):
             self.updates.finish()
             wait_for_device(self._arena.device)  # some of it goes to the host
         self.wait()
-
-    def _cast(self) -> None:
-        """Cast all masters to weights."""
-        pairs = [cast for cast in (unit.weights.masters.cast for unit in self._units) if cast is not None]
-        to_round = [pair for pair in pairs if rounds_away(pair[0].dtype, pair[1].dtype)]
-        others = [pair for pair in pairs if not rounds_away(pair[0].dtype, pair[1].dtype)]
-        if others:
-            torch._foreach_copy_([weights for _, weights in others], [master for master, _ in others])
-        if to_round:
-            size = cast_scratch(sum(master.numel() for master, _ in to_round), self._arena.device.type)
-            scratch = self._arena.borrow("wire", size, torch.float32)
-            cast_all(to_round, scratch)
-            self._arena.give_back("wire", scratch)
 
 
 def in_turn(units: Sequence[U]) -> list[U]:

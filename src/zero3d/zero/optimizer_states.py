@@ -20,11 +20,10 @@ from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.layout import ALIGN as BLOCK
-from zero3d.zero.record_masters import absent
-from zero3d.zero.record_updates import RecordUpdates
+from zero3d.zero.masters import absent
 from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.unit import Unit
-from zero3d.zero.updates import MasterPiece
+from zero3d.zero.updates import DeferredUpdates, MasterPiece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,7 +35,7 @@ class OptimizerStates:
     build    groups of pieces -> torch optimizer
     """
 
-    updates: RecordUpdates | None = None
+    updates: DeferredUpdates | None = None
 
     def __init__(
         self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
@@ -214,11 +213,11 @@ class OptimizerStates:
         if self.updates is None:
             yield self.pieces
             return
-        for unit, portions in self.updates.portions.items():
+        for unit, buckets in self.updates.buckets.items():
             with unit.weights.place.opened(True):
-                for portion in portions:
-                    with portion.records.opened(portion.bucket):
-                        yield portion.pieces
+                for each in buckets:
+                    with each.buckets.opened(each.bucket):
+                        yield each.pieces
 
     def adopt(self) -> None:
         """Move states that an optimizer made at its first step into flat buffers."""

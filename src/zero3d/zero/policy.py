@@ -22,8 +22,8 @@ from zero3d.zero.layout import Slot, UnitLayout
 from zero3d.zero.stages import Stage
 
 if TYPE_CHECKING:
+    from zero3d.zero.buckets import UnitBuckets
     from zero3d.zero.gradients import Gradients
-    from zero3d.zero.state_records import UnitRecords
 
 
 class State(Enum):
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
     """What all units of an engine share.
 
     gradients   the class that owns a unit's, `Gradients` by default
-    records     what units have in records, by name (state_records.py)
+    records     what units have in records, by name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
@@ -73,7 +73,7 @@ class Setting(NamedTuple):
     comm: Comm
     arena: Arena
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
-    records: Mapping[str, UnitRecords] = MappingProxyType({})
+    records: Mapping[str, UnitBuckets] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
     sources: int = 1
     part: int = 0

@@ -1,11 +1,11 @@
-"""Pieces of masters in the portions in which a torch optimizer updates them.
+"""Updates of masters by a torch optimizer on the device, over all pieces of units or bucket by bucket.
 
-    stored as they are   all at once
-    in halves            bucket by bucket, each a portion or, of small units, several:
+    masters that the optimizer has views of    all at once
+    others, bucket by bucket                   split ones; states in records; small buckets several at a time
 
-        join   scratch = weight, remainder      fp32, one bucket long, for all portions
-        step   the optimizer's own, on the pieces of this portion, which are views of the scratch
-        split  weight, remainder = scratch
+        widen   master = weight, remainder; bf16 moments to fp32        scratch, one bucket long
+        step    the optimizer's own, on this bucket's pieces, which are views of these
+        narrow  weight, remainder = master; moments rounded
 
 A piece that reaches over several buckets is cut at their borders, which are multiples of 16 elements as all cuts are:
 an optimizer has a tensor and states, its step count included, for every part, and an element's update has the bits
@@ -14,22 +14,25 @@ that it has in the whole piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
-from zero3d.memory.scratch import update_bucket
-from zero3d.precision import Halves
+from zero3d.memory.scratch import cast_scratch, update_bucket
+from zero3d.precision import Halves, cast_all, join_master, rounds_away, split_master
+from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, UnitBuckets
 from zero3d.zero.layout import Piece
-from zero3d.zero.masters import SplitMasters
-from zero3d.zero.state_records import Bucket as RecordBucket, UnitRecords
+from zero3d.zero.masters import REMAINDER, absent
 from zero3d.zero.unit import Unit
+
+Options = Sequence[Mapping[str, Any]]  # of an optimizer's groups, as they were at `step()`
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class MasterPiece:
     """A piece of a parameter that this rank updates: `master` and all its states are 1-D tensors.
 
     `master` is the key of its states in the torch optimizer; its values are read and written here, since those of
-    masters in halves are in it only during their portion.
+    masters in halves are in it only during their update.
     """
 
     unit: Unit
@@ -64,15 +67,15 @@ class MasterPiece:
         return self.unit.weights.params[self.piece.slot].requires_grad
 
     @property
-    def records(self) -> UnitRecords | None:
-        """What its unit has in records, where its states are in one."""
+    def records(self) -> UnitBuckets | None:
+        """The buckets of its unit, where its states are in their records."""
         return self.unit.weights.records
 
     @property
-    def bucket(self) -> RecordBucket:
-        """The one bucket of its unit's records that it is in."""
-        assert self.records is not None
-        ((bucket, *_),) = self.records.within(self.piece.offset, self.piece.offset + self.master.numel())
+    def bucket(self) -> Bucket:
+        """The one bucket of its unit that it is in."""
+        buckets = self.unit.weights.masters.buckets
+        ((bucket, *_),) = buckets.within(self.piece.offset, self.piece.offset + self.master.numel())
         return bucket
 
     @property
@@ -83,94 +86,229 @@ class MasterPiece:
         return whole if whole.numel() == size else whole[self.begin : self.begin + size]
 
 
-class Bucket(NamedTuple):
-    """A range of a unit's masters in halves, and where in the scratch it is joined."""
+@dataclass(frozen=True)
+class BucketPieces:
+    """One bucket of a unit, and the pieces in it."""
 
-    masters: SplitMasters
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass
-class Portion:
-    """Holds the pieces of one step of the torch optimizer.
-
-    buckets  that those in halves are in
-    places   where these are in the scratch
-    """
-
-    pieces: list[MasterPiece] = field(default_factory=list)
-    buckets: list[Bucket] = field(default_factory=list)
-    places: list[tuple[MasterPiece, int]] = field(default_factory=list)
+    unit: Unit
+    bucket: Bucket
+    pieces: list[MasterPiece]
 
     @property
-    def filled(self) -> int:
-        """Elements of the scratch that it takes."""
-        return self.buckets[-1].at + self.buckets[-1].stop - self.buckets[-1].start if self.buckets else 0
+    def buckets(self) -> UnitBuckets:
+        """All buckets of the unit."""
+        return self.unit.weights.masters.buckets
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step a torch optimizer over these pieces, which alone have gradients, but for frozen parameters'."""
-        for owned in self.pieces:
+    @property
+    def range(self) -> slice:
+        """Where it is in what this rank updates of the unit."""
+        return slice(self.bucket.start, self.bucket.stop)
+
+    def within(self, owned: MasterPiece) -> slice:
+        """Return where a piece is in the bucket."""
+        start = owned.piece.offset - self.bucket.start
+        return slice(start, start + owned.master.numel())
+
+
+class OpenBucket(NamedTuple):
+    """A bucket whose record is where it is updated: its fields by name, its weights and its gradient.
+
+    frozen  slots of parameters that are frozen now, and left alone
+    """
+
+    of: BucketPieces
+    fields: dict[str, Tensor]
+    weights: Tensor
+    grad: Tensor
+    frozen: frozenset[int] = frozenset()
+
+
+class DeferredUpdates(Protocol):
+    """Updates that are made after `step()`, each before its unit's weights are used (offload/updates.py)."""
+
+    @property
+    def buckets(self) -> Mapping[Unit, Sequence[BucketPieces]]:
+        """What is updated, by unit in forward order."""
+
+    def begin(self, options: Options) -> None:
+        """Take over a step: its gradients are final, and stay until they are used."""
+
+    def prefetch(self) -> None:
+        """Begin to bring the first records of the next step."""
+
+    def confirm(self) -> None:
+        """Say that all ranks have ended their last step."""
+
+    def replace(self, step: int) -> None:
+        """Say that a checkpoint of a step takes the place of all records."""
+
+    def through(self, unit: Unit) -> None:
+        """Update all units up to this one, if its update is due."""
+
+    def finish(self) -> None:
+        """Update all units that are due."""
+
+
+def buckets_of(units: Sequence[Unit], pieces: Sequence[MasterPiece]) -> dict[Unit, list[BucketPieces]]:
+    """Return the buckets of units with the pieces in each."""
+    found = {unit: [BucketPieces(unit, each, []) for each in unit.weights.masters.buckets.buckets] for unit in units}
+    of_bucket = {(unit, each.bucket.start): each.pieces for unit, own in found.items() for each in own}
+    for owned in pieces:
+        if owned.unit in found:
+            of_bucket[owned.unit, owned.bucket.start].append(owned)
+    return found
+
+
+class ResidentUpdates:
+    """Updates units whose states are on the device."""
+
+    def __init__(self, units: Sequence[Unit], pieces: Sequence[MasterPiece], arena: Arena) -> None:
+        resident = [unit for unit in units if unit.weights.records is None]
+        split = {unit for unit in resident if unit.weights.masters.split}
+        self._arena = arena
+        self._direct = [owned for owned in pieces if owned.records is None and owned.unit not in split]
+        found = buckets_of([unit for unit in resident if unit in split], pieces)
+        self._groups = _grouped([each for own in found.values() for each in own if each.pieces], arena.device.type)
+
+    @torch.no_grad()
+    def make(self, optimizer: Optimizer) -> None:
+        """Step a torch optimizer over all pieces.
+
+        In each of several steps it sees those pieces alone, and the options of before: some count their steps there.
+        """
+        if not self._groups:
+            self._step(optimizer)
+            return
+        before = frozen_options(optimizer)
+        if self._direct:
+            with stepping(optimizer, before, self._direct):
+                self._step(optimizer)
+        for group in self._groups:
+            with ExitStack() as opened:
+                buckets = [
+                    OpenBucket(
+                        each,
+                        opened.enter_context(each.buckets.opened(each.bucket)),
+                        each.unit.weights.shard_or_full[each.range],
+                        each.unit.gradients.owned[each.range],
+                        frozenset(owned.piece.slot for owned in each.pieces if not owned.is_trained),
+                    )
+                    for each in group
+                ]
+                update_buckets(optimizer, before, buckets, self._arena)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        for owned in self._direct:
             owned.master.grad = owned.gradient if owned.is_trained else None
         optimizer.step()
-        for owned in self.pieces:
+        for owned in self._direct:
             owned.master.grad = None
 
-    @contextmanager
-    def joined(self, scratch: Tensor) -> Iterator[None]:
-        """Have the pieces' tensors be masters inside, and keep what they have become."""
-        for masters, start, stop, at in self.buckets:
-            masters.join(start, scratch[at : at + stop - start])
-        placeholders = [owned.master.data for owned, _ in self.places]
-        try:
-            for owned, at in self.places:
-                owned.master.data = scratch[at : at + owned.master.numel()]
-            yield
-        finally:
-            for (owned, _), placeholder in zip(self.places, placeholders, strict=True):
-                owned.master.data = placeholder
-        for masters, start, stop, at in self.buckets:
-            masters.write(start, scratch[at : at + stop - start])
+
+def _grouped(buckets: Sequence[BucketPieces], device: str) -> list[list[BucketPieces]]:
+    """Put buckets together that are no longer than one whole bucket."""
+    groups: list[list[BucketPieces]] = []
+    filled = 0
+    for each in buckets:
+        size = each.bucket.stop - each.bucket.start
+        if not groups or filled + size > update_bucket(device):
+            groups.append([])
+            filled = 0
+        groups[-1].append(each)
+        filled += size
+    return groups
 
 
-def portions_of(pieces: Sequence[MasterPiece]) -> list[Portion]:
-    """Put pieces into portions: those whose masters are stored as they are into the first."""
-    portions = [Portion([owned for owned in pieces if not isinstance(owned.unit.weights.masters, SplitMasters)])]
-    known: dict[tuple[str, int], tuple[Portion, Bucket]] = {}
-    for owned in pieces:
-        masters, offset = owned.unit.weights.masters, owned.piece.offset
-        if isinstance(masters, SplitMasters):
-            (start, stop), *_ = masters.buckets(offset, offset + 1)
-            if (owned.unit.name, start) not in known:
-                full = portions[-1].filled + stop - start > update_bucket(owned.master.device.type)
-                if full or not portions[-1].buckets:
-                    portions.append(Portion())
-                bucket = Bucket(masters, start, stop, portions[-1].filled)
-                portions[-1].buckets.append(bucket)
-                known[owned.unit.name, start] = portions[-1], bucket
-            portion, bucket = known[owned.unit.name, start]
-            portion.pieces.append(owned)
-            portion.places.append((owned, bucket.at + offset - start))
-    return portions if portions[0].pieces or len(portions) == 1 else portions[1:]
+def update_buckets(
+    optimizer: Optimizer, options: Options, opened: Sequence[OpenBucket], arena: Arena,
+    narrow: Callable[[BucketPieces, str, Tensor, Tensor], None] | None = None,
+) -> None:  # fmt: skip
+    """Step a torch optimizer on the device over the pieces of buckets that are open there.
 
-
-def update(optimizer: Optimizer, portions: Sequence[Portion], arena: Arena) -> None:
-    """Step a torch optimizer over all pieces; masters in halves need scratch of the longest portion.
-
-    In each of several portions it sees those pieces alone, and the options of before: some count their steps there.
+    narrow  writes a state that was widened back: (bucket, name, fp32 values, field)
     """
-    longest = max(portion.filled for portion in portions)
-    if not longest:
-        portions[0].step(optimizer)
-        return
-    scratch = arena.borrow("wire", longest, torch.float32)
-    before = frozen_options(optimizer)
+    with ExitStack() as lent:
+        wide = [lent.enter_context(_widened(each, arena)) for each in opened]
+        with ExitStack() as pointed:
+            for each, values in zip(opened, wide, strict=True):
+                pointed.enter_context(_pointed(optimizer, each, values))
+            with stepping(optimizer, options, [owned for each in opened for owned in each.of.pieces]):
+                optimizer.step()
+        for each, values in zip(opened, wide, strict=True):
+            for name, field in each.fields.items():
+                if name not in (MASTER, WEIGHTS) and values[name] is not field:
+                    assert narrow is not None
+                    narrow(each.of, name, values[name], field)
+            _put_back(each, values[MASTER], arena)
+
+
+@contextmanager
+def _widened(opened: OpenBucket, arena: Arena) -> Iterator[dict[str, Tensor]]:
+    """Have a bucket's masters and states in the dtypes in which they are updated inside, by name."""
+    with ExitStack() as lent:
+
+        def borrow(values: Tensor) -> Tensor:
+            scratch = arena.borrow("wire", values.numel(), torch.float32)
+            lent.callback(arena.give_back, "wire", scratch)
+            return scratch
+
+        found = {MASTER: opened.weights}
+        for name, field in opened.fields.items():
+            if name == MASTER:
+                split = field.dtype == REMAINDER
+                found[name] = join_master(opened.weights, field, borrow(field)) if split else field
+            elif name != WEIGHTS:
+                found[name] = borrow(field).copy_(field) if field.dtype == torch.bfloat16 else field
+        yield found
+
+
+@contextmanager
+def _pointed(optimizer: Optimizer, opened: OpenBucket, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have the pieces' tensors be parts of these inside. States that the optimizer makes go into their fields."""
+    known = optimizer.state
+    states = [(name, values[name]) for name in opened.fields if name not in (MASTER, WEIGHTS)]
+    for owned in opened.of.pieces:
+        within = opened.of.within(owned)
+        owned.master.data = values[MASTER][within]
+        owned.master.grad = None if owned.piece.slot in opened.frozen else opened.grad[within]
+        for name, whole in states:
+            if name in known.get(owned.master, {}):
+                known[owned.master][name].data = whole[within]
     try:
-        for portion in portions:
-            with stepping(optimizer, before, portion.pieces), portion.joined(scratch):
-                portion.step(optimizer)
+        yield
     finally:
+        for owned in opened.of.pieces:
+            within, of_piece = opened.of.within(owned), known.get(owned.master, {})
+            owned.master.grad, owned.master.data = None, absent(values[MASTER][within])
+            for name, whole in states:
+                if name in of_piece:
+                    if not same_memory(of_piece[name], whole[within]):
+                        whole[within].copy_(of_piece[name])
+                    of_piece[name] = absent(whole[within])
+
+
+def _put_back(opened: OpenBucket, master: Tensor, arena: Arena) -> None:
+    """Write updated masters where they are stored, and weights."""
+    stored = opened.fields.get(MASTER)
+    if stored is None:
+        return
+    if stored.dtype == REMAINDER:
+        split_master(master, opened.weights, stored, scratch=master)
+    else:
+        cast_masters([(stored, opened.weights)], arena)
+
+
+def cast_masters(pairs: Sequence[tuple[Tensor, Tensor]], arena: Arena) -> None:
+    """Cast masters to weights, all at once."""
+    to_round = [pair for pair in pairs if rounds_away(pair[0].dtype, pair[1].dtype)]
+    others = [pair for pair in pairs if not rounds_away(pair[0].dtype, pair[1].dtype)]
+    if others:
+        torch._foreach_copy_([weights for _, weights in others], [master for master, _ in others])
+    if to_round:
+        scratch = arena.borrow(
+            "wire", cast_scratch(sum(m.numel() for m, _ in to_round), arena.device.type), torch.float32
+        )
+        cast_all(to_round, scratch)
         arena.give_back("wire", scratch)
 
 
@@ -183,9 +321,7 @@ def frozen_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def stepping(
-    optimizer: Optimizer, options: Sequence[Mapping[str, Any]], pieces: Sequence[MasterPiece]
-) -> Iterator[None]:
+def stepping(optimizer: Optimizer, options: Options, pieces: Sequence[MasterPiece]) -> Iterator[None]:
     """Have a torch optimizer see these pieces alone inside, with these options of its groups.
 
     What it changes of them, as some count their steps there, stays; what others have changed since does, too.

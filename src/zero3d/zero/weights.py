@@ -2,7 +2,7 @@
 
     full    [total]    compute dtype   every parameter is a view into it while gathered
     shard   [total/N]  compute dtype   this rank's slice; a view of full where full is kept; or a record elsewhere
-    masters            fp32            of what this rank updates (masters.py, record_masters.py)
+    masters            fp32            of what this rank updates (masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
 a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
@@ -27,11 +27,10 @@ from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import joined, to_compute
 from zero3d.zero.arriving import arrived, expect
+from zero3d.zero.buckets import InRecord, OnDevice, ShardPlace
 from zero3d.zero.layout import Piece, UnitLayout
-from zero3d.zero.masters import REMAINDER, Masters, SplitMasters, StoredMasters, bits
+from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.policy import Setting, State, parameter_views
-from zero3d.zero.record_masters import RecordMasters
-from zero3d.zero.state_records import InRecord, OnDevice, ShardPlace
 from zero3d.zero.streams import compute_stream, wait_on
 
 
@@ -77,11 +76,7 @@ class Weights:
         """Make masters of weights that were frozen, from these."""
         self.trainable = True
         self.masters = self._own_masters(self.full.dtype)
-        if isinstance(self.masters, SplitMasters):
-            self.masters.remainder.zero_()
-        elif self.masters.cast is not None:
-            masters, weights = self.masters.cast
-            masters.copy_(weights)
+        self.masters.from_weights()
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
@@ -91,15 +86,15 @@ class Weights:
         return OnDevice(self._setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
 
     def _own_masters(self, dtype: torch.dtype) -> Masters:
-        arena, policy, used = self._setting.arena, self._setting.policy, self.used
+        policy = self._setting.policy
+        wide = policy.master if self.trainable else dtype
         if self.records is not None:
-            wide = policy.master if self.trainable else dtype
-            return RecordMasters(self.records, self.place, wide, dtype)
-        weights = self.shard_or_full
-        if not self.trainable or dtype == policy.master:
-            return StoredMasters(weights, weights)
-        kind, stored = (SplitMasters, REMAINDER) if policy.split_master else (StoredMasters, policy.master)
-        return kind(weights, arena.allocate("optimizer", weights.numel(), used, stored))
+            return Masters(self.records, self.place, wide, dtype)
+        weights, stored = self.shard_or_full, None
+        if dtype != wide:
+            form = REMAINDER if policy.split_master else wide
+            stored = self._setting.arena.allocate("optimizer", weights.numel(), self.used, form)
+        return Masters.on_device(weights, wide, stored)
 
     @property
     def shard_or_full(self) -> Tensor:
@@ -302,12 +297,7 @@ class Weights:
         written = [p._version for p in self.params] != self._versions
         self._versions = [p._version for p in self.params]
         values = self.full if self.updates_all else self._setting.slot(self.full)
-        written = self.masters.absorb(values) or written
-        if self.sharded and not torch.equal(bits(values), bits(self.shard.to(values.device))):
-            with self.place.opened(True) as shard:
-                shard.copy_(values)
-            written = True
-        return written
+        return self.masters.absorb(values) or written
 
     def take_other_dtypes(self) -> None:
         """Cast data of another dtype that gathered parameters were given; masters that were shown so change no bit."""

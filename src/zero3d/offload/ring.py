@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from zero3d.memory.blocks import padded
-from zero3d.memory.placement import DEPTH
-from zero3d.memory.records import Record
 from zero3d.memory.threads import Threads
+from zero3d.offload.placement import DEPTH
+from zero3d.offload.records import Record
 
 
 def ring_buffers(records: Sequence[Record], depth: int = DEPTH) -> list[Record]:

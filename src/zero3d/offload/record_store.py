@@ -23,9 +23,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from zero3d.memory.disk_slab import DiskSlab
-from zero3d.memory.records import Record
-from zero3d.memory.ring import Ring
+from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.records import Record
+from zero3d.offload.ring import Ring
 
 
 class Shelf(Protocol):

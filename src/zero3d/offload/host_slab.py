@@ -34,7 +34,7 @@ from torch import Tensor
 from zero3d.errors import OutOfBudget
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
-from zero3d.memory.records import Record
+from zero3d.offload.records import Record
 from zero3d.spec.sizes import decimal
 
 POPULATE_WRITE = 23  # Linux 5.14's MADV_POPULATE_WRITE, which Python does not name

@@ -39,11 +39,11 @@ import psutil
 import xxhash
 
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget, remedy_of
-from zero3d.memory import commit_file
 from zero3d.memory.blocks import BLOCK, padded
-from zero3d.memory.commit_file import DIGITS, Commit
-from zero3d.memory.direct_file import DirectFile
 from zero3d.memory.file_lock import FileLock, holder
+from zero3d.offload import commit_file
+from zero3d.offload.commit_file import DIGITS, Commit
+from zero3d.offload.direct_file import DirectFile
 from zero3d.spec.sizes import decimal
 
 IN_MEMORY = ("tmpfs", "ramfs")

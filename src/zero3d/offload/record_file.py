@@ -8,8 +8,8 @@ from pathlib import Path
 
 from zero3d.errors import CheckpointError, ConfigError, OutOfBudget, remedy_of
 from zero3d.memory.blocks import padded
-from zero3d.memory.direct_file import DirectFile
-from zero3d.memory.disk_slab import ELSEWHERE, FULL
+from zero3d.offload.direct_file import DirectFile
+from zero3d.offload.disk_slab import ELSEWHERE, FULL
 from zero3d.spec.sizes import decimal
 
 

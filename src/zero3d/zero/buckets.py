@@ -1,14 +1,16 @@
-"""What a unit has in records that need not be on the device: its optimizer states bucket by bucket, and its weights.
+"""A unit's states in buckets, each wherever it is placed: on the device, the host or a disk.
 
     shard_or_full of a unit   |  bucket 0   |  bucket 1   |b 2|
     a bucket's record         [ weights? | master? | exp_avg | exp_avg_sq ]      fields by name
     a shard of weights        [ weights ]                                        one record, stage 3
 
-A store owns the records and brings them (`Records`); here is which of them a unit has, and what is in them.
+Here is which buckets a unit has, and what is in them. Who owns their records brings them (`Records`): `Resident` those
+on the device, which are used where they are, and offload/ all others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -50,6 +52,32 @@ class Records(Protocol):
         """Say which step the records are of now."""
 
 
+class Resident(Records):
+    """Records on the device: nothing is brought, and nothing is taken back."""
+
+    def __init__(self, fields: Sequence[list[Tensor]]) -> None:
+        self._fields = fields
+
+    def ahead(self, index: int) -> None: ...
+
+    @contextmanager
+    def opened(self, index: int, changed: bool = True) -> Iterator[list[Tensor]]:
+        yield self._fields[index]
+
+    def view(self, index: int) -> list[Tensor]:
+        return self._fields[index]
+
+    def drain(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def confirm(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def count_from(self, step: int) -> None: ...
+
+
 class Bucket(NamedTuple):
     """A range of what a rank updates of a unit, its record's number and fields by name, and where it is updated."""
 
@@ -61,8 +89,8 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitRecords:
-    """Which records a unit has.
+class UnitBuckets:
+    """The buckets of a unit, and who owns their records.
 
     buckets  of a trainable unit, in order; of a frozen one its weights
     shard    the number of the record of its weights, where they are not on the device while sharded
@@ -73,6 +101,11 @@ class UnitRecords:
     buckets: Sequence[Bucket]
     shard: int | None = None
     passes: bool = False
+
+    @property
+    def resident(self) -> bool:
+        """Whether all of it is on the device, where it is used."""
+        return isinstance(self.records, Resident)
 
     @contextmanager
     def opened(self, bucket: Bucket, changed: bool = True) -> Iterator[dict[str, Tensor]]:
@@ -86,10 +119,11 @@ class UnitRecords:
 
     def within(self, start: int, stop: int) -> Iterator[tuple[Bucket, int, int]]:
         """Yield the buckets that a range is in, each with what of the range is in it."""
-        for bucket in self.buckets:
-            low, high = max(start, bucket.start), min(stop, bucket.stop)
-            if low < high:
-                yield bucket, low, high
+        first = bisect_right(self.buckets, start, key=lambda bucket: bucket.stop)
+        for bucket in self.buckets[first:]:
+            if bucket.start >= stop:
+                break
+            yield bucket, max(start, bucket.start), min(stop, bucket.stop)
 
 
 class ShardPlace(Protocol):

@@ -51,6 +51,11 @@ class Draw(NamedTuple):
         return multiplier, offset
 
 
+def first_of(unit: str) -> int:
+    """Return the number of a unit's first element, for noise: far from any other unit's, the same on any mesh."""
+    return int.from_bytes(blake2b(unit.encode(), digest_size=5).digest()) * TILE * (1 << 20)
+
+
 def noise_table(device: torch.device) -> Tensor:
     """Return [TILE] int32: 0, 1, 2 and so on scattered over 32 bits, no two alike."""
     mixed = torch.arange(TILE, dtype=torch.int64)

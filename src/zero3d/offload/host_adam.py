@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.threads import Threads
+from zero3d.offload.rounding import TILE, Draw, noise_table, round_to_bf16
 from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
-from zero3d.zero.rounding import TILE, Draw, noise_table, round_to_bf16
 
 VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
 CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
