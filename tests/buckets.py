@@ -3,7 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-USERS = ("zero.masters", "zero.updates", "engine.tier_records", "engine.averages")
+USERS = ("zero.masters", "zero.updates", "offload.states", "engine.averages")
 
 
 @contextmanager

@@ -40,9 +40,8 @@ from instruments import accelerator
 from instruments.races import COMPUTE, Buffer, LabellingArena, Model, Operations, Stream, collectives_of
 from zero3d.checkpoint import restore
 from zero3d.distributed.axis import Axis
-from zero3d.engine import tiers
 from zero3d.memory.threads import Threads
-from zero3d.offload import executors, ring
+from zero3d.offload import executors, ring, tiers
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.record_file import RecordFile

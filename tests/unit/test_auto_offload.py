@@ -214,7 +214,7 @@ def chosen(device, on_host=True, split=False, **offload):
         axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device))),
         options=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload)),
         resolved=SimpleNamespace(
-            mesh=SimpleNamespace(local_world=4, world=8), policy=policy,
+            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8), policy=policy,
             precision=SimpleNamespace(dtype=torch.bfloat16),
         ),
     )  # fmt: skip

@@ -124,7 +124,7 @@ def through_staging(folder, without):
     from instruments import accelerator
     from instruments.host_races import on_accelerator
 
-    from zero3d.engine import tiers
+    from zero3d.offload import tiers
     from zero3d.offload.disk_slab import DiskSlab
     from zero3d.offload.records import Record
     from zero3d.offload.ring import DiskTier, Ring, ring_buffers

@@ -7,7 +7,7 @@ from models import build
 import zero3d
 from zero3d.cli.main import main
 from zero3d.config import Config, Offload as Section, Zero, check, load, offload_of, to_yaml
-from zero3d.engine.checks import check_moments
+from zero3d.offload.states import check_moments
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import Spec, refusals
 from zero3d.train.variants import check_variants, split_axes, variants
@@ -71,9 +71,9 @@ def test_what_can_be_done_is_not_refused(given, stage):
 def test_bf16_moments_are_those_of_adam(make, named):
     offload = Offload(optimizer="host", moments="bf16")
     with pytest.raises(zero3d.ConfigError, match=f"the optimizer is {named}: use one of them without amsgrad"):
-        check_moments(offload, make([torch.zeros(4)]))
-    check_moments(Offload(optimizer="host"), make([torch.zeros(4)]))
-    check_moments(offload, torch.optim.Adam([torch.zeros(4)]))
+        check_moments(offload.moments, make([torch.zeros(4)]))
+    check_moments(Offload(optimizer="host").moments, make([torch.zeros(4)]))
+    check_moments(offload.moments, torch.optim.Adam([torch.zeros(4)]))
 
 
 def test_an_engine_refuses_bf16_moments_of_an_optimizer_that_is_there_already():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -78,6 +79,7 @@ class Mesh:
         self.pp, self.dp, self.tp, self.ep = self.degrees
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
+        self.make_stores: Callable[[Arena], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
@@ -101,6 +103,11 @@ class Mesh:
     def rank(self) -> int:
         """This rank's number in the world."""
         return dist.get_rank()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its ranks compute on CPUs."""
+        return self.device.type == "cpu"
 
     @property
     def place(self) -> Place:

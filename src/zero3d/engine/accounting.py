@@ -12,8 +12,8 @@ import torch
 
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.tiers import Tiers
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.offload.tiers import Tiers
 from zero3d.precision import NAMES
 from zero3d.spec.offload import HOST
 from zero3d.spec.sizes import decimal

@@ -47,12 +47,12 @@ from zero3d.engine.replay.replay import Replay
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
-from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
 from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
+from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
 from zero3d.spec.offload import DEVICE
 from zero3d.spec.sizes import decimal
@@ -231,8 +231,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
-    units, tiers = build_units(base, specs, options.model.weights)
-    runtime = start(base, units, uses, tiers)
+    units, tiers, slots = build_units(base, specs, options.model.weights)
+    runtime = replace(start(base, units, uses, tiers), slots=slots)
     guard_clipping(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
         kept.slots.others = tiers.host_bytes

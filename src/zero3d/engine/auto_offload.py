@@ -21,7 +21,6 @@ import torch
 
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
-from zero3d.engine.tier_records import StateKinds, trains
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import host_budget
 from zero3d.memory.scratch import update_bucket
@@ -39,6 +38,7 @@ from zero3d.offload.auto_place import (
     choose_executor,
 )
 from zero3d.offload.placement import DEPTH
+from zero3d.offload.states import StateKinds, trains
 from zero3d.precision import NAMES
 from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
@@ -104,13 +104,19 @@ def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
         return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
     if not on_host:
         choice = ExecutorChoice(DEVICE, "the host has torch's fused Adam and AdamW, without amsgrad, alone")
-    elif base.axes.arena.device.type == "cpu":
+    elif mesh.on_cpu:
         choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
     else:
         moments = states * 2 // policy.master.itemsize if offload.moments == "bf16" else states
         width = master_width(policy, base.resolved.precision.dtype) + moments
         choice = choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
     return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
+
+
+def state_kinds(base: Foundation) -> StateKinds:
+    """Return what the engine's optimizer keeps for each element. Raises ConfigError."""
+    resolved = base.resolved
+    return StateKinds.of(resolved.groups, resolved.policy.master, base.options.offload.moments, base.axes.arena.device)
 
 
 # --- place --------------------------------------------------------------------------------------
@@ -120,7 +126,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
     policy, offload = base.resolved.policy, base.options.offload
     states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
-    kinds, moments = StateKinds.of(base), Fraction(0)
+    kinds, moments = state_kinds(base), Fraction(0)
     for spec in specs:
         n = (base.axes.edp if spec.experts else base.axes.dp).size
         numel = sum(p.numel() for p in spec.params.values())

@@ -19,7 +19,6 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
 from zero3d.precision import DTYPES, Precision
-from zero3d.spec.offload import Offload
 from zero3d.zero.initial_weights import Source
 
 RECOMPUTE = "activations: full in a file, or zero3d.activations.recompute(model, 'full') before zero3d.Engine"
@@ -133,17 +132,6 @@ def check_replay(every: int, mesh: Mesh) -> None:
         raise ConfigError(
             f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "
             "leave train.deterministic out of the file, or call zero3d.make_deterministic() before anything else."
-        )
-
-
-def check_moments(offload: Offload, optimizer: Optimizer) -> None:
-    """Refuse bf16 moments of an optimizer whose states are not Adam's two."""
-    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
-    if offload.moments == "bf16" and (type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or amsgrad):
-        asked = f"{type(optimizer).__name__}{'(amsgrad=True)' if amsgrad else ''}"
-        raise ConfigError(
-            f"offload.moments=bf16 rounds the two moments of Adam and AdamW, and the optimizer is {asked}: use one of "
-            "them without amsgrad, or type offload.moments=fp32."
         )
 
 

@@ -645,8 +645,7 @@ class Engine:
 
     @property
     def _slots(self) -> Slots | None:
-        tiers = self._assembly.runtime.tiers
-        return None if tiers is None else tiers.slots
+        return self._assembly.runtime.slots
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""

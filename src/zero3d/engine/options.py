@@ -20,7 +20,6 @@ from zero3d.engine.checks import (
     check_activations,
     check_experts,
     check_model,
-    check_moments,
     check_replay,
     check_step,
     reduce_dtype_of,
@@ -31,6 +30,7 @@ from zero3d.engine.tiling import check_tiled_loss, parse_budget
 from zero3d.expert_parallel.load import check_bias
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
+from zero3d.offload.states import check_moments
 from zero3d.optim.find import find_matrices, groups_of
 from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
@@ -150,7 +150,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         matrices = find_matrices(model, optimizer.match, optimizer.split, param_groups)
         param_groups = groups_of(model, matrices, param_groups)
     if isinstance(optimizer, Optimizer):
-        check_moments(options.offload, check_kind(optimizer))
+        check_moments(options.offload.moments, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
     if groups.block != GROUP:

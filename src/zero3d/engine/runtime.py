@@ -14,10 +14,12 @@ from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.health import Health
 from zero3d.engine.muon import open_orthogonal
-from zero3d.engine.tiers import Tiers, open_tiers
+from zero3d.engine.slots import Slots
+from zero3d.engine.tiers import open_tiers
 from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.images import BlankImages
+from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
 from zero3d.spec.mesh import EXACT
@@ -40,7 +42,11 @@ Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that it
 
 @dataclass(frozen=True)
 class Runtime:
-    """The parts of an engine that work in every step; tiers where states leave the device."""
+    """The parts of an engine that work in every step.
+
+    tiers  where states leave the device
+    slots  of a disk, for a restart; None where not all that is trained is there
+    """
 
     units: list[Unit]
     tiers: Tiers | None
@@ -52,12 +58,15 @@ class Runtime:
     hooks: list[Hooks]
     loss_scale: LossScale
     health: Health
+    slots: Slots | None = None
 
 
-def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | None) -> tuple[list[Unit], Tiers | None]:
+def build_units(
+    base: Foundation, specs: Sequence[UnitSpec], source: Source | None
+) -> tuple[list[Unit], Tiers | None, Slots | None]:
     """Build all units, and before them what holds their records where states leave the device."""
     layouts = {spec.name: lay_out(base, spec) for spec in specs}
-    tiers = open_tiers(base, specs, layouts)
+    tiers, slots = open_tiers(base, specs, layouts)
     setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
     if tiers is not None:
         setting = setting._replace(records=tiers.units, kept=tiers.kept)
@@ -66,7 +75,7 @@ def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | No
     units = [
         _build_unit(base, spec, layouts[spec.name], own, source) for spec, own in zip(specs, settings, strict=True)
     ]
-    return units, tiers
+    return units, tiers, slots
 
 
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:

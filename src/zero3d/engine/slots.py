@@ -14,8 +14,8 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
 from zero3d.offload.disk_slab import DiskSlab, common_step
+from zero3d.offload.tiers import NEVER, UNKNOWN
 
-NEVER, UNKNOWN = -1, 0  # no step; one whose number cannot be read
 SESSION_BITS = 48
 
 

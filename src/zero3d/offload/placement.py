@@ -21,6 +21,7 @@ from zero3d.memory.blocks import padded
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
+OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer", "parameters", "frozen", "gradients"  # kinds of records
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
@@ -93,7 +94,8 @@ class PlacedRecord(NamedTuple):
 
     unit   the number of its unit
     kind   optimizer, parameters, frozen (parameters) or gradients
-    slots  how often it is there
+    slots  how often it is there: twice on a disk, in slots that take turns, but for frozen weights
+    start  of its bucket, in what a rank updates of the unit
     """
 
     unit: int
@@ -102,6 +104,7 @@ class PlacedRecord(NamedTuple):
     elements: int
     nbytes: int
     slots: int = 1
+    start: int = 0
 
     @property
     def held(self) -> int:
@@ -115,12 +118,7 @@ def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -
     units  in the order in which a forward needs them
     """
     trained = [number for number, unit in enumerate(units) if unit.trainable]
-    cuts = [
-        (n, stop - start, states)
-        for n in trained
-        for elements, states in units[n].states
-        for start, stop in bucket_ranges(elements, bucket)
-    ]
+    cuts = [(n, *cut) for n in trained for cut in _buckets(units[n].states, bucket)]
 
     def nbytes(number: int, elements: int, states: int, place: str) -> int:
         widths = record_widths(units[number].weight, units[number].master, states, place)
@@ -129,13 +127,25 @@ def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -
 
     places = [DEVICE] * len(cuts)
     if offload.optimizer != "none":
-        places = leave_device([nbytes(*cut, HOST) for cut in cuts], offload.fraction, offload.optimizer)
-    for cut, place in zip(cuts, places, strict=True):
-        yield PlacedRecord(cut[0], "optimizer", place, cut[1], nbytes(*cut, place), 2 if place == DISK else 1)
+        sizes = [nbytes(number, elements, states, HOST) for number, _, elements, states in cuts]
+        places = leave_device(sizes, offload.fraction, offload.optimizer)
+    for (number, start, elements, states), place in zip(cuts, places, strict=True):
+        there = place if nbytes(number, elements, states, place) else DEVICE  # no states, of weights that are masters
+        slots = 2 if there == DISK else 1
+        yield PlacedRecord(number, OPTIMIZER, there, elements, nbytes(number, elements, states, there), slots, start)
     for number, unit in enumerate(units if offload.params != "none" else ()):
-        kind = "parameters" if unit.trainable else "frozen"
+        kind = PARAMETERS if unit.trainable else FROZEN
         slots = 2 if offload.params == DISK and unit.trainable else 1
         yield PlacedRecord(number, kind, offload.params, unit.elements, unit.weight * unit.elements, slots)
     for number in trained if offload.gradients == HOST else ():
         elements = units[number].elements
-        yield PlacedRecord(number, "gradients", HOST, elements, units[number].gradient * elements)
+        yield PlacedRecord(number, GRADIENTS, HOST, elements, units[number].gradient * elements)
+
+
+def _buckets(segments: Sequence[tuple[int, int]], bucket: int) -> Iterator[tuple[int, int, int]]:
+    """Yield start, elements and bytes of all states of each bucket; none reaches over where these differ."""
+    begin = 0
+    for elements, states in segments:
+        for start, stop in bucket_ranges(elements, bucket):
+            yield begin + start, stop - start, states
+        begin += elements

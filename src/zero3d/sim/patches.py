@@ -1,6 +1,7 @@
 """Functions of torch and transformers that are replaced for the time of a block, and why.
 
-What is ours is not patched: a dry run is given a mesh, an arena and peers of its own (`group`, `memory`, `peers`).
+What is ours is not patched: a dry run is given a mesh, an arena, stores and peers of its own (`group`, `memory`,
+`tiers`, `peers`).
 Left are functions of others that nothing can be passed to, and some of ours whose callers know no mesh:
 
     torch.UntypedStorage.resize_          no operator, so that no dispatch mode sees it       `hear_resizes`
@@ -10,8 +11,6 @@ Left are functions of others that nothing can be passed to, and some of ours who
     RankRandom.begin                       reads the bytes of a generator's state              `without_values`
     precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
                                           on the accelerator that it stands for at once; buckets are shorter there
-    engine.tiers' Builder, Tiers          they map memory, open files and start threads       `tiers.dry_tiers`
-    engine.tiers.settle_executor          it asks the device's type
 """
 
 from __future__ import annotations

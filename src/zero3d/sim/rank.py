@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, to_json
-from zero3d.sim.tiers import dry_tiers
+from zero3d.sim.tiers import DryStores
 
 STEPS = 1000  # of the learning rate's schedule, where the configuration counts epochs
 
@@ -58,9 +59,10 @@ def dry_run(
     per_host  ranks on each host; None: on one
     """
     begun = time.monotonic()
-    with fake_group(rank, world), standing_in(backend, bool(config.data.packing)), dry_tiers():
+    with fake_group(rank, world), standing_in(backend, bool(config.data.packing)):
         asked = config.mesh
         mesh = FakeMesh(asked.dp, asked.tp, asked.pp, backend, per_host, asked.ep)
+        mesh.make_stores = partial(DryStores, on_cpu=mesh.on_cpu)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:

@@ -1,40 +1,29 @@
-"""Tiers of an engine that runs dry: no memory of the host is mapped, no file made, no thread started.
+"""Stores of an engine that runs dry: no memory of the host is mapped, no file made, no thread started.
 
     record on the host or a disk    a tensor without memory, which the log of the device does not count
     ring on the device              its buffers, one record after the other in them; nothing is copied
     update on the host              left out: it reads values, and changes no memory of the device
 
-Bytes by place are the engine's own account (`engine.tiers`), which all of this leaves as it is.
+Bytes by place are the engine's own account (`offload.tiers`), which all of this leaves as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from zero3d.engine import auto_offload, tiers
-from zero3d.engine.foundation import Foundation
-from zero3d.engine.tier_records import BUFFERS, OPTIMIZER, Placed
 from zero3d.memory.arena import Arena
-from zero3d.offload.auto_place import ExecutorChoice
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.record_store import InPlace, Shelf
 from zero3d.offload.records import Record
-from zero3d.offload.ring import ring_buffers
-from zero3d.sim.group import FakeMesh
+from zero3d.offload.tiers import Stores
 from zero3d.sim.memory import ObservedArena
-from zero3d.sim.patches import replaced
-from zero3d.spec.offload import DEVICE, HOST, Offload
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.updates import OpenBucket, Options
-
-ACCELERATOR = torch.device("cuda")  # of any kind: nothing is ever on it
 
 
 class DrySlab(HostSlab):
@@ -68,54 +57,43 @@ class NoUpdate(Executor):
         """Change nothing."""
 
 
-class DryTiers(tiers.Tiers):
-    """Tiers whose updates on the host are left out."""
+class DryStores(Stores):
+    """Stands for memory, files and threads of ranks on CPUs or accelerators."""
 
-    def _on_host(self, optimizer: ShardedOptimizer, near: DeviceExecutor) -> Executor:
-        return NoUpdate()
-
-
-class DryBuilder(tiers.Builder):
-    """Makes what stands for slabs, files and rings, as they would be on the mesh's backend."""
-
-    def __init__(self, base: Foundation, offload: Offload, placed: Sequence[Placed], executor: ExecutorChoice) -> None:
-        mesh, arena = base.resolved.mesh, base.axes.arena
-        assert isinstance(mesh, FakeMesh)
+    def __init__(self, arena: Arena, on_cpu: bool) -> None:
+        super().__init__(arena)
         assert isinstance(arena, ObservedArena)
-        super().__init__(base, offload, placed, executor)
-        self._on_cpu, self._observed = mesh.on_cpu, arena
-        self._here = self._executor == HOST or mesh.on_cpu
+        self.on_cpu, self._arena = on_cpu, arena
 
-    def _open_slab(self) -> HostSlab:
-        return DrySlab(self._parts(), self._observed)
+    def host(self, parts: Mapping[str, Sequence[Record]]) -> HostSlab:
+        """Return what stands for the host's memory."""
+        return DrySlab(parts, self._arena)
 
-    def _open_disk(self) -> DiskSlab | None:
+    def disk(self, folder: Path, rank: int, records: Mapping[str, int], owner: str, discard: bool) -> DiskSlab | None:
+        """Open nothing."""
         return None
 
-    def _shelf(self, part: str, place: str, slab: HostSlab, disk: DiskSlab | None) -> Shelf:
-        if place == DEVICE or (place == HOST and part not in self._through_rings()):
-            return super()._shelf(part, place, slab, disk)
-        records = self._of(part, place)
-        fields = slab.views[part] if place == HOST else [r.views(self._observed.elsewhere(r.nbytes)) for r in records]
-        if self._executor == DEVICE and part == OPTIMIZER and not self._on_cpu:
-            rings = [each.nbytes for each in ring_buffers(records)]
-            return Passing(records, [self._arena.borrow("wire", nbytes, torch.uint8) for nbytes in rings], fields)
-        return Passing(records, slab.memory[f"{BUFFERS} of {part}"], fields)
+    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Shelf:
+        """Return records that are used in these buffers."""
+        return Passing(records, buffers, [r.views(own) for r, own in zip(records, memory, strict=True)])
 
+    def disk_ring(
+        self,
+        records: Sequence[Record],
+        slab: DiskSlab | None,
+        first: int,
+        buffers: Sequence[Tensor],
+        staging: Sequence[Tensor],
+    ) -> Shelf:
+        """Return records that are used in these buffers."""
+        return Passing(records, buffers, [r.views(self._arena.elsewhere(r.nbytes)) for r in records])
 
-def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
-    """Choose who updates records, as an engine does on the mesh's backend."""
-    mesh = base.resolved.mesh
-    assert isinstance(mesh, FakeMesh)
-    there = base.axes if mesh.on_cpu else replace(base.axes, arena=Arena(ACCELERATOR))
-    return auto_offload.settle_executor(replace(base, axes=there), on_host, states)
+    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Shelf:
+        """Return records that are used in these buffers."""
+        return self.disk_ring(records, slab, 0, buffers, ())
 
-
-@contextmanager
-def dry_tiers() -> Iterator[None]:
-    """Have engines that are built inside the block take no memory of the host and no disk."""
-    with ExitStack() as stack:
-        stack.enter_context(replaced(tiers, "Builder", DryBuilder))
-        stack.enter_context(replaced(tiers, "Tiers", DryTiers))
-        stack.enter_context(replaced(tiers, "settle_executor", settle_executor))
-        yield
+    def updates_on_host(
+        self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
+    ) -> Executor:
+        """Return what changes nothing."""
+        return NoUpdate()
