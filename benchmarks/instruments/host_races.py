@@ -355,7 +355,7 @@ def _host(model: HostModel) -> Iterator[Replacement]:
     yield Tensor, "numpy", seen(numpy)
     yield Tensor, "tolist", seen(tolist)
     for name in ("load", "store"):
-        yield ring.DiskTier, name, moving(getattr(ring.DiskTier, name))
+        yield ring.DiskStore, name, moving(getattr(ring.DiskStore, name))
     for kind in (DiskSlab, RecordFile):
         yield kind, "read", of_disk(kind.read, True)
         if hasattr(kind, "write"):

@@ -28,7 +28,7 @@ from zero3d.memory.budget import host_budget
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskTier, Ring, ring_buffers
+from zero3d.offload.ring import DiskStore, Ring, ring_buffers
 
 TARGET = 0.80  # of the disk's limit
 RECORDS = 16
@@ -48,7 +48,7 @@ class Bed:
         buffers = ring_buffers(self.records)
         memory = HostSlab({"ring": buffers, "plain": buffers[:2]}, CPU, host_budget(1)).memory
         self._reading, self._writing = memory["plain"]
-        self._ring = Ring(DiskTier(self.slab), self.records, memory["ring"])
+        self._ring = Ring(DiskStore(self.slab), self.records, memory["ring"])
         self._files = {name: folder / f"dd-{name}" for name in ("read", "write")}
         self._step = -1
         self.write()

@@ -17,7 +17,7 @@ from torch import nn
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.offload.record_store import RecordStore
+from zero3d.offload.tiered_records import TieredRecords
 from zero3d.offload.updates import RecordUpdates
 from zero3d.zero.arriving import ArrivingParameter
 from zero3d.zero.reductions import Reductions
@@ -64,7 +64,7 @@ def due(engine):
 def logged(engine):
     """What an engine does inside: updates, forwards of modules with units, records asked for, gradients."""
     log, names = [], {id(p): unit.name for unit in engine.units for p in unit.weights.params}
-    update, ahead, take = RecordUpdates._update_bucket, RecordStore.ahead, Reductions.take
+    update, ahead, take = RecordUpdates._update_bucket, TieredRecords.ahead, Reductions.take
 
     def updated(self, portion, weights):
         update(self, portion, weights)
@@ -84,7 +84,7 @@ def logged(engine):
             hook = module.register_forward_pre_hook(lambda *_, name=name: log.append(("forward", name)))
             stack.callback(hook.remove)
         stack.enter_context(mock.patch.object(RecordUpdates, "_update_bucket", updated))
-        stack.enter_context(mock.patch.object(RecordStore, "ahead", asked))
+        stack.enter_context(mock.patch.object(TieredRecords, "ahead", asked))
         stack.enter_context(mock.patch.object(Reductions, "take", took))
         yield log
 

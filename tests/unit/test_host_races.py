@@ -127,7 +127,7 @@ def through_staging(folder, without):
     from zero3d.offload import tiers
     from zero3d.offload.disk_slab import DiskSlab
     from zero3d.offload.records import Record
-    from zero3d.offload.ring import DiskTier, Ring, ring_buffers
+    from zero3d.offload.ring import DiskStore, Ring, ring_buffers
 
     device, cpu = accelerator.register(), torch.device("cpu")
     records = [Record(f"block.{number}", ((torch.float32, 1024),)) for number in range(5)]
@@ -135,7 +135,7 @@ def through_staging(folder, without):
         disk = DiskSlab(Path(folder), 0, {record.name: record.nbytes for record in records}, "run")
         staging = tiers.HostSlab({"staging": ring_buffers(records)}, cpu).memory["staging"]
         buffers = [torch.zeros(memory.numel(), dtype=torch.uint8, device=device) for memory in staging]
-        with disk, Ring(DiskTier(disk), records, buffers, staging) as ring:
+        with disk, Ring(DiskStore(disk), records, buffers, staging) as ring:
             for number in range(5):
                 ring.fetch(number)[0].add_(1)
                 ring.retire(number)

@@ -15,7 +15,7 @@ from zero3d.offload import ring as module
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DEPTH, DiskTier, HostTier, Ring, ring_buffers
+from zero3d.offload.ring import DEPTH, DiskStore, HostStore, Ring, ring_buffers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import COMPUTE, Model, Stream
@@ -38,7 +38,7 @@ class Bed:
         host = {"states": records} if kind == "host" else {}
         self.slab = HostSlab({"ring": ring_buffers(records), **host}, CPU)
         self.disk = DiskSlab(folder, 0, {r.name: r.nbytes for r in records}, "run") if kind == "disk" else None
-        self.tier = HostTier(self.slab.memory["states"]) if kind == "host" else DiskTier(self.disk)
+        self.tier = HostStore(self.slab.memory["states"]) if kind == "host" else DiskStore(self.disk)
         self.ring = Ring(self.tier, records, self.slab.memory["ring"])
         self.records, self.step = records, 0
 
@@ -310,7 +310,7 @@ def test_on_an_accelerator_streams_wait_for_what_they_need(monkeypatch, without,
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in records]
     buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(records)]
     streams.use(buffers)  # as compute used this memory before
-    with Ring(HostTier(memory), records, buffers) as ring:
+    with Ring(HostStore(memory), records, buffers) as ring:
         for step in range(3):
             for index in range(count):
                 streams.use(ring.fetch(index))
@@ -328,7 +328,7 @@ def test_on_an_accelerator_what_is_put_waits_for_what_was_in_its_buffer(monkeypa
     streams = Streams(monkeypatch, without)
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]
     buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(RECORDS)]
-    with Ring(HostTier(memory), RECORDS, buffers) as ring:
+    with Ring(HostStore(memory), RECORDS, buffers) as ring:
         for _ in range(2):
             for index in range(len(RECORDS)):
                 streams.use(ring.put(index))
@@ -347,7 +347,7 @@ def random_trace(monkeypatch, seed, without=None):
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]
     buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(RECORDS)]
     used = []
-    with Ring(HostTier(memory), RECORDS, buffers) as ring:
+    with Ring(HostStore(memory), RECORDS, buffers) as ring:
         for _ in range(draw.randrange(10, 60)):
             index = draw.randrange(len(RECORDS))
             do = draw.choice(["put", "fetch", "ahead", "give up", "retire", "retire", "drain"])
@@ -389,7 +389,7 @@ def test_on_an_accelerator_reads_do_not_wait_for_the_writes_beside_them(monkeypa
     streams = Streams(monkeypatch)
     memory = [torch.zeros(record.nbytes, dtype=torch.uint8) for record in RECORDS]
     buffers = [torch.empty(record.nbytes, dtype=torch.uint8, device="meta") for record in ring_buffers(RECORDS)]
-    with Ring(HostTier(memory), RECORDS, buffers) as ring:
+    with Ring(HostStore(memory), RECORDS, buffers) as ring:
         for index in range(3):
             ring.ahead(index + 1)
             streams.use(ring.fetch(index))
@@ -407,7 +407,7 @@ def on_the_stand_in(folder):
     host = HostSlab({"staging": ring_buffers(RECORDS)}, CPU)
     staging = [pin(memory) for memory in host.memory["staging"]]
     buffers = [torch.zeros(record.nbytes, dtype=torch.uint8, device=device) for record in ring_buffers(RECORDS)]
-    with Ring(DiskTier(disk), RECORDS, buffers, staging) as ring, disk:
+    with Ring(DiskStore(disk), RECORDS, buffers, staging) as ring, disk:
         for step in range(4):
             found = []
             for index in range(len(RECORDS)):

@@ -30,7 +30,7 @@ from zero3d.memory.budget import HostBudget
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import DEPTH
 from zero3d.offload.records import Record
-from zero3d.offload.ring import HostTier, Ring
+from zero3d.offload.ring import HostStore, Ring
 from zero3d.spec.sizes import decimal
 
 PART = "inputs of recomputed blocks"
@@ -94,7 +94,7 @@ class SlotSet:
             self._memory += self._whole[self.count :]
             self._records += new
             if self._ring is None:
-                self._ring = Ring(HostTier(self._memory), self._records, self.buffers)
+                self._ring = Ring(HostStore(self._memory), self._records, self.buffers)
         self.free += range(self.count + count - 1, self.count - 1, -1)
         self.count += count
 

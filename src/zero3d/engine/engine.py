@@ -48,7 +48,7 @@ from zero3d.engine.step import StepFigures
 from zero3d.errors import CheckpointError, ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
-from zero3d.offload.record_store import RecordStore
+from zero3d.offload.tiered_records import TieredRecords
 from zero3d.precision import Precision
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
@@ -636,7 +636,7 @@ class Engine:
         if self._slots is not None:
             self._slots.write(engine_state(self._assembly, loop))
 
-    def _left(self) -> tuple[Note, RecordStore]:
+    def _left(self) -> tuple[Note, TieredRecords]:
         """Return the note of what is in slots, and the records. Raises CheckpointError where there is nothing."""
         tiers, note = self._assembly.runtime.tiers, self.slots
         if tiers is None or note is None or self.steps:

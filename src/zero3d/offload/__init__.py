@@ -3,7 +3,7 @@
 placement    which buckets of states leave the device, and how long their records are
 auto_place   the place of states, and who updates them, where the caller leaves that open
 records      runs of bytes that move between tiers whole, and what they are as tensors
-record_store all records of a rank, wherever each has its place
+tiered_records all records of a rank, wherever each has its place
 ring         buffers through which records pass between a tier and the device
 host_slab    the host's memory of a rank's tiers: one mapping, carved into records
 disk_slab    a rank's records on a disk, two slots for each

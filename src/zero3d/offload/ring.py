@@ -1,4 +1,4 @@
-"""A ring of buffers on the device through which records of a tier pass: one is read, one is used, one goes back.
+"""A ring of buffers on the device through which records of a store pass: one is read, one is used, one goes back.
 
     ring.ahead(k + 1)           begin to bring it; nobody waits
     views = ring.fetch(k)       its fields on the device, as soon as compute gets there
@@ -11,7 +11,7 @@
     compute            use 0  | use 1   | use 2   | ...
     out                       | write 0 | write 1 |
 
-    tier \\ device    accelerator                                        CPU
+    store \\ device   accelerator                                        CPU
     host             in, out: a stream each, copies of pinned memory    in, out: a thread each, copies
     disk             threads: disk <-> pinned staging <-> stream        threads: disk <-> buffer
 
@@ -68,7 +68,7 @@ class Buffer:
         return self.memory if self.staging is None else self.staging
 
 
-class Tier(Protocol):
+class Store(Protocol):
     """Where records are when they are not in a ring.
 
     waits  whether the host waits for it, even where the device is an accelerator
@@ -83,7 +83,7 @@ class Tier(Protocol):
         """Copy a buffer to the record, or enqueue that."""
 
 
-class HostTier:
+class HostStore:
     """Records in the host's memory, as a host slab has carved it."""
 
     waits = False
@@ -108,7 +108,7 @@ class RecordsOnDisk(Protocol):
     def write(self, index: int, memory: memoryview) -> None: ...
 
 
-class DiskTier:
+class DiskStore:
     """Records on a disk, in a slab from number `first` on."""
 
     waits = True
@@ -141,14 +141,14 @@ def _copy(into: Tensor, source: Tensor) -> None:
 
 
 class Ring:
-    """Moves records between one tier and the buffers it was given, which it owns until it is closed."""
+    """Moves records between one store and the buffers it was given, which it owns until it is closed."""
 
     def __init__(
-        self, tier: Tier, records: Sequence[Record], buffers: Sequence[Tensor], staging: Sequence[Tensor] = ()
+        self, store: Store, records: Sequence[Record], buffers: Sequence[Tensor], staging: Sequence[Tensor] = ()
     ) -> None:
         """Take over uint8 buffers of the device; staging: as many of the host, for a disk and an accelerator."""
         assert min(memory.numel() for memory in buffers) >= max(record.nbytes for record in records)
-        self._tier, self._records = tier, records
+        self._store, self._records = store, records
         self._device = buffers[0].device
         on_cpu = self._device.type == "cpu"
         self._buffers = [Buffer(memory, staging[number] if staging else None) for number, memory in enumerate(buffers)]
@@ -160,7 +160,7 @@ class Ring:
         if not on_cpu:
             for buffer in self._buffers:  # compute may still have to do with what was in this memory
                 buffer.used.record(torch.accelerator.current_stream(self._device))
-        self._threads = [Threads(1, f"zero3d-ring-{name}") for name in ("in", "out")] if on_cpu or tier.waits else []
+        self._threads = [Threads(1, f"zero3d-ring-{name}") for name in ("in", "out")] if on_cpu or store.waits else []
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +192,7 @@ class Ring:
         return self._records[index].views(buffer.memory)
 
     def put(self, index: int) -> list[Tensor]:
-        """Return the fields of a free buffer that becomes a record, whatever its tier holds of that; retire it, too."""
+        """Return the fields of a free buffer that becomes a record, whatever its store has of it; retire it, too."""
         assert self._idle
         assert index not in self._held
         buffer = self._idle.popleft()
@@ -213,7 +213,7 @@ class Ring:
         return len(self._idle)
 
     def retire(self, index: int, changed: bool = True) -> None:
-        """Take a record back to its tier, and let go of its buffer; one that is not changed is not written."""
+        """Take a record back to its store, and let go of its buffer; one that is not changed is not written."""
         buffer = self._held.pop(index)
         if index not in self._used:
             self._give_up(buffer)
@@ -227,7 +227,7 @@ class Ring:
         self._raise_failure()
 
     def drain(self) -> None:
-        """Wait until all that was retired is on its tier. Raises what went wrong."""
+        """Wait until all that was retired is in its store. Raises what went wrong."""
         for buffer in self._buffers:
             buffer.left.result()
             if self._out is not None:
@@ -290,7 +290,7 @@ class Ring:
                 self._in.wait_event(other.used)
                 self._in.wait_event(other.gone)
         with self._on(self._in, index):
-            self._tier.load(index, self._records[index].nbytes, buffer)
+            self._store.load(index, self._records[index].nbytes, buffer)
         if self._in is not None:
             buffer.arrived.record(self._in)
 
@@ -299,7 +299,7 @@ class Ring:
         if self._out is not None:
             self._out.wait_event(buffer.used)
         with self._on(self._out, index):
-            self._tier.store(index, self._records[index].nbytes, buffer)
+            self._store.store(index, self._records[index].nbytes, buffer)
         if self._out is not None:
             buffer.gone.record(self._out)
 

@@ -2,7 +2,7 @@
 
     records  of optimizer states, one a bucket; of shards of weights; of gradients      states.py, placement.py
       -> budget   host bytes of this rank, refused with the arithmetic before any are taken   memory/budget.py
-      -> store    one host slab, one file, rings                                              record_store.py
+      -> store    one host slab, one file, rings                                              tiered_records.py
 
 All of it is made before the first unit, and nothing later. What it is made of comes from `Stores`, which maps memory,
 opens files and starts threads; a dry run has its own.
@@ -36,10 +36,10 @@ from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
 from zero3d.offload.record_file import RecordFile
-from zero3d.offload.record_store import InPlace, OnDisk, RecordStore, Shelf, Standing, ThroughRing
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskTier, HostTier, Ring, ring_buffers
+from zero3d.offload.ring import DiskStore, HostStore, Ring, ring_buffers
 from zero3d.offload.states import CATEGORY, WORDS, StateRecord, planned_bytes
+from zero3d.offload.tiered_records import Address, InPlace, OnDisk, ThroughRing, Tier, TieredRecords
 from zero3d.offload.updates import RecordUpdates
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 from zero3d.zero.buckets import Bucket, UnitBuckets
@@ -64,25 +64,25 @@ class Stores:
         """Open the file of records that change. Raises CheckpointError, ConfigError, OutOfBudget."""
         return DiskSlab(folder, rank, records, owner, discard)
 
-    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Shelf:
+    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tier:
         """Return records of the host that pass through buffers."""
         fields = [record.views(own) for record, own in zip(records, memory, strict=True)]
-        return ThroughRing(Ring(HostTier(memory), records, buffers), fields)
+        return ThroughRing(Ring(HostStore(memory), records, buffers), fields)
 
     def disk_ring(
         self, records: Sequence[Record], slab: DiskSlab | None, first: int, buffers: Sequence[Tensor],
         staging: Sequence[Tensor],
-    ) -> Shelf:  # fmt: skip
+    ) -> Tier:  # fmt: skip
         """Return records of a disk slab, from number `first` on, that pass through buffers."""
         assert slab is not None
-        ring = Ring(DiskTier(slab, first), records, buffers, staging)
+        ring = Ring(DiskStore(slab, first), records, buffers, staging)
         return OnDisk(ring, records, lambda index: slab.newest(first + index))
 
-    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Shelf:
+    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Tier:
         """Return records of frozen weights, in a file beside a disk slab, that pass through buffers."""
         assert slab is not None
         file = RecordFile(slab.path.with_suffix(".frozen"), [record.nbytes for record in records])
-        return OnDisk(Ring(DiskTier(file), records, buffers), records, file.newest, changes=False)
+        return OnDisk(Ring(DiskStore(file), records, buffers), records, file.newest, changes=False)
 
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
@@ -109,7 +109,7 @@ class Tiers:
 
     units: Mapping[str, UnitBuckets]
     kept: Mapping[str, Tensor]
-    store: RecordStore
+    store: TieredRecords
     stores: Stores
     arenas: Mapping[str, Arena]
     executor: str
@@ -179,7 +179,7 @@ class Builder:
         """Make them all, or raise on all ranks."""
         slab = self._open_slab()
         disk = agree(self._site.world, self._open_disk)
-        store = RecordStore(self._standing(slab, disk), disk)
+        store = TieredRecords(self._addresses(slab, disk), disk)
         names = [each.unit for each in self._records if each.kind == GRADIENTS]
         tiers = Tiers(
             units=self._units(store),
@@ -261,15 +261,15 @@ class Builder:
 
     # --- records ------------------------------------------------------------------------------------
 
-    def _standing(self, slab: HostSlab, disk: DiskSlab | None) -> list[Standing]:
-        """Put every record on a shelf of its kind and place, and on that place's account."""
+    def _addresses(self, slab: HostSlab, disk: DiskSlab | None) -> list[Address]:
+        """Put every record in the tier of its kind and place, and on that place's account."""
         places = dict.fromkeys((each.kind, each.place) for each in self._records)
-        shelves = {key: self._shelf(*key, slab, disk) for key in places}
-        numbers = dict.fromkeys(shelves, 0)
-        standing = []
+        tiers = {key: self._tier(*key, slab, disk) for key in places}
+        numbers = dict.fromkeys(tiers, 0)
+        found = []
         for each in self._records:
             key = each.kind, each.place
-            standing.append(Standing(shelves[key], numbers[key]))
+            found.append(Address(tiers[key], numbers[key]))
             numbers[key] += 1
             if each.place != DEVICE:
                 arena = self._host_arena if each.place == HOST else self._disk_arena
@@ -279,9 +279,9 @@ class Builder:
         for part, memory in slab.memory.items():
             if part not in WORDS.values():
                 self._host_arena.hold("wire", sum(padded(each.numel()) for each in memory), Fraction(1))
-        return standing
+        return found
 
-    def _shelf(self, kind: str, place: str, slab: HostSlab, disk: DiskSlab | None) -> Shelf:
+    def _tier(self, kind: str, place: str, slab: HostSlab, disk: DiskSlab | None) -> Tier:
         records = self._of(kind, place)
         if place == DEVICE:
             return InPlace(
@@ -311,7 +311,7 @@ class Builder:
         """Return where a bucket is updated: one that is on the device is so there, whoever updates the others."""
         return self._arena.device if DEVICE in (self._executor, each.place) else torch.device("cpu")
 
-    def _units(self, store: RecordStore) -> dict[str, UnitBuckets]:
+    def _units(self, store: TieredRecords) -> dict[str, UnitBuckets]:
         """Return which records each unit has."""
         buckets: dict[str, list[Bucket]] = {}
         shards: dict[str, int] = {}

@@ -18,8 +18,8 @@ from zero3d.memory.arena import Arena
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor
 from zero3d.offload.host_slab import HostSlab
-from zero3d.offload.record_store import InPlace, Shelf
 from zero3d.offload.records import Record
+from zero3d.offload.tiered_records import InPlace, Tier
 from zero3d.offload.tiers import Stores
 from zero3d.sim.memory import ObservedArena
 from zero3d.zero.optimizer import ShardedOptimizer
@@ -73,7 +73,7 @@ class DryStores(Stores):
         """Open nothing."""
         return None
 
-    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Shelf:
+    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tier:
         """Return records that are used in these buffers."""
         return Passing(records, buffers, [r.views(own) for r, own in zip(records, memory, strict=True)])
 
@@ -84,11 +84,11 @@ class DryStores(Stores):
         first: int,
         buffers: Sequence[Tensor],
         staging: Sequence[Tensor],
-    ) -> Shelf:
+    ) -> Tier:
         """Return records that are used in these buffers."""
         return Passing(records, buffers, [r.views(self._arena.elsewhere(r.nbytes)) for r in records])
 
-    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Shelf:
+    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Tier:
         """Return records that are used in these buffers."""
         return self.disk_ring(records, slab, 0, buffers, ())
 

@@ -8,9 +8,9 @@ import torch
 
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.host_slab import HostSlab
-from zero3d.offload.record_store import InPlace, OnDisk, RecordStore, Standing
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskTier, Ring, ring_buffers
+from zero3d.offload.ring import DiskStore, Ring, ring_buffers
+from zero3d.offload.tiered_records import Address, InPlace, OnDisk, TieredRecords
 
 RECORDS = [Record("one", ((torch.float32, 5000),)), Record("two", ((torch.int16, 64), (torch.float32, 64)))]
 
@@ -23,9 +23,9 @@ def opened(tmp_path):
     def open_store():
         slab = DiskSlab(tmp_path / "slab", 0, {record.name: record.nbytes for record in RECORDS}, "run")
         memory = HostSlab({"ring": ring_buffers(RECORDS)}, torch.device("cpu")).memory["ring"]
-        shelf = OnDisk(Ring(DiskTier(slab), RECORDS, memory), RECORDS, slab.newest)
+        tier = OnDisk(Ring(DiskStore(slab), RECORDS, memory), RECORDS, slab.newest)
         here = InPlace([[torch.zeros(3)]])
-        stores.append(RecordStore([Standing(shelf, 0), Standing(shelf, 1), Standing(here, 0)], slab))
+        stores.append(TieredRecords([Address(tier, 0), Address(tier, 1), Address(here, 0)], slab))
         return stores[-1], slab
 
     yield open_store

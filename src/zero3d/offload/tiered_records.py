@@ -8,7 +8,7 @@
     with store.opened(index) as fields:     brought, used, taken back; `ahead` before it hides the way
     store.view(index)                       its fields as they are stored, to be read: all at once, as a checkpoint does
 
-Who holds records of several places (`RecordStore`) asks the shelf that a record stands on.
+`TieredRecords` has records of several places, and asks the tier that a record is in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero3d.offload.records import Record
 from zero3d.offload.ring import Ring
 
 
-class Shelf(Protocol):
+class Tier(Protocol):
     """Records of one kind at one place."""
 
     def ahead(self, index: int) -> None:
@@ -50,7 +50,7 @@ class Shelf(Protocol):
         """Wait for all that is under way and give threads and files back."""
 
 
-class InPlace(Shelf):
+class InPlace(Tier):
     """Records that are used where they are."""
 
     def __init__(self, fields: Sequence[list[Tensor]]) -> None:
@@ -71,7 +71,7 @@ class InPlace(Shelf):
     def close(self) -> None: ...
 
 
-class ThroughRing(Shelf):
+class ThroughRing(Tier):
     """Records that pass through a ring of buffers; `fields` are those in a host slab."""
 
     def __init__(self, ring: Ring, fields: Sequence[list[Tensor]] = ()) -> None:
@@ -125,20 +125,20 @@ class OnDisk(ThroughRing):
         return record.views(torch.from_numpy(pages))
 
 
-class Standing(NamedTuple):
-    """Where a record stands: its shelf, and its number there."""
+class Address(NamedTuple):
+    """Where a record is: its tier, and its number there."""
 
-    shelf: Shelf
+    tier: Tier
     number: int
 
 
-class RecordStore:
+class TieredRecords:
     """Owns all records of a rank, numbered through; in the order of their numbers they are needed first."""
 
-    def __init__(self, standing: Sequence[Standing], slab: DiskSlab | None = None) -> None:
-        """Take over the shelves that the records stand on; slab: of those on a disk that change in every step."""
-        self._standing, self._slab = standing, slab
-        self._shelves = list({id(each.shelf): each.shelf for each in standing}.values())
+    def __init__(self, addresses: Sequence[Address], slab: DiskSlab | None = None) -> None:
+        """Take over the tiers that the records are in; slab: of those on a disk that change in every step."""
+        self._addresses, self._slab = addresses, slab
+        self._tiers = list({id(each.tier): each.tier for each in addresses}.values())
         self._open: dict[int, int] = {}
         self._changed: set[int] = set()
         self._steps = 0  # as the engine counts them
@@ -146,8 +146,8 @@ class RecordStore:
 
     def ahead(self, index: int) -> None:
         """Begin to bring a record; nobody waits."""
-        shelf, number = self._standing[index]
-        shelf.ahead(number)
+        tier, number = self._addresses[index]
+        tier.ahead(number)
 
     @contextmanager
     def opened(self, index: int, changed: bool = True) -> Iterator[list[Tensor]]:
@@ -155,31 +155,31 @@ class RecordStore:
 
         What an exception leaves is not taken back.
         """
-        shelf, number = self._standing[index]
+        tier, number = self._addresses[index]
         self._open[index] = self._open.get(index, 0) + 1
         try:
-            yield shelf.fetch(number)
+            yield tier.fetch(number)
             if changed:
                 self._changed.add(index)
         finally:
             self._open[index] -= 1
             if not self._open[index]:
                 del self._open[index]
-                shelf.retire(number, index in self._changed)
+                tier.retire(number, index in self._changed)
                 self._changed.discard(index)
 
     def view(self, index: int) -> list[Tensor]:
         """Return a record's fields as they are stored, to be read; those of an open one as they are used."""
-        shelf, number = self._standing[index]
+        tier, number = self._addresses[index]
         if index in self._open:
-            return shelf.fetch(number)
-        shelf.drain()
-        return shelf.view(number)
+            return tier.fetch(number)
+        tier.drain()
+        return tier.view(number)
 
     def drain(self) -> None:
         """Wait until all that was changed is at its place."""
-        for shelf in self._shelves:
-            shelf.drain()
+        for tier in self._tiers:
+            tier.drain()
 
     def commit(self) -> None:
         """Say that all records of a step are changed; those on a disk are whole there when this returns."""
@@ -209,8 +209,8 @@ class RecordStore:
 
     def clear(self) -> None:
         """Have the records of the slab be zeros, as those of a new file are."""
-        for index, (shelf, _) in enumerate(self._standing):
-            if isinstance(shelf, OnDisk) and shelf.changes:
+        for index, (tier, _) in enumerate(self._addresses):
+            if isinstance(tier, OnDisk) and tier.changes:
                 with self.opened(index) as fields:
                     for values in fields:
                         values.zero_()
@@ -232,7 +232,7 @@ class RecordStore:
 
     def close(self) -> None:
         """Wait for all that is under way and give threads and files back."""
-        for shelf in self._shelves:
-            shelf.close()
+        for tier in self._tiers:
+            tier.close()
         if self._slab is not None:
             self._slab.close()
