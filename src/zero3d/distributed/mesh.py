@@ -79,7 +79,7 @@ class Mesh:
         self.pp, self.dp, self.tp, self.ep = self.degrees
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
-        self.make_stores: Callable[[Arena], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
+        self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 

@@ -34,7 +34,7 @@ def open_tiers(
     records = list(placement(base, kinds).records(in_turn(specs), layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
     site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base))
-    stores = (mesh.make_stores or Stores)(axes.arena)
+    stores = (mesh.make_stores or Stores)(site)
     tiers = Builder(site, offload, records, executor, stores).tiers()
     if tiers.disk is None:
         return tiers, None

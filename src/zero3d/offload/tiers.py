@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,20 +50,59 @@ BUFFERS, STAGING = "ring buffers", "staging"
 NEVER, UNKNOWN = -1, 0  # no step; one whose number cannot be read
 
 
+class Site(NamedTuple):
+    """Where tiers are made.
+
+    world    all ranks, which make theirs together
+    owner    who writes on the disk, in words
+    compute  dtype of weights
+    budget   measures what this rank may take of its host
+    """
+
+    arena: Arena
+    world: Comm
+    owner: str
+    compute: torch.dtype
+    budget: Callable[[], HostBudget]
+
+
 class Stores:
-    """Opens what records are kept in, for a rank whose device is a CPU or an accelerator."""
+    """Opens what records are kept in, on all ranks or none.
 
-    def __init__(self, arena: Arena) -> None:
-        self.device = arena.device
-        self.on_cpu = arena.device.type == "cpu"
+    on_cpu    whether the device is a CPU
+    replaced  the step of another run that was on the disk; NEVER, or UNKNOWN
+    """
 
-    def host(self, parts: Mapping[str, Sequence[Record]]) -> HostSlab:
-        """Map the host's memory of all parts."""
-        return HostSlab(parts, self.device)
+    replaced = NEVER
 
-    def disk(self, folder: Path, rank: int, records: Mapping[str, int], owner: str, discard: bool) -> DiskSlab | None:
-        """Open the file of records that change. Raises CheckpointError, ConfigError, OutOfBudget."""
-        return DiskSlab(folder, rank, records, owner, discard)
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.on_cpu = site.arena.device.type == "cpu"
+
+    def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
+        """Map the host's memory of all parts. asked: bytes by what they are for. Raises OutOfBudget."""
+        budget = self._site.budget()
+
+        def open_slab() -> HostSlab:
+            budget.check(asked)
+            return HostSlab(parts, self._site.arena.device)
+
+        return agree(self._site.world, open_slab)
+
+    def disk(self, folder: Path, records: Mapping[str, int]) -> DiskSlab | None:
+        """Open the file of records that change, of so many bytes by name. Raises ConfigError, OutOfBudget."""
+        rank = self._site.world.rank
+        open_slab = partial(DiskSlab, folder, rank, records, self._site.owner)
+
+        def open_or_replace() -> DiskSlab:
+            try:
+                return open_slab()
+            except CheckpointError:  # of other records, or damaged: nothing to go on from, and all ranks say so
+                commit = (folder / f"rank-{rank:05d}").with_suffix(".commit")
+                self.replaced = commit_file.step_of(commit) or UNKNOWN
+                return open_slab(discard=True)
+
+        return agree(self._site.world, open_or_replace)
 
     def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tier:
         """Return records of the host that pass through buffers."""
@@ -145,22 +185,6 @@ class Tiers:
         return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
 
 
-class Site(NamedTuple):
-    """Where tiers are made.
-
-    world    all ranks, which make theirs together
-    owner    who writes on the disk, in words
-    compute  dtype of weights
-    budget   measures what this rank may take of its host
-    """
-
-    arena: Arena
-    world: Comm
-    owner: str
-    compute: torch.dtype
-    budget: Callable[[], HostBudget]
-
-
 class Builder:
     """Makes slabs, files and rings for records that have their places."""
 
@@ -172,13 +196,12 @@ class Builder:
         self._arena = site.arena
         self._host_arena = Arena(torch.device("cpu"), HOST)
         self._disk_arena = Arena(torch.device("cpu"), DISK)
-        self._replaced = NEVER
         self._here = self._executor == HOST or stores.on_cpu  # records pass through memory of the host
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
         slab = self._open_slab()
-        disk = agree(self._site.world, self._open_disk)
+        disk = self._open_disk()
         store = TieredRecords(self._addresses(slab, disk), disk)
         names = [each.unit for each in self._records if each.kind == GRADIENTS]
         tiers = Tiers(
@@ -193,38 +216,27 @@ class Builder:
             staging=self._staging(slab),
             why=self._why,
             disk=disk,
-            replaced=self._replaced,
+            replaced=self._stores.replaced,
         )
         weakref.finalize(tiers, unwaited, store.close)
         return tiers
 
     def _open_slab(self) -> HostSlab:
         """Map what all records and buffers on the host take. Raises OutOfBudget."""
-        budget, parts = self._site.budget(), self._parts()
+        parts = self._parts()
         asked = {part: sum(padded(record.nbytes) for record in records) for part, records in parts.items()}
         if self._executor == HOST and self._of(OPTIMIZER, HOST) + self._of(OPTIMIZER, DISK):
             asked["scratch of updates"] = scratch_bytes(torch.get_num_threads())
-
-        def open_slab() -> HostSlab:
-            budget.check(asked)
-            return self._stores.host(parts)
-
-        return agree(self._site.world, open_slab)
+        return self._stores.host(parts, asked)
 
     def _open_disk(self) -> DiskSlab | None:
-        """Open the file of what changes in every step, if anything is on a disk. Raises as DiskSlab does."""
+        """Open the file of what changes in every step, if anything is on a disk."""
         if not self._offload.uses_disk:
             return None
+        assert self._offload.directory is not None
         changing = [each for each in self._records if each.place == DISK and each.kind != FROZEN]
         records = {each.described: each.record.nbytes for each in changing}
-        assert self._offload.directory is not None
-        folder, rank = Path(self._offload.directory), self._site.world.rank
-        try:
-            return self._stores.disk(folder, rank, records, self._site.owner, discard=False)
-        except CheckpointError:  # of other records, or damaged: nothing to go on from, and all ranks say so
-            commit = (folder / f"rank-{rank:05d}").with_suffix(".commit")
-            self._replaced = commit_file.step_of(commit) or UNKNOWN
-            return self._stores.disk(folder, rank, records, self._site.owner, discard=True)
+        return self._stores.disk(Path(self._offload.directory), records)
 
     # --- memory of the host -----------------------------------------------------------------------
 

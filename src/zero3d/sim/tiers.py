@@ -20,7 +20,7 @@ from zero3d.offload.executors import DeviceExecutor, Executor
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
 from zero3d.offload.tiered_records import InPlace, Tier
-from zero3d.offload.tiers import Stores
+from zero3d.offload.tiers import Site, Stores
 from zero3d.sim.memory import ObservedArena
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.updates import OpenBucket, Options
@@ -60,16 +60,16 @@ class NoUpdate(Executor):
 class DryStores(Stores):
     """Stands for memory, files and threads of ranks on CPUs or accelerators."""
 
-    def __init__(self, arena: Arena, on_cpu: bool) -> None:
-        super().__init__(arena)
-        assert isinstance(arena, ObservedArena)
-        self.on_cpu, self._arena = on_cpu, arena
+    def __init__(self, site: Site, on_cpu: bool) -> None:
+        super().__init__(site)
+        assert isinstance(site.arena, ObservedArena)
+        self.on_cpu, self._arena = on_cpu, site.arena
 
-    def host(self, parts: Mapping[str, Sequence[Record]]) -> HostSlab:
+    def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
         """Return what stands for the host's memory."""
         return DrySlab(parts, self._arena)
 
-    def disk(self, folder: Path, rank: int, records: Mapping[str, int], owner: str, discard: bool) -> DiskSlab | None:
+    def disk(self, folder: Path, records: Mapping[str, int]) -> DiskSlab | None:
         """Open nothing."""
         return None
 
