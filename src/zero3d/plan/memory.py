@@ -25,9 +25,9 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.memory.placement import DEPTH
@@ -41,11 +41,11 @@ from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import Held, States, policies, states
+from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import EIGHT_BIT
-from zero3d.zero.stages import WIDTHS, WINDOW
+from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
@@ -104,15 +104,10 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 def _away(shard: States) -> dict[str, dict[str, float]]:
     """Return the bytes of states off the device, by place and category."""
     return {
-        name: {category: float(size) for category, size in categories(held).items() if size}
+        name: {category: float(size) for category, size in held.by_category.items() if size}
         for name, held in ((HOST, shard.host), (DISK, shard.disk))
         if held.total
     }
-
-
-def categories(held: Held) -> dict[str, Fraction]:
-    """Return the bytes of states at a place, by category."""
-    return {**held.states._asdict(), "padding": held.padding}
 
 
 def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, sends_terms, states_key, wire_width
 from zero3d.spec.offload import HOST
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WIDTHS, WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class Windows(NamedTuple):

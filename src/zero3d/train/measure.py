@@ -2,9 +2,9 @@
 
 consumer           measured                               formula
 -----------------  -------------------------------------  -------------------------------------
-parameters         held by the arena                      stages.engine_bytes, exact
-gradients          held by the arena                      stages.engine_bytes, exact
-optimizer states   held by the arena                      stages.engine_bytes, exact
+parameters         held by the arena                      account/states.py, exact
+gradients          held by the arena                      account/states.py, exact
+optimizer states   held by the arena                      account/states.py, exact
 padding            held by the arena                      from the layouts, exact
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
