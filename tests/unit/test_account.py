@@ -1,4 +1,7 @@
-"""The account by hand: masters and states of each optimizer, sources of experts, what is off the device, padding."""
+"""The account by hand: masters and states of each optimizer, sources of experts, what is off the device, padding.
+
+And of buffers that come and go: units that are whole, reductions, records on their way.
+"""
 
 from fractions import Fraction
 
@@ -6,6 +9,7 @@ import pytest
 
 from zero3d.account.optimizers import CODE, STATES, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
+from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.state_spans import Span
 
@@ -81,3 +85,36 @@ def test_padding_costs_what_parameters_do_and_units_add_up():
     assert both.total == 2 * held.total == sum(both.by_category.values())
     frozen = unit_bytes(UnitShare(0, 1, 2, trainable=False), Sums(), LAYOUT, OptimizerBytes(0))
     assert frozen.total == 2 * 16_384
+
+
+# --- what comes and goes --------------------------------------------------------------------------
+
+
+def test_the_root_is_whole_all_the_time_beside_two_units_at_a_hand_over_and_two_on_their_way():
+    sizes = [("root", 1), ("a", 10), ("b", 20), ("root", 2)]
+    assert whole_units(sizes) == 1 + 2 + 4 * 20
+    assert whole_units(sizes, at_once=4) == 1 + 2 + 6 * 20
+    assert whole_units(sizes[:1]) == 1
+    assert whole_units(iter(sizes)) == whole_units(sizes)
+
+
+@pytest.mark.parametrize(("casts", "terms", "lands", "slots"), [
+    (False, False, True, 0), (False, False, False, 1), (True, False, True, 8), (True, False, False, 9),
+    (False, True, False, 8), (True, True, True, 16),
+])  # fmt: skip
+def test_a_reduction_over_eight_ranks_receives_sums_or_terms_beside_what_it_casts(casts, terms, lands, slots):
+    assert Reduction(8, 4, casts, terms, lands).nbytes(100) == slots * 400
+
+
+def test_records_pass_through_three_buffers_of_whole_blocks():
+    assert [ring_bytes(longest) for longest in (0, 1, 4096, 4097)] == [0, 3 * 4096, 3 * 4096, 6 * 4096]
+
+
+def test_a_record_is_updated_in_fp32_of_what_it_has_in_16_bits():
+    many = 1 << 20  # a CPU casts 2^18 at a time, with a copy of each
+    assert record_scratch(many, "cuda", splits=False) == 0
+    assert record_scratch(many, "cuda", splits=True) == 4 * many
+    assert record_scratch(many, "cuda", splits=True, rounded=True) == 4 * (3 + 1) * many
+    assert record_scratch(many, "cuda", splits=False, casts=True) == 4 * 2 * many
+    assert record_scratch(many, "cpu", splits=False, casts=True) == 4 * 2 * (1 << 18)
+    assert record_scratch(many, "cuda", splits=False, rounded=True, casts=True) == 4 * (2 + 2) * many

@@ -20,6 +20,7 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
 from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, unit_bytes
+from zero3d.account.transients import record_scratch, ring_bytes, whole_units
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.tier_records import StateKinds, trains
@@ -35,15 +36,11 @@ from zero3d.memory.auto_place import (
     auto_place,
     choose_executor,
 )
-from zero3d.memory.blocks import padded
 from zero3d.memory.budget import host_budget
-from zero3d.memory.placement import DEPTH
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
-from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
 
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
@@ -125,7 +122,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         sizes[spec.name] = sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
         held, record = _of_unit(base, spec, kinds)
         states, longest = states + held.states, max(longest, record)
-    moving = sizes.get(ROOT, 0) + (2 + WINDOW) * max((size for name, size in sizes.items() if name != ROOT), default=0)
+    moving = whole_units(sizes.items())
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
         "gradients": 0 if offload.gradients == HOST else ceil(states.gradients),
@@ -162,7 +159,7 @@ def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held,
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
     """Return what the device holds for records that pass through it: a ring, and fp32 masters of those in halves."""
-    return 0 if executor == HOST else DEPTH * padded(record) + 4 * splits * update_bucket(device)
+    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
 
 
 def room_of(mesh: Mesh, offload: Offload) -> Room:
