@@ -9,10 +9,10 @@ from dataclasses import replace
 from planner_constants import Planner
 from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
 
+from zero3d.account.states import paper_bytes
 from zero3d.plan.kernels import digest, part_work
 from zero3d.plan.shapes import fused, gpt, llama, of_params
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.zero.stages import paper_bytes
 
 # --- ZeRO's own runs on V100 --------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from ranks import synchronize
 from campaign.account import Account, Place
 from campaign.training import MIDDLE, STAGES, Run, engine_of, one_loss, own_batch, run_of, setting_of, train
 from zero3d import Engine
+from zero3d.account.states import engine_bytes
 from zero3d.activations.recomputation import recompute
 from zero3d.distributed.mesh import Mesh
 from zero3d.memory.arena import STATES
-from zero3d.zero.stages import engine_bytes
 
 SLACK, SLACK_BYTES = 0.01, 2 << 20  # of the plan: the allocator rounds every block up
 STEPS, WARM = 200, 20  # of varying lengths; after how many the allocator has seen what there is

@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.emit import TIERS
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
-from zero3d.plan.memory import categories, memory
+from zero3d.plan.memory import memory
 from zero3d.plan.relief import device_bytes, reliefs
 from zero3d.plan.search import Row
 from zero3d.plan.spec import ParallelPlan
@@ -86,7 +86,7 @@ def ratio(alone, models, plan, tied=False, packed=False, layers=LAYERS):
     by_place = states(spec, plan, rank.pp)
     for place, held in zip((DEVICE, HOST, DISK), by_place[:3], strict=True):
         said = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
-        planned = {name: ceil(nbytes) for name, nbytes in categories(held).items()}
+        planned = {name: ceil(nbytes) for name, nbytes in held.by_category.items()}
         assert {name: nbytes for name, nbytes in said.items() if nbytes} == {n: b for n, b in planned.items() if b}, (
             place
         )

@@ -10,7 +10,7 @@ import pytest
 from zero3d.config import load, to_dict
 from zero3d.models.presets import PRESETS
 from zero3d.plan.emit import TIERS, train_config
-from zero3d.plan.memory import categories, memory
+from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan as P
 from zero3d.plan.states import states
 from zero3d.plan.traffic import rank_traffic
@@ -80,7 +80,7 @@ def test_states_traffic_and_peak_are_the_simulated_ones(alone, models, plan, lay
     by_place = states(spec, plan)
     for place, held in ((DEVICE, by_place.device), (HOST, by_place.host)):
         found = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
-        said = {name: ceil(nbytes) for name, nbytes in categories(held).items()}
+        said = {name: ceil(nbytes) for name, nbytes in held.by_category.items()}
         assert {k: v for k, v in found.items() if v} == {k: v for k, v in said.items() if v}, place
     sent = Counter()
     for entry in rank.traffic:

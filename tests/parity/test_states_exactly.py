@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero3d
 from zero3d.config import Optimizer
 from zero3d.memory.arena import STATES
+from zero3d.optim import muon
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.setup.optimizer import parameter_groups
@@ -150,6 +151,26 @@ def test_states_of_gloo_ranks(ranks, family, frozen, plan):
 @pytest.mark.parametrize(("family", "frozen", "plan"), cases(20, SMALL, 4))
 def test_states_of_many_gloo_ranks(ranks, family, frozen, plan):
     check_on_gloo(ranks, family, frozen, plan)
+
+
+@pytest.mark.parametrize("dp", [4, pytest.param(16, marks=pytest.mark.long)])
+def test_records_of_a_rank_whose_shards_are_padding_have_room_for_all_of_muons_states(dp):
+    model = tiny("llama", kv_heads=4, layers=2)
+    spec, plan = outline(model, 8), ParallelPlan(dp=dp, stage=2, optimizer="muon", offload="host")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=dp - 1, world_size=dp, store=FakeStore())
+    try:
+        mesh = zero3d.Mesh(dp=dp)
+        engine = zero3d.Engine(
+            model, mesh=mesh, stage=2, precision="bf16", optimizer=muon(lr=0.1), offload={"optimizer": "host"}
+        )
+        assert not any(unit.layout.pieces(dp - 1) for unit in engine.units)
+        held = {entry.category: entry.planned for entry in engine.memory if entry.place == "host" and entry.planned}
+    finally:
+        dist.destroy_process_group()
+    found = states(spec, plan, dp_rank=dp - 1, device="cpu").host.by_category
+    assert {category: size for category, size in found.items() if size} == held
 
 
 EXACT = [

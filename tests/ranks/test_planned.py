@@ -10,6 +10,7 @@ import yaml
 from torch import nn
 from training import save_rows, train, tree
 
+from zero3d.account.states import engine_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.page.text import size
@@ -21,7 +22,6 @@ from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import open_spec
 from zero3d.train.progress import Progress
-from zero3d.zero.stages import engine_bytes
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
 MEASURED = 0.75  # the median of the second and the third

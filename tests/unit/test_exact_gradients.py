@@ -104,7 +104,7 @@ def run(ranks, step, micro_batches):
 
 
 def check_memory(rank, most, alone):
-    """As `stages.engine_bytes` and the arena have it, and nothing on its way."""
+    """As `account.states.unit_bytes` and the arena have it, and nothing on its way."""
     layout, sharded = rank.grads._layout, alone or not rank.summands.per_step
     assert rank.grads.micro_batches == most
     assert len(rank.grads.buffers) == counter_buffers(most)

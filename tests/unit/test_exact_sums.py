@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zero3d.account.states import engine_bytes
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
@@ -16,7 +17,7 @@ from zero3d.plan.states import reduced_width
 from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.layout import UnitLayout
-from zero3d.zero.stages import counter_buffers, engine_bytes
+from zero3d.zero.stages import counter_buffers
 
 CPU = torch.device("cpu")
 

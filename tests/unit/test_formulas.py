@@ -4,8 +4,9 @@ from fractions import Fraction
 
 import pytest
 
+from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, per_parameter
 from zero3d.errors import ConfigError
-from zero3d.zero.stages import engine_bytes, frozen_bytes, paper_bytes, resolve_policies, stage_row
+from zero3d.zero.stages import resolve_policies, stage_row
 from zero3d.zero.traffic import TokenEvent, UnitTraffic, count_gathers, step_traffic, token_order, traffic_elements
 
 
@@ -35,8 +36,11 @@ def test_engine_bytes_per_parameter(stage, arguments, expected):
 
 
 def test_frozen_parameters_cost_their_weight():
-    assert [frozen_bytes(stage, 4, 2).total for stage in range(4)] == [2, 2, 2, Fraction(1, 2)]
-    assert frozen_bytes(3, 4, 2, release="every_step").total == 2
+    def held(stage, **sums):
+        return per_parameter(UnitShare(stage, 4, weight=2, trainable=False), Sums(**sums), 0).total
+
+    assert [held(stage) for stage in range(4)] == [2, 2, 2, Fraction(1, 2)]
+    assert held(3, release="every_step") == 2
 
 
 def test_traffic_of_the_paper_and_with_micro_batches():

@@ -6,6 +6,7 @@ from math import isclose, sqrt
 
 import pytest
 
+from zero3d.account.states import engine_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import deepspeed_config, plan_of, train_config
@@ -16,7 +17,6 @@ from zero3d.plan.search import Target, divisors, resized, search, tp_refused
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.what_if import what_if
-from zero3d.zero.stages import engine_bytes
 
 MODEL = gpt(8, 1024, 16, 50304, 1024)
 A100 = cluster("a100-80", 16, 2)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from zero3d.account.states import paper_bytes
 from zero3d.errors import ConfigError
 from zero3d.plan import formulas
-from zero3d.zero.stages import paper_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 GIB, TIB = 2**30, 2**40

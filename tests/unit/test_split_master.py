@@ -11,6 +11,7 @@ from models import adamw, batch, build, loss_of
 from torch import nn
 
 import zero3d
+from zero3d.account.states import engine_bytes, paper_bytes
 from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.hardware import cluster
@@ -21,7 +22,6 @@ from zero3d.plan.time import Pace, step_seconds
 from zero3d.precision import joined
 from zero3d.zero.layout import Piece
 from zero3d.zero.masters import Masters
-from zero3d.zero.stages import REMAINDER, engine_bytes, paper_bytes
 
 BOTH = ("fp32", "split")
 OPTIMIZERS = {
@@ -245,10 +245,10 @@ def test_units_that_stay_in_fp32_are_their_own_masters():
 
 
 def test_a_parameter_has_two_bytes_less():
-    assert paper_bytes(0, 10**9, 1, k=REMAINDER + 8).total == 14 * 10**9
+    assert paper_bytes(0, 10**9, 1, k=2 + 8).total == 14 * 10**9
     for stage in range(4):
-        assert engine_bytes(stage, 1).total - engine_bytes(stage, 1, optimizer=REMAINDER + 8).total == 2
-    assert engine_bytes(3, 1, optimizer=REMAINDER + 8).total == 16
+        assert engine_bytes(stage, 1).total - engine_bytes(stage, 1, optimizer=2 + 8).total == 2
+    assert engine_bytes(3, 1, optimizer=2 + 8).total == 16
 
 
 @pytest.mark.parametrize("stage", [0, 3])

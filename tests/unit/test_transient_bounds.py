@@ -34,7 +34,7 @@ def peaks(n, stage, count, **options):
         for given in micro_batches(2, count):
             engine.backward(engine(**given).loss)
         scratch = {"cast_scratch": lambda *_: 0, "update_scratch": lambda *_: 0}
-        with mock.patch.multiple("zero3d.train.measure", **scratch):
+        with mock.patch.multiple("zero3d.account.transients", **scratch):
             return steps, held(engine, count)
 
 

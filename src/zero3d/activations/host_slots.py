@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zero3d.account.transients import DEPTH
 from zero3d.errors import OutOfBudget
 from zero3d.memory.arena import Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
 from zero3d.offload.host_slab import HostSlab
-from zero3d.offload.placement import DEPTH
 from zero3d.offload.records import Record
 from zero3d.offload.ring import HostStore, Ring
 from zero3d.spec.sizes import decimal

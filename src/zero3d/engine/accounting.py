@@ -10,17 +10,16 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from zero3d.account.optimizers import OptimizerBytes
+from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, unit_bytes
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
-from zero3d.precision import NAMES
 from zero3d.spec.offload import HOST
 from zero3d.spec.sizes import decimal
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.stages import NO_BYTES, StateBytes, engine_bytes, frozen_bytes, source_bytes
 from zero3d.zero.traffic import UnitTraffic
 from zero3d.zero.unit import Unit
 
@@ -28,7 +27,7 @@ from zero3d.zero.unit import Unit
 class MemoryEntry(NamedTuple):
     """Counts the bytes of one category at one place on this rank.
 
-    planned   by formula (`stages.engine_bytes`, padding from the layouts); None for transient ones
+    planned   by formula (`account.states.unit_bytes`, padding from the layouts); None for transient ones
     measured  in the arena now
     peak      most in the arena at any instant
     """
@@ -91,17 +90,12 @@ class Accounts:
     @property
     def planned(self) -> StateBytes:
         """Model states per rank by formula, padding apart."""
-        some = sum((self._optimizer.states_of_some(unit)[0] for unit in self._optimizer.units), Fraction(0))
-        whole = self._bytes_of(lambda layout: layout.numel)
-        return whole._replace(optimizer=whole.optimizer + some)
+        return self._on_device.states
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place, planned and measured."""
-        own = dict(zip(("parameters", "gradients", "optimizer"), self.planned, strict=True))
-        some = sum((self._optimizer.states_of_some(unit)[1] for unit in self._optimizer.units), Fraction(0))
-        own["padding"] = self._bytes_of(lambda layout: layout.padding).total + some
-        planned = {(category, self._arena.place): nbytes for category, nbytes in own.items()}
+        planned = {(category, self._arena.place): size for category, size in self._on_device.by_category.items()}
         for key, nbytes in self._records.items():
             planned[key] = planned.get(key, Fraction(0)) + nbytes
         inputs = self._inputs
@@ -132,27 +126,17 @@ class Accounts:
         """Return over how many ranks a unit of experts is cut; None for units that dp cuts."""
         return None if unit.comm is self._dp else unit.comm.size
 
-    def _bytes_of(self, elements: Callable[[UnitLayout], int]) -> StateBytes:
-        """Return the bytes per rank by formula of so many elements of each unit."""
-        policy, total = self._policy, NO_BYTES
-        for unit in self._units:
-            stage, n = unit.stage, unit.comm.size
-            away = unit.weights.records is not None and unit.weights.records.shard is not None
-            if unit.grads is None and away:
-                continue
-            if unit.grads is None:
-                per_element = frozen_bytes(stage, n, unit.dtype.itemsize, policy.release)
-            else:
-                per_element = engine_bytes(
-                    stage, n, NAMES[unit.dtype], policy.release, policy.reduce, unit.grads.micro_batches,
-                    self._optimizer.state_bytes(unit), self._exact,
-                )  # fmt: skip
-                local = source_bytes(stage, NAMES[unit.dtype], policy.reduce, unit.grads.micro_batches, self._exact)
-                of_sources = per_element.gradients + (unit.sources - 1) * local
-                per_element = per_element._replace(gradients=of_sources)
-                if unit.name in self._kept:
-                    per_element = per_element._replace(gradients=Fraction(0))
-                if away:
-                    per_element = per_element._replace(parameters=Fraction(0))
-            total = total + per_element.times(elements(unit.layout))
-        return total
+    @property
+    def _on_device(self) -> Held:
+        """What this rank's device holds of all units by formula, records apart."""
+        return sum(map(self._of_unit, self._units), NOTHING)
+
+    def _of_unit(self, unit: Unit) -> Held:
+        away = unit.weights.records is not None and unit.weights.records.shard is not None
+        gone = ("parameters",) * away + ("gradients",) * (unit.name in self._kept)
+        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, unit.grads is not None, unit.sources, gone)
+        if unit.grads is None:
+            return unit_bytes(share, Sums(self._policy.release), unit.layout, OptimizerBytes(0))
+        sums = Sums(self._policy.release, self._policy.reduce, unit.grads.micro_batches, self._exact)
+        optimizer = OptimizerBytes(self._optimizer.state_bytes(unit), *self._optimizer.states_of_some(unit))
+        return unit_bytes(share, sums, unit.layout, optimizer)

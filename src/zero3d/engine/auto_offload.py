@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
 import torch
 
+from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
+from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, unit_bytes
+from zero3d.account.transients import record_scratch, ring_bytes, whole_units
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
-from zero3d.memory.blocks import padded
 from zero3d.memory.budget import host_budget
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
@@ -37,14 +38,9 @@ from zero3d.offload.auto_place import (
     auto_place,
     choose_executor,
 )
-from zero3d.offload.placement import DEPTH
 from zero3d.offload.states import StateKinds, trains
-from zero3d.precision import NAMES
 from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
-from zero3d.zero.layout import ROOT
-from zero3d.zero.policy import Policy
-from zero3d.zero.stages import NO_BYTES, REMAINDER, WINDOW, engine_bytes, frozen_bytes
 
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
@@ -107,8 +103,9 @@ def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
     elif mesh.on_cpu:
         choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
     else:
-        moments = states * 2 // policy.master.itemsize if offload.moments == "bf16" else states
-        width = master_width(policy, base.resolved.precision.dtype) + moments
+        wide = policy.master.itemsize
+        moments = states // wide * state_width(wide, offload.moments)
+        width = master_width(base.resolved.precision.dtype.itemsize, wide, policy.split_master) + moments
         choice = choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
     return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
 
@@ -126,22 +123,12 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
     policy, offload = base.resolved.policy, base.options.offload
     states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
-    kinds, moments = state_kinds(base), Fraction(0)
+    kinds = state_kinds(base)
     for spec in specs:
-        n = (base.axes.edp if spec.experts else base.axes.dp).size
-        numel = sum(p.numel() for p in spec.params.values())
-        sizes[spec.name] = numel * spec.dtype.itemsize
-        if trains(spec):
-            width = master_width(policy, spec.dtype)
-            states += engine_bytes(
-                policy.stage.number, n, NAMES[spec.dtype], policy.release, policy.reduce, policy.accumulate, width,
-                base.options.zero.exact,
-            ).times(numel)  # fmt: skip
-            of_unit, record = _moments(base, spec, kinds)
-            moments, longest = moments + of_unit, max(longest, record)
-        else:
-            states += frozen_bytes(policy.stage.number, n, spec.dtype.itemsize, policy.release).times(numel)
-    moving = sizes.get(ROOT, 0) + (2 + WINDOW) * max((size for name, size in sizes.items() if name != ROOT), default=0)
+        sizes[spec.name] = sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
+        held, record = _of_unit(base, spec, kinds)
+        states, longest = states + held.states, max(longest, record)
+    moving = whole_units(sizes.items())
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
         "gradients": 0 if offload.gradients == HOST else ceil(states.gradients),
@@ -149,35 +136,36 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
     }
     passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
-    return Need(ceil(states.optimizer + moments), longest, passing, others)
+    return Need(ceil(states.optimizer), longest, passing, others)
 
 
-def _moments(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Fraction, int]:
-    """Return the bytes of a unit's states beside masters, padding apart, and those of its longest record."""
-    policy, bucket = base.resolved.policy, update_bucket(base.axes.arena.device.type)
-    layout, comm = lay_out(base, spec), base.axes.edp if spec.experts else base.axes.dp
+def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held, int]:
+    """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
+    policy, layout = base.resolved.policy, lay_out(base, spec)
+    comm = base.axes.edp if spec.experts else base.axes.dp
+    share = UnitShare(policy.stage.number, comm.size, spec.dtype.itemsize, trains(spec))
+    sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)
+    if not share.trainable:
+        return unit_bytes(share, sums, layout, OptimizerBytes(0)), 0
     whole = not policy.stage.shards_optimizer
     pieces = layout.whole_pieces() if whole else layout.pieces(comm.rank)
     elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
-    rounded = base.options.offload.moments == "bf16"
-    widths = {name: 2 if rounded else dtype.itemsize for name, dtype in kinds.states.items()}
+    rounded = base.options.offload.moments
+    widths = {name: state_width(dtype.itemsize, rounded) for name, dtype in kinds.states.items()}
     spans = {name: kinds.span(name, layout, pieces, elements, used) for name in widths}
-    moments = sum((Fraction(span.used * widths[name]) for name, span in spans.items() if span), Fraction(0))
+    master = master_width(spec.dtype.itemsize, policy.master.itemsize, policy.split_master)
+    states = [(span, widths[name]) for name, span in spans.items() if span is not None]
+    bucket = update_bucket(base.axes.arena.device.type)
     record = max(
-        (master_width(policy, spec.dtype) + sum(widths[name] for name in names)) * min(stop - start, bucket, ceil(used))
+        (master + sum(widths[name] for name in names)) * min(stop - start, bucket, ceil(used))
         for start, stop, names in kinds.segments(layout, pieces, elements)
     )
-    return moments, record
+    return unit_bytes(share, sums, layout, OptimizerBytes.of(master, states, elements)), record
 
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:
     """Return what the device holds for records that pass through it: a ring, and fp32 masters of those in halves."""
-    return 0 if executor == HOST else DEPTH * padded(record) + 4 * splits * update_bucket(device)
-
-
-def master_width(policy: Policy, weight: torch.dtype) -> int:
-    """Return the bytes per parameter that are stored of masters."""
-    return 0 if weight == policy.master else REMAINDER if policy.split_master else policy.master.itemsize
+    return 0 if executor == HOST else ring_bytes(record) + record_scratch(update_bucket(device), device, splits)
 
 
 def room_of(mesh: Mesh, offload: Offload) -> Room:

@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zero3d.account.optimizers import REMAINDER
 from zero3d.memory.blocks import padded
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 
-REMAINDER = 2  # bytes of a split master beside its bf16 weight
 OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer", "parameters", "frozen", "gradients"  # kinds of records
-DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
 class RecordWidths(NamedTuple):

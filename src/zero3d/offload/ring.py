@@ -32,9 +32,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from zero3d.account.transients import DEPTH
 from zero3d.memory.blocks import padded
 from zero3d.memory.threads import Threads
-from zero3d.offload.placement import DEPTH
 from zero3d.offload.records import Record
 
 

@@ -14,19 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from zero3d.account.optimizers import master_width
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
-from zero3d.offload.placement import (
-    FROZEN,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    REMAINDER as REMAINDER_BYTES,
-    PlacedRecord,
-    UnitStates,
-    placed_records,
-)
+from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.offload.records import Record
 from zero3d.spec.offload import DISK, Offload
 from zero3d.zero.buckets import MASTER, WEIGHTS
@@ -192,7 +184,7 @@ class Placement:
     def _states(self, spec: UnitSpec, layout: UnitLayout, segments: Segments) -> UnitStates:
         """Return what this rank updates of a unit, in bytes."""
         wide = self.policy.master
-        master = 0 if spec.dtype == wide else REMAINDER_BYTES if self.policy.split_master else wide.itemsize
+        master = master_width(spec.dtype.itemsize, wide.itemsize, self.policy.split_master)
         states = [(end - begin, sum(self._dtype(name).itemsize for name in names)) for begin, end, names in segments]
         return UnitStates(layout.shard, spec.dtype.itemsize, master, states, wide.itemsize, trains(spec))
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import itemsize
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
-from zero3d.zero.stages import WIDTHS
 
 
 class Footprint(NamedTuple):

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from zero3d.account.states import WIDTHS
+from zero3d.account.transients import DEPTH
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
-from zero3d.offload.placement import DEPTH
 from zero3d.plan.in_flight import moments
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Part
 from zero3d.spec.offload import HOST
-from zero3d.zero.stages import WIDTHS
 
 
 def in_parts(plan: ParallelPlan) -> bool:

@@ -1,6 +1,5 @@
-"""What Muon holds, sends and computes on a rank, by the rules of the engine (optim/owners.py). No torch.
+"""What Muon sends and computes on a rank, by the rules of the engine (optim/owners.py). No torch.
 
-    states     first moments (momentum, or AdamW's) of all, second ones of what is no matrix (zero/state_spans.py)
     sent       pieces of matrices to their owners, and back, in bf16
     computed   Newton-Schulz of the owner that has most, as products of matrices
 
@@ -10,54 +9,14 @@ Which parameters are matrices is what the engine takes by default: `optimizer.gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
 
 from zero3d.optim.owners import WIRE, Owners, matrices_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.optimizer import MUON
-from zero3d.zero.state_spans import span_of
 
 TOUCHED = 42  # bytes of memory per parameter: 16 for the momentum, 12 for what travels, 14 for the update
-
-
-class Moments(NamedTuple):
-    """How many moments all elements of a unit have, and parameters and padding that have one more."""
-
-    whole: int
-    used: Fraction
-    padding: Fraction
-
-
-def moments_of(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> Moments:
-    """Return the moments of a unit on a rank: of all elements, and of some."""
-    if plan.optimizer != MUON:
-        return Moments(2, Fraction(0), Fraction(0))
-    layout, matrices = unit.layout, dict(unit.forms)
-    at = dp_rank // plan.ep if unit.sources else dp_rank
-    pieces = layout.whole_pieces() if plan.stage == 0 else layout.pieces(at)
-    elements = layout.total if plan.stage == 0 else layout.shard
-    numel = Fraction(layout.numel) if plan.stage == 0 else layout.used_per_shard
-    rest = span_of(pieces, lambda slot: slot not in matrices, elements, numel)
-    muon = span_of(pieces, lambda slot: slot in matrices, elements, numel)
-    if rest is None or muon is None:
-        return Moments(2 * (rest is not None) + (muon is not None), Fraction(0), Fraction(0))
-    if rest.stop - rest.start == elements:
-        return Moments(3, Fraction(0), Fraction(0))
-    return Moments(1, Fraction(rest.used), rest.stop - rest.start - Fraction(rest.used))
-
-
-def segments_of(unit: RankUnit, plan: ParallelPlan, dp_rank: int, elements: int) -> tuple[tuple[int, int], ...]:
-    """Return what a rank updates of a unit as (elements, moments) of records, cut where moments differ."""
-    if plan.optimizer != MUON:
-        return ((elements, 2),)
-    moments = moments_of(unit, plan, dp_rank)
-    border = int(moments.used + moments.padding)
-    if border:
-        return (border, 2), (elements - border, 1)
-    return ((elements, moments.whole or (3 if unit.forms else 2)),)  # padding has room for all that there are
 
 
 @lru_cache(maxsize=4096)

@@ -25,13 +25,13 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
+from zero3d.account.transients import average_scratch, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
-from zero3d.memory.scratch import cast_scratch, update_scratch
-from zero3d.offload.placement import DEPTH
+from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
@@ -41,11 +41,11 @@ from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import Held, States, policies, states
+from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import EIGHT_BIT
-from zero3d.zero.stages import WIDTHS, WINDOW
+from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
@@ -104,15 +104,10 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 def _away(shard: States) -> dict[str, dict[str, float]]:
     """Return the bytes of states off the device, by place and category."""
     return {
-        name: {category: float(size) for category, size in categories(held).items() if size}
+        name: {category: float(size) for category, size in held.by_category.items() if size}
         for name, held in ((HOST, shard.host), (DISK, shard.disk))
         if held.total
     }
-
-
-def categories(held: Held) -> dict[str, Fraction]:
-    """Return the bytes of states at a place, by category."""
-    return {**held.states._asdict(), "padding": held.padding}
 
 
 def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
@@ -122,7 +117,7 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     are used, weights and updates on the host there; those on the device have as many on the host beside them, where
     they are of a disk.
     """
-    rings = {kind: DEPTH * padded(longest) for kind, longest in shard.longest.items()}
+    rings = {kind: ring_bytes(longest) for kind, longest in shard.longest.items()}
     on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.params == DISK else 0
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.moments == "bf16" else 0)
@@ -288,31 +283,26 @@ class _Rank:
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
         share = [unit.layout.shard if self.plan.stage > 0 else unit.layout.total for unit in units]
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
-        rounds = self.plan.precision == "bf16"
-        scratch_of = update_scratch if self.plan.master == "split" else cast_scratch
-        scratch = 4.0 * scratch_of(elements, "cuda") if rounds else 0.0
+        rounds, splits = self.plan.precision == "bf16", self.plan.master == "split"
+        scratch = float(rounds * master_scratch(elements, "cuda", splits))
         if self.plan.optimizer == EIGHT_BIT:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
-            scratch = scratch + decoded if self.plan.master == "split" else max(scratch, decoded)
+            scratch = scratch + decoded if splits else max(scratch, decoded)
         if self.plan.averages:
             longest = max(share, default=0)
-            scratch = max(scratch, WIDTHS[self.plan.precision].reduced * update_scratch(longest, "cuda"))
+            scratch = max(scratch, average_scratch(longest, "cuda", WIDTHS[self.plan.precision].reduced))
         return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=max(scratch, self._matrices)))
 
     def _bucket_scratch(self) -> float:
-        """Return the scratch in which the longest bucket is updated on the device: fp32 of what is kept in 16 bits.
-
-        Beside it noise by which moments are rounded, or that of the cast of a stored master.
-        """
+        """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
         plan = self.plan
         if plan.executor == "host" and plan.fraction == 1:
             return 0.0
-        width = WIDTHS[plan.precision].weight if plan.params != "none" else 0  # a copy of the weights, and of gradients
-        width += WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
-        narrow = (plan.master == "split") + 2 * (plan.moments == "bf16")
-        casts = plan.precision == "bf16" and plan.master == "fp32"
-        beside = max(plan.moments == "bf16", 2 * casts)
-        return self.shard.bucket * (4.0 * (narrow + beside) + width)
+        copies = WIDTHS[plan.precision].weight if plan.params != "none" else 0
+        copies += WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
+        splits, casts = plan.master == "split", plan.precision == "bf16" and plan.master == "fp32"
+        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.moments == "bf16", casts)
+        return float(scratch + copies * self.shard.bucket)
 
 
 def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
-from zero3d.zero.layout import UnitLayout
-from zero3d.zero.stages import WIDTHS
+from zero3d.zero.layout import Piece, UnitLayout
 
 
 class RankUnit(NamedTuple):
@@ -44,21 +44,16 @@ class RankUnit(NamedTuple):
     forms: tuple[tuple[int, Form], ...] = ()
     degrees: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def used(self) -> int:
-        """Return the elements up to the end of the last parameter."""
-        last = self.layout.slots[-1]
-        return last.start + (last.runs - 1) * last.stride + last.run
-
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
         alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.params == "none"
         return 2 if plan.stage == 3 and alone else plan.stage
 
-    def owns(self, plan: ParallelPlan, dp_rank: int) -> bool:
-        """Say whether a rank updates parameters of it, not padding alone."""
-        at = dp_rank // plan.ep if self.sources else dp_rank
-        return plan.stage == 0 or at * self.layout.shard < self.used
+    def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
+        """Return the pieces of parameters that a rank updates; none where its shard is padding."""
+        if plan.stage == 0:
+            return self.layout.whole_pieces()
+        return self.layout.pieces(dp_rank // plan.ep if self.sources else dp_rank)
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero3d.account.optimizers import state_width
+from zero3d.account.states import WIDTHS
 from zero3d.memory.blocks import padded
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.spec.optimizer import MUON
-from zero3d.zero.stages import WIDTHS
 
 
 def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> int:
@@ -24,7 +25,7 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
         return 0
     chunks = chunks_of_rank(model, plan, pp_stage)
     wide = WIDTHS[plan.precision].reduced
-    moment = 2 if plan.tiers.moments == "bf16" else wide
+    moment = state_width(wide, plan.tiers.moments)
     total = 0
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])

@@ -382,7 +382,7 @@ class ParallelPlan:
 class Memory:
     """Bytes of the fullest rank.
 
-    states     parameters, gradients, optimizer, as `stages.engine_bytes` counts
+    states     parameters, gradients, optimizer, as `account.states.unit_bytes` counts
     allocated  the most live bytes at any instant (torch's max allocated)
     reserved   what the allocator took from the device for it (max reserved)
     device     what a device monitor shows: reserved and the contexts of CUDA and NCCL

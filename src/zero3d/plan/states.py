@@ -1,8 +1,6 @@
 """Bytes of model states on one rank, exactly: unit by unit, padding included. No torch.
 
-    per parameter   stages.engine_bytes of the unit's dtype, stages.frozen_bytes where it is frozen
-    parameters      those times the parameters of the unit, /N where they are sharded
-    padding         those times the elements of its storage that are no parameter
+Bytes of each unit are account/states.py's, of its optimizer states account/optimizers.py's.
 
 A rank whose shard of a unit is all padding has the master of it, but no m and v, nor an average of weights (ema), which
 is as wide as one of these.
@@ -20,13 +18,14 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
+from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, unit_bytes
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.offload.placement import UnitStates, placed_records
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
-from zero3d.plan.matrices import moments_of, segments_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
@@ -34,35 +33,8 @@ from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
 from zero3d.spec.optimizer import EIGHT_BIT
 from zero3d.spec.rules import check
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import (
-    NO_BYTES,
-    REMAINDER,
-    WIDTHS,
-    StateBytes,
-    engine_bytes,
-    frozen_bytes,
-    resolve_policies,
-    source_bytes,
-    splits_master,
-    stage_row,
-)
-
-NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
-
-
-class Held(NamedTuple):
-    """Bytes of one rank at one place: of parameters' states, and of the padding of their storages."""
-
-    states: StateBytes
-    padding: Fraction
-
-    @property
-    def total(self) -> Fraction:
-        """Return all that is held there for the engine's life."""
-        return self.states.total + self.padding
-
-
-NOTHING = Held(NO_BYTES, Fraction(0))
+from zero3d.zero.stages import resolve_policies, splits_master, stage_row
+from zero3d.zero.state_spans import Span
 
 
 class States(NamedTuple):
@@ -131,18 +103,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
 def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, pp_stage: int, dp_rank: int) -> States:
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
     units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
-    device = NOTHING
-    rates: dict[tuple[bool, int, bool, int, int], StateBytes] = {}  # per parameter: the same for most units
-    for unit in units:
-        moments = moments_of(unit, plan, dp_rank)
-        key = unit.trainable, unit.itemsize, unit.owns(plan, dp_rank), unit.sources, moments.whole
-        rate = rates.setdefault(key, per_parameter(unit, plan, tiers, dp_rank))
-        padding = device.padding + rate.total * unit.layout.padding
-        device = Held(device.states + rate.times(unit.layout.numel), padding)
-        if unit.trainable and not tiers.states:
-            wide, some = WIDTHS[plan.precision].reduced, device.states.optimizer
-            own = device.states._replace(optimizer=some + wide * moments.used)
-            device = Held(own, device.padding + wide * moments.padding)
+    device = sum((on_device(unit, plan, tiers, dp_rank) for unit in units), NOTHING)
     if not tiers.states:
         return States(device)
     if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.exact):
@@ -179,24 +140,50 @@ def _with_records(
     return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
 
 
+def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> Held:
+    """Return what a rank's device holds of a unit, records apart."""
+    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
+    away = tuple(category for category, left in leaves.items() if left)
+    share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away)
+    optimizer = OptimizerBytes(0)
+    if unit.trainable and not tiers.states:
+        wide = WIDTHS[plan.precision].reduced
+        width = CODE if plan.optimizer == EIGHT_BIT else wide
+        elements, spans = updated(unit, plan, dp_rank)
+        states = [(span, width) for span in spans]
+        if spans:
+            states += [(Span(0, elements, unit.layout.numel), wide)] * plan.averages
+        optimizer = OptimizerBytes.of(master_bytes(unit, plan), states, elements)
+    return unit_bytes(share, sums_of(plan), unit.layout, optimizer)
+
+
+def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
+    """Return how many elements of a unit a rank updates, and where among them each optimizer state is."""
+    layout, whole = unit.layout, plan.stage == 0
+    elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
+    matrices = {number for number, _ in unit.forms}
+    return elements, state_spans(plan.optimizer, unit.pieces(plan, dp_rank), matrices, elements, used)
+
+
 def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> UnitStates:
     """Return what a rank updates of a unit, and the widths of its records."""
     wide = WIDTHS[plan.precision].reduced
-    moment = 2 if tiers.moments == "bf16" else wide
-    elements = unit.layout.total if plan.stage == 0 else unit.layout.shard
-    segments = tuple((size, count * moment) for size, count in segments_of(unit, plan, dp_rank, elements))
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), segments, wide, unit.trainable)
+    moment = state_width(wide, tiers.moments)
+    elements, spans = updated(unit, plan, dp_rank)
+    states = tuple((size, count * moment) for size, count in segments(plan.optimizer, spans, elements))
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, wide, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes per parameter of what is stored of masters beside the weights."""
-    wide, splits = WIDTHS[plan.precision].reduced, splits_master(plan.master, plan.precision)
-    return 0 if unit.itemsize == wide else REMAINDER if splits else wide
+    wide = WIDTHS[plan.precision].reduced
+    return master_width(unit.itemsize, wide, splits_master(plan.master, plan.precision))
 
 
-def moment_width(plan: ParallelPlan) -> Fraction | int:
-    """Return the bytes per parameter of a moment on the device: of 8 bits, a scale for a block besides."""
-    return 1 + Fraction(4, plan.block) if plan.optimizer == EIGHT_BIT else WIDTHS[plan.precision].reduced
+def sums_of(plan: ParallelPlan) -> Sums:
+    """Return when gradients are summed: exact pipelines sum the first micro-batches before they know the last."""
+    summands = max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
+    return Sums(*policies(plan), summands, plan.exact)
 
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
@@ -238,26 +225,3 @@ def sends_terms(plan: ParallelPlan, width: int) -> bool:
 def _alone(plan: ParallelPlan) -> bool:
     """Return whether what is reduced at a time are the gradients of one micro-batch."""
     return plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch"
-
-
-def summands_of_rank(plan: ParallelPlan) -> int:
-    """Return how many micro-batches sums are kept for: exact pipelines sum the first before they know the last."""
-    return max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
-
-
-def per_parameter(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int = 0) -> StateBytes:
-    """Return the bytes per parameter (and per element of padding) of one unit on one rank, records apart."""
-    release, reduce = policies(plan)
-    stage, n, precision = unit.stage_of(plan), unit.layout.n, NAMES[unit.itemsize]
-    bytes_ = frozen_bytes(stage, n, unit.itemsize, release)
-    if unit.trainable:
-        wide, whole = WIDTHS[plan.precision].reduced, moments_of(unit, plan, dp_rank).whole
-        moments = unit.owns(plan, dp_rank) * (whole * moment_width(plan) + plan.averages * wide)
-        bytes_ = engine_bytes(
-            stage, n, precision, release, reduce, summands_of_rank(plan),
-            optimizer=0 if tiers.states else master_bytes(unit, plan) + moments, exact=plan.exact,
-        )  # fmt: skip
-        more = max(0, unit.sources - 1) * source_bytes(stage, precision, reduce, summands_of_rank(plan), plan.exact)
-        bytes_ = bytes_._replace(gradients=bytes_.gradients + more)
-    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
-    return bytes_._replace(**{name: Fraction(0) for name, off in leaves.items() if off})

@@ -11,7 +11,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero3d.zero.stages import STAGES, StateBytes, engine_bytes, paper_bytes
+from zero3d.account.states import StateBytes, engine_bytes, paper_bytes
+from zero3d.zero.stages import STAGES
 from zero3d.zero.traffic import traffic_elements
 
 K = 12  # optimizer bytes per parameter: fp32 master, m and v

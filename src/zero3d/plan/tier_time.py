@@ -16,12 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from zero3d.account.optimizers import master_width, state_width
+from zero3d.account.states import WIDTHS
 from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
-from zero3d.offload.placement import REMAINDER, record_widths
+from zero3d.offload.placement import record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import ADAMW
-from zero3d.zero.stages import WIDTHS
 
 MANY = 10**9  # parameters for whose update an executor is chosen
 
@@ -43,10 +44,9 @@ class Rates(NamedTuple):
 
 def record_width(plan: ParallelPlan, place: str) -> int:
     """Return the bytes of a parameter in a record of optimizer states."""
-    weight, wide, optimizer = WIDTHS[plan.precision]
-    moments = 2 * (2 if plan.moments == "bf16" else wide)
-    master = REMAINDER if plan.master == "split" else optimizer - 2 * wide
-    widths = record_widths(weight, master, moments, place)
+    weight, wide, _ = WIDTHS[plan.precision]
+    master = master_width(weight, wide, plan.master == "split")
+    widths = record_widths(weight, master, 2 * state_width(wide, plan.moments), place)
     return widths.total - (widths.weight if plan.params != "none" else 0)
 
 

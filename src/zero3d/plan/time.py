@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.memory.scratch import update_bucket
@@ -38,7 +39,7 @@ from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wi
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import EIGHT_BIT, MUON
-from zero3d.zero.stages import WIDTHS, resolve_policies, stage_row
+from zero3d.zero.stages import resolve_policies, stage_row
 
 OF_CODES = 100  # bytes of memory per parameter that two moments of 8 bits are read and written in, beside the update
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "tp", "host", "inputs")

@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
@@ -42,7 +43,6 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
 from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WIDTHS
 from zero3d.zero.traffic import Moved, UnitTraffic, backward_tokens, count_gathers, forward_tokens, step_traffic
 
 

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.states import WIDTHS
+from zero3d.account.transients import Reduction
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, sends_terms, states_key, wire_width
 from zero3d.spec.offload import HOST
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WIDTHS, WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class Windows(NamedTuple):
@@ -127,13 +129,12 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
     summed = float(unit.layout.total * wide) if several and (plan.exact or not kept_wide) else 0.0
     if n == 1:
         return summed
+    shard = unit.layout.shard
     if plan.exact:  # what arrives, and shards of sums in the tree
-        sums = several or (every_step and plan.accumulate > 1)
-        arrives = (unit.layout.total - unit.layout.shard) * (wide if sums else unit.itemsize)
-        return summed + arrives + unit.layout.shard * wide * n.bit_length() / WINDOW
+        travels = wide if several or (every_step and plan.accumulate > 1) else unit.itemsize
+        arrives = Reduction(n - 1, travels, casts=False, terms=True, lands=False).nbytes(shard)
+        return summed + arrives + shard * wide * n.bit_length() / WINDOW
     travels = wire_width(plan, unit.itemsize, several)
     local = wide if kept_wide or several else unit.itemsize if every_step else travels
-    cast = 0 if travels == local else unit.layout.total * travels
-    terms = sends_terms(plan, travels)
-    lands = not terms and travels == wide and (every_step or plan.accumulate == 1)
-    return summed + cast + (0 if lands else unit.layout.total if terms else unit.layout.shard) * travels
+    lands = travels == wide and (every_step or plan.accumulate == 1)
+    return summed + Reduction(n, travels, travels != local, sends_terms(plan, travels), lands).nbytes(shard)

@@ -80,7 +80,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """Bytes of one category at a place: held by an arena, and by formula (stages.engine_bytes, layouts, records)."""
+    """Bytes of one category at a place: held by an arena, and by formula (account.states, layouts, records)."""
 
     category: str
     held: int

@@ -2,9 +2,9 @@
 
 consumer           measured                               formula
 -----------------  -------------------------------------  -------------------------------------
-parameters         held by the arena                      stages.engine_bytes, exact
-gradients          held by the arena                      stages.engine_bytes, exact
-optimizer states   held by the arena                      stages.engine_bytes, exact
+parameters         held by the arena                      account/states.py, exact
+gradients          held by the arena                      account/states.py, exact
+optimizer states   held by the arena                      account/states.py, exact
 padding            held by the arena                      from the layouts, exact
 temporary buffers  most held at any instant, by kind      an upper bound from unit sizes
 activations        what autograd saved in one forward     none
@@ -27,19 +27,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.account.transients import (
+    Reduction,
+    average_scratch,
+    master_scratch,
+    record_scratch,
+    ring_bytes,
+    whole_units,
+)
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
 from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
-from zero3d.memory.blocks import padded
-from zero3d.memory.scratch import cast_scratch, update_scratch
-from zero3d.offload.placement import DEPTH
 from zero3d.precision import NAMES
 from zero3d.spec.offload import DEVICE, HOST
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
-from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
 
@@ -178,16 +182,14 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
               those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
-    sizes = [unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name != ROOT]
-    root = sum(unit.layout.total * unit.dtype.itemsize for unit in engine.units if unit.name == ROOT)
-    full = root + (2 + WINDOW) * max(sizes, default=0)
-    filled = [unit.layout.total * unit.dtype.itemsize * unit.sources for unit in engine.units if unit.name != ROOT]
+    full = whole_units((unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
-    local_gradients = root + (2 * parts + WINDOW) * max(filled, default=0)
+    local_gradients = whole_units(
+        ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in engine.units), 2 * parts
+    )
     policy = engine.policy
     moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
-    scratch_of = update_scratch if policy.split_master else cast_scratch
-    wider = 1
+    wider, device = 1, engine.mesh.device.type
     for unit in engine.units:
         if unit.grads is not None:
             travels = unit.gradients.travels
@@ -208,7 +210,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "wire": ring
         + max(
             WINDOW * moving + adding,
-            4 * scratch_of(masters, engine.mesh.device.type),
+            master_scratch(masters, device, policy.split_master),
             update,
             _of_averages(engine),
             _of_matrices(engine),
@@ -225,8 +227,9 @@ def _of_matrices(engine: Engine) -> int:
 def _of_averages(engine: Engine) -> int:
     """Return the bytes of the scratch in which averages of weights are updated and shown."""
     shards = [unit.weights.shard_or_full.numel() for unit in engine.optimizer.units]
-    wide = engine.policy.master.itemsize
-    return wide * update_scratch(max(shards), engine.mesh.device.type) if engine.averages and shards else 0
+    if not engine.averages or not shards:
+        return 0
+    return average_scratch(max(shards), engine.mesh.device.type, engine.policy.master.itemsize)
 
 
 def _to_host(engine: Engine) -> int:
@@ -245,13 +248,11 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     if not buckets or engine.offload.executor != DEVICE:
         return 0, 0
     longest, rounded = max(bucket.stop - bucket.start for bucket in buckets), engine.offload.moments == "bf16"
-    narrow = engine.policy.split_master + 2 * rounded
-    casts = 0 if engine.policy.split_master else cast_scratch(longest, engine.mesh.device.type)
-    device, wide = engine.mesh.device.type, engine.policy.master.itemsize
-    passing = device != "cpu" and engine.offload.optimizer != "none"
+    device, splits = engine.mesh.device.type, engine.policy.split_master
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
-    ring = DEPTH * padded(wide * fields) if passing else 0
-    return ring, 4 * (narrow * longest + max(rounded * longest, casts))
+    passing = device != "cpu" and engine.offload.optimizer != "none"
+    ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
+    return ring, record_scratch(longest, device, splits, rounded, casts=not splits)
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:
@@ -270,13 +271,12 @@ def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int
     tree = exact * whole * unit.sources.bit_length()
     if n == 1:
         return whole, exact * shard * master.itemsize + tree
-    slots = n - 1 if way == PAIRWISE else n
     terms = exact or way == PAIRWISE or (way == ALL_TO_ALL and travels.itemsize < torch.float32.itemsize)
     adds = micro_batches > 1 and (way == PAIRWISE or engine.policy.reduce == "every_micro_batch")
-    received = slots if terms else int(adds or travels != master)
-    cast = 0 if exact or travels == unit.gradients.local else slots
+    casts, lands = not exact and travels != unit.gradients.local, travels == master and not adds
+    moving = Reduction(n - 1 if way == PAIRWISE else n, travels.itemsize, casts, terms, lands).nbytes(shard)
     deep = n.bit_length() if exact else int(terms and adds)
-    return whole + (received + cast) * shard * travels.itemsize, deep * shard * master.itemsize + tree
+    return whole + moving, deep * shard * master.itemsize + tree
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from zero3d.account.states import WIDTHS
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config, offload_of
@@ -38,7 +39,6 @@ from zero3d.spec.optimizer import MUON
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
-from zero3d.zero.stages import WIDTHS
 
 NO_CHOICE: Mapping[str, Any] = {}
 

@@ -120,7 +120,7 @@ class Gradients:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step with this memory, for `stages.engine_bytes`."""
+        """Micro-batches of a step with this memory, for `account.states.unit_bytes`."""
         return 2 if self.accumulates else 1
 
     @property

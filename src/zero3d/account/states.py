@@ -1,0 +1,187 @@
+"""Bytes of model states on one rank: the engine's report, auto-offload and the planner all read them here. No torch.
+
+Per trainable parameter, of four widths in bytes:
+
+    w   compute weight       2 in bf16 and fp16, 4 in fp32, 8 in fp64
+    a   reduced gradient     max(4, w)
+    g   local gradient       w with one micro-batch a step, whose cast at the reduction is exact; else a
+    k   optimizer            what is stored of a master beside its weight, and the optimizer's states
+
+    stage           parameters   gradients                optimizer
+    0               w            a                        k
+    1               w            g + (a if g < a)/N       k/N
+    2               w            a/N                      k/N
+    3               w/N          a/N                      k/N
+
+With `reduce: every_step` stages 2 and 3 have stage 1's gradients, with `release: every_step` stage 3 has stage 2's
+parameters. A frozen parameter has a weight only. An element of padding costs what a parameter does.
+Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.account.optimizers import OptimizerBytes
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.stages import counter_buffers, resolve_policies, stage_row
+
+FP32 = 4
+
+
+class StateBytes(NamedTuple):
+    """Bytes of model states on one rank (exact fractions: a shard of Psi/N need not be whole)."""
+
+    parameters: Fraction
+    gradients: Fraction
+    optimizer: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        return self.parameters + self.gradients + self.optimizer
+
+    def times(self, params: int) -> StateBytes:
+        """Scale bytes per parameter to `params` parameters."""
+        return StateBytes(self.parameters * params, self.gradients * params, self.optimizer * params)
+
+    def __add__(self, other: object) -> StateBytes:
+        assert isinstance(other, StateBytes)
+        return StateBytes(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_BYTES = StateBytes(Fraction(0), Fraction(0), Fraction(0))
+
+
+class Held(NamedTuple):
+    """Bytes of one rank at one place: of parameters' states, and of the padding of their storages."""
+
+    states: StateBytes
+    padding: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """Return all that is held there for the engine's life."""
+        return self.states.total + self.padding
+
+    @property
+    def by_category(self) -> dict[str, Fraction]:
+        """Return the bytes by the arena's names of categories."""
+        return {**self.states._asdict(), "padding": self.padding}
+
+    def __add__(self, other: object) -> Held:
+        assert isinstance(other, Held)
+        return Held(self.states + other.states, self.padding + other.padding)
+
+
+NOTHING = Held(NO_BYTES, Fraction(0))
+
+
+class Widths(NamedTuple):
+    """Bytes per parameter: compute weight (w), reduced gradient (a), optimizer states of Adam (k)."""
+
+    weight: int
+    reduced: int
+    optimizer: int
+
+
+# In fp32 and fp64 the weight shard is the master, so k counts only m and v.
+WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 4, 8), "fp64": Widths(8, 8, 16)}
+
+
+class Sums(NamedTuple):
+    """When a run sums gradients and releases weights.
+
+    micro_batches  of a step
+    exact          sums of summands are kept, in a tree over the global list
+    """
+
+    release: str = "auto"
+    reduce: str = "auto"
+    micro_batches: int = 1
+    exact: bool = False
+
+
+class UnitShare(NamedTuple):
+    """What a rank has of a unit.
+
+    stage    the row of the stage table that the unit follows
+    n        ranks that it is cut over
+    weight   bytes of a compute weight
+    sources  ranks whose tokens give gradients that are kept apart (experts); 0 and 1 are one
+    away     categories that are not on the device
+    """
+
+    stage: int
+    n: int
+    weight: int
+    trainable: bool = True
+    sources: int = 1
+    away: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def per_parameter(unit: UnitShare, sums: Sums, optimizer: Fraction | int) -> StateBytes:
+    """Return the bytes per parameter, and per element of padding, that a rank's device holds of a unit.
+
+    optimizer  k of the table
+    """
+    row = stage_row(unit.stage)
+    release, reduce = resolve_policies(row, sums.release, sums.reduce)
+    share = Fraction(1, unit.n)
+    cut = row.shards_parameters and release != "every_step"
+    held = NO_BYTES._replace(parameters=unit.weight * (share if cut else Fraction(1)))
+    if unit.trainable:
+        whole, sharded = _gradient_widths(unit, sums._replace(reduce=reduce))
+        gradients = max(1, unit.sources) * whole + sharded * share
+        held = StateBytes(held.parameters, gradients, optimizer * (share if row.shards_optimizer else Fraction(1)))
+    return held._replace(**{category: Fraction(0) for category in unit.away})
+
+
+def _gradient_widths(unit: UnitShare, sums: Sums) -> tuple[int, int]:
+    """Return bytes per parameter of the gradients that a rank keeps whole, and of those that it keeps a shard of."""
+    a = max(FP32, unit.weight)
+    g = unit.weight if sums.micro_batches == 1 else a
+    if sums.exact:
+        kept = counter_buffers(sums.micro_batches) * a
+        alone = sums.micro_batches == 1 and unit.stage > 0
+        return (0, kept) if sums.reduce == "every_micro_batch" or alone else (kept, 0)
+    if unit.stage == 0:
+        return a, 0
+    return (g, a if g < a else 0) if sums.reduce == "every_step" else (0, a)
+
+
+def unit_bytes(unit: UnitShare, sums: Sums, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:
+    """Return what a rank's device holds of a unit that is laid out so."""
+    rate = per_parameter(unit, sums, optimizer.rate)
+    states = rate.times(layout.numel)
+    states = states._replace(optimizer=states.optimizer + optimizer.used)
+    return Held(states, rate.total * layout.padding + optimizer.padding)
+
+
+# --- by the settings of a run alone -------------------------------------------------------------
+
+
+def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
+    """Return bytes per rank by the ZeRO paper (section 5, figure 1): (2 + 2 + K) Psi with shards of 1/N."""
+    row = stage_row(stage)
+    share = Fraction(1, n)
+    return StateBytes(
+        2 * params * (share if row.shards_parameters else Fraction(1)),
+        2 * params * (share if row.shards_gradients else Fraction(1)),
+        k * params * (share if row.shards_optimizer else Fraction(1)),
+    )
+
+
+def engine_bytes(
+    stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
+    optimizer: Fraction | int | None = None, exact: bool = False,
+) -> StateBytes:  # fmt: skip
+    """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
+
+    optimizer  k, where it is not that of Adam with fp32 masters
+    """
+    widths = WIDTHS[precision]
+    k = widths.optimizer if optimizer is None else optimizer
+    return per_parameter(UnitShare(stage, n, widths.weight), Sums(release, reduce, accumulate, exact), k)

@@ -1,0 +1,89 @@
+"""Bytes of buffers that come and go in a step: whole units, reductions, records on their way, scratch. No torch.
+
+whole units    stage 3's gathered weights, local gradients: the root unit's all the time, some at a hand-over,
+               WINDOW on their way
+a reduction    what is received, and gradients that are cast to go, in slots of a shard each
+
+               sums by the backend    1 slot, or none where a sum lands where it stays
+               terms of 16 bits       a slot for each rank, added up by their owner
+               a cast                 a slot for each rank, where gradients travel in another dtype than they have
+
+records        a ring of DEPTH buffers of the longest one
+scratch        fp32 of what an update or a cast works on at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zero3d.memory.blocks import padded
+from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.zero.layout import ROOT
+from zero3d.zero.stages import WINDOW
+
+FP32 = 4
+DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
+
+
+def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2) -> int:
+    """Return the most bytes of units that are whole at a time, given the name and bytes of each.
+
+    at_once  that are in use, or filling, at a hand-over
+
+    >>> whole_units([("root", 1), ("a", 10), ("b", 20)])
+    81
+    """
+    sizes = list(sizes)
+    largest = max((size for name, size in sizes if name != ROOT), default=0)
+    return sum(size for name, size in sizes if name == ROOT) + (at_once + WINDOW) * largest
+
+
+class Reduction(NamedTuple):
+    """How gradients of one unit travel.
+
+    slots    that a message has: one for each rank, or for each other rank where messages go in pairs
+    travels  bytes of an element on its way
+    casts    gradients have another dtype before they travel
+    terms    each rank's gradients arrive, not their sum
+    lands    the sum arrives where it stays
+    """
+
+    slots: int
+    travels: int
+    casts: bool
+    terms: bool
+    lands: bool
+
+    def nbytes(self, shard: int) -> int:
+        """Return the bytes that one of shards of so many elements takes until it is over."""
+        received = self.slots if self.terms else int(not self.lands)
+        return (received + self.slots * self.casts) * shard * self.travels
+
+
+def ring_bytes(longest: int) -> int:
+    """Return the bytes of the buffers through which records pass, of which the longest has so many."""
+    return DEPTH * padded(longest)
+
+
+def record_scratch(elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False) -> int:
+    """Return the bytes in which a record of so many elements is updated on a device of this type.
+
+    That is fp32 of what is in 16 bits, and noise by which moments are rounded, or what the cast of a master takes.
+
+    splits   masters are in halves
+    rounded  moments are in bf16
+    casts    masters are cast to weights by `precision.cast_all`
+    """
+    narrow = splits + 2 * rounded
+    return FP32 * (narrow * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
+
+
+def master_scratch(elements: int, device: str, splits: bool) -> int:
+    """Return the bytes in which so many masters on the device are cast to weights, or those in halves updated."""
+    return FP32 * (update_scratch if splits else cast_scratch)(elements, device)
+
+
+def average_scratch(longest: int, device: str, wide: int) -> int:
+    """Return the bytes in which averages of weights are updated and shown; longest: elements of a unit's share."""
+    return wide * update_scratch(longest, device)

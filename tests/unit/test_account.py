@@ -1,0 +1,120 @@
+"""The account by hand: masters and states of each optimizer, sources of experts, what is off the device, padding.
+
+And of buffers that come and go: units that are whole, reductions, records on their way.
+"""
+
+from fractions import Fraction
+
+import pytest
+
+from zero3d.account.optimizers import CODE, STATES, OptimizerBytes, master_width, segments, state_spans, state_width
+from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
+from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.state_spans import Span
+
+
+@pytest.mark.parametrize(("weight", "wide", "splits", "stored"), [
+    (2, 4, False, 4), (2, 4, True, 2), (4, 4, False, 0), (4, 4, True, 0), (8, 8, False, 0), (4, 8, False, 8),
+])  # fmt: skip
+def test_a_master_is_stored_whole_as_a_remainder_or_not_at_all(weight, wide, splits, stored):
+    assert master_width(weight, wide, splits) == stored
+
+
+def test_a_state_is_as_wide_as_a_master_unless_it_is_rounded_or_coded():
+    assert [state_width(4, "fp32"), state_width(8, "fp32"), state_width(4, "bf16")] == [4, 8, 2]
+    assert Fraction(65, 32) == 2 * CODE  # bytes of both moments of a parameter in 8 bits
+
+
+# A norm of 256 elements and a matrix of 512, laid out in this order on one rank, with 15,616 elements of padding.
+LAYOUT = UnitLayout([("norm", (256,), 0), ("matrix", (16, 32), 1)], 1)
+MATRIX = {1}
+
+
+def bytes_of(optimizer):
+    spans = state_spans(optimizer, LAYOUT.whole_pieces(), MATRIX, LAYOUT.total, LAYOUT.numel)
+    return OptimizerBytes.of(4, [(span, 4) for span in spans], LAYOUT.total), segments(optimizer, spans, LAYOUT.total)
+
+
+def test_adamw_has_two_states_of_all_and_muon_two_of_the_norm_and_one_of_the_matrix():
+    assert (LAYOUT.numel, LAYOUT.padding) == (768, 15_616)
+    for optimizer in ("adamw", "adamw8bit"):
+        assert bytes_of(optimizer) == (OptimizerBytes(12), [(16_384, 2)])
+    muon, cut = bytes_of("muon")
+    assert muon == OptimizerBytes(4, 8 * 256 + 4 * 512, 4 * 15_616)
+    assert cut == [(256, 2), (16_128, 1)]
+
+
+def test_a_shard_of_padding_has_no_states_but_room_for_all_of_them_in_a_record():
+    for optimizer, states in (("adamw", 2), ("muon", 3)):
+        assert state_spans(optimizer, [], MATRIX, 64, 8) == []
+        assert segments(optimizer, [], 64) == [(64, states)]
+        assert len(STATES[optimizer]) == states
+
+
+def test_states_whose_parameters_are_mixed_have_room_in_all_elements():
+    mixed = UnitLayout([("norm", (256,), 0), ("matrix", (16, 32), 1), ("bias", (256,), 0)], 1)
+    spans = state_spans("muon", mixed.whole_pieces(), MATRIX, mixed.total, mixed.numel)
+    assert spans == [Span(0, mixed.total, mixed.numel)] * 3
+
+
+def test_each_source_of_an_experts_gradients_costs_what_a_rank_keeps_whole():
+    def gradients(stage, sources, **sums):
+        return per_parameter(UnitShare(stage, 4, 2, sources=sources), Sums(**sums), 12).gradients
+
+    for sources in (0, 1):
+        assert gradients(1, sources) == 2 + 4 / 4
+    assert gradients(1, 3) == 3 * 2 + 4 / 4  # three in bf16, and a shard of their sum
+    assert gradients(1, 3, micro_batches=2) == 3 * 4
+    assert gradients(0, 3) == 3 * 4
+    assert gradients(3, 3) == gradients(3, 1) == 4 / 4
+
+
+def test_what_is_off_the_device_costs_it_nothing():
+    here = per_parameter(UnitShare(3, 4, 2), Sums(), 12)
+    assert here == StateBytes(Fraction(1, 2), Fraction(1), Fraction(3))
+    for away in (("parameters",), ("gradients",), ("parameters", "gradients")):
+        found = per_parameter(UnitShare(3, 4, 2, away=away), Sums(), 12)
+        assert found == here._replace(**dict.fromkeys(away, 0))
+
+
+def test_padding_costs_what_parameters_do_and_units_add_up():
+    held = unit_bytes(UnitShare(0, 1, 2), Sums(), LAYOUT, OptimizerBytes(4, 100, 7))
+    assert held == Held(StateBytes(*(Fraction(each) for each in (2 * 768, 4 * 768, 4 * 768 + 100))), 10 * 15_616 + 7)
+    both = sum([held, held], NOTHING)
+    assert both.total == 2 * held.total == sum(both.by_category.values())
+    frozen = unit_bytes(UnitShare(0, 1, 2, trainable=False), Sums(), LAYOUT, OptimizerBytes(0))
+    assert frozen.total == 2 * 16_384
+
+
+# --- what comes and goes --------------------------------------------------------------------------
+
+
+def test_the_root_is_whole_all_the_time_beside_two_units_at_a_hand_over_and_two_on_their_way():
+    sizes = [("root", 1), ("a", 10), ("b", 20), ("root", 2)]
+    assert whole_units(sizes) == 1 + 2 + 4 * 20
+    assert whole_units(sizes, at_once=4) == 1 + 2 + 6 * 20
+    assert whole_units(sizes[:1]) == 1
+    assert whole_units(iter(sizes)) == whole_units(sizes)
+
+
+@pytest.mark.parametrize(("casts", "terms", "lands", "slots"), [
+    (False, False, True, 0), (False, False, False, 1), (True, False, True, 8), (True, False, False, 9),
+    (False, True, False, 8), (True, True, True, 16),
+])  # fmt: skip
+def test_a_reduction_over_eight_ranks_receives_sums_or_terms_beside_what_it_casts(casts, terms, lands, slots):
+    assert Reduction(8, 4, casts, terms, lands).nbytes(100) == slots * 400
+
+
+def test_records_pass_through_three_buffers_of_whole_blocks():
+    assert [ring_bytes(longest) for longest in (0, 1, 4096, 4097)] == [0, 3 * 4096, 3 * 4096, 6 * 4096]
+
+
+def test_a_record_is_updated_in_fp32_of_what_it_has_in_16_bits():
+    many = 1 << 20  # a CPU casts 2^18 at a time, with a copy of each
+    assert record_scratch(many, "cuda", splits=False) == 0
+    assert record_scratch(many, "cuda", splits=True) == 4 * many
+    assert record_scratch(many, "cuda", splits=True, rounded=True) == 4 * (3 + 1) * many
+    assert record_scratch(many, "cuda", splits=False, casts=True) == 4 * 2 * many
+    assert record_scratch(many, "cpu", splits=False, casts=True) == 4 * 2 * (1 << 18)
+    assert record_scratch(many, "cuda", splits=False, rounded=True, casts=True) == 4 * (2 + 2) * many
