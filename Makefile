@@ -68,7 +68,7 @@ campaign: $(VENV)/.installed
 
 lint: $(VENV)/.installed-dev
 	$(PYTEST) tests/map/test_lint.py
-	$(BIN)/python tests/map/test_structure.py
+	$(BIN)/python tests/map/sizes.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py
