@@ -113,6 +113,58 @@ def test_files_without_torch_import_files_without_torch():
     assert brings_torch >= WITH_TORCH
 
 
+# What a trainer does not need: nothing but itself imports it, so that it stays outside of the engine's imports.
+BESIDE_THE_ENGINE = (
+    "cli",
+    "doctor",
+    "integrations",
+    "page",
+    "train.callstack",
+    "train.comparison",
+    "train.comparison_plot",
+    "train.comparison_table",
+    "train.host_memory",
+    "train.live_tensors",
+    "train.post_mortem",
+)
+IMPORTED_ALL_THE_SAME = {  # (what, who imports it): why
+    ("page.text", "train"): "sizes and columns of plain text, which a run's reports have as those of other verbs do",
+    ("train.post_mortem", "train.run"): "a run has it around itself: what it needs when memory is out is there before",
+}
+
+
+def is_in(name, package):
+    return name == package or name.startswith(f"{package}.")
+
+
+def is_beside_the_engine(name):
+    return any(is_in(name, each) for each in BESIDE_THE_ENGINE)
+
+
+def test_nothing_but_itself_imports_what_a_trainer_does_not_need():
+    found = {
+        (target, name)
+        for name, path in modules()
+        if not is_beside_the_engine(name)
+        for target in imports(path)
+        if is_beside_the_engine(target)
+    }
+    used = {(what, who) for what, who in IMPORTED_ALL_THE_SAME for t, n in found if is_in(t, what) and is_in(n, who)}
+    excused = {(t, n) for t, n in found for what, who in used if is_in(t, what) and is_in(n, who)}
+    assert found == excused
+    assert used == IMPORTED_ALL_THE_SAME.keys(), "an exception that nobody needs any more"
+
+
+def test_an_engine_imports_nothing_of_what_a_trainer_does_not_need():
+    beside = tuple(f"zero3d.{each}" for each in BESIDE_THE_ENGINE)
+    script = (
+        "import sys, zero3d\nzero3d.Engine\nassert 'zero3d.engine.engine' in sys.modules\n"
+        f"found = [name for name in sys.modules if name.startswith({beside!r})]\nassert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_few_files_lie_at_the_root():
     assert len(list(SRC.glob("*.py"))) <= 6
 
