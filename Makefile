@@ -6,6 +6,7 @@
 # make test-all  all tests, the longer ones too                    (an hour and a half by tests/durations.json)
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
+# make sizes     lines of code of src and of its core, into CONTRIBUTING.md
 # make mutants   planted faults: which tests see them, into tests/mutants   (8 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (at most 10 minutes)
 # make bench     engines side by side on 2 CPU ranks
@@ -33,7 +34,7 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava test test-part test-all test-peers costs costs-all mutants campaign lint bench tables docs clean
+.PHONY: demo demo-llava test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
@@ -60,6 +61,9 @@ costs: $(VENV)/.installed-dev
 costs-all: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/costs.py "long or not long"
 
+sizes: $(VENV)/.installed-dev
+	$(PYTHON_TESTS) tests/costs.py sizes
+
 mutants: $(VENV)/.installed-dev
 	$(PYTHON_TESTS) tests/mutants/run.py
 
@@ -68,7 +72,7 @@ campaign: $(VENV)/.installed
 
 lint: $(VENV)/.installed-dev
 	$(PYTEST) tests/map/test_lint.py
-	$(BIN)/python tests/map/test_structure.py
+	$(BIN)/python tests/map/sizes.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py

@@ -1,7 +1,8 @@
 """What tests take, by file and by reason: `make costs` runs those of `make test`, `make costs-all` the long ones, too.
 
-It writes what each file took into tests/durations.json (`durations.py`) and the table of CONTRIBUTING.md. The machine must
-be quiet. CPU seconds, of all processes:
+It writes what each file took into tests/durations.json (`durations.py`) and the tables of CONTRIBUTING.md; of these the one
+of lines of code, which no test limits, is all that `make sizes` writes. The machine must be quiet. CPU seconds, of all
+processes:
 
 start     Python, imports and collection: what no test accounts for
 tests     in the processes that run them
@@ -26,8 +27,11 @@ from durations import SECONDS, recorded
 from pool import RankPool
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "map"))
+import sizes  # noqa: E402
+
 PAGE = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- costs -->", "<!-- end -->"
+END = "<!-- end -->"  # of a table, behind <!-- NAME -->
 SHOWN = 12  # files
 KINDS = ("start", "tests", "ranks", "meeting", "commands")
 
@@ -107,13 +111,21 @@ def line(name, found):
     return f"| {name} | {sum(found.values()):.0f} | {' | '.join(f'{found[kind]:.0f}' for kind in KINDS)} |"
 
 
-def main():
-    """Measure, and write both files."""
-    rows, seconds, cpu = measure(sys.argv[1])
-    update_seconds(rows)
-    head, _, rest = PAGE.read_text().partition(BEGIN)
+def put(name, text):
+    """Write a table between its marks."""
+    begin = f"<!-- {name} -->"
+    head, _, rest = PAGE.read_text().partition(begin)
     tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{table(rows, seconds, cpu)}\n{END}{tail}")
+    PAGE.write_text(f"{head}{begin}\n{text}\n{END}{tail}")
+
+
+def main():
+    """Count, and measure unless sizes alone are asked for; write what was found."""
+    put("sizes", sizes.table())
+    if sys.argv[1] != "sizes":
+        rows, seconds, cpu = measure(sys.argv[1])
+        update_seconds(rows)
+        put("costs", table(rows, seconds, cpu))
 
 
 if __name__ == "__main__":

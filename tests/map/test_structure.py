@@ -1,19 +1,12 @@
 """The architecture as tests: import directions, size of the core, one reduce-scatter call site, true tables."""
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import yaml
-
-ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "zero3d"
+from source_facts import ROOT, SRC, core, facts, imported, imports, modules, package_of
 
 # Packages from the ground up; one may import its own layer and those below it. The rule of ARCHITECTURE.md.
 LAYERS = {
@@ -48,80 +41,6 @@ LAYERS = {
 LEVEL = {name: level for level, names in enumerate(LAYERS.values()) for name in names}
 
 
-def modules():
-    for path in sorted(SRC.rglob("*.py")):
-        name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
-        yield name, path
-
-
-def package_of(name):
-    return name.split(".")[0]
-
-
-class Facts(NamedTuple):
-    """What a file has; its tree is not kept, for every collection of garbage would go through it."""
-
-    imports: list  # statements at run time: TYPE_CHECKING blocks do not count
-    at_once: list  # of these, those that importing the file runs
-    functions: list  # (name, parameters)
-    reductions: list  # lines of calls
-    containers: list  # (target, statement) of lists, dicts and sets assigned at the top
-
-
-@cache
-def facts(path):
-    """Those of a file: it is read, parsed and walked once."""
-    text = path.read_text()
-    tree = ast.parse(text)
-    walked = list(ast.walk(tree))
-    hidden = {
-        id(inner)
-        for node in walked
-        if "TYPE_CHECKING" in text and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    return Facts(
-        [node for node in walked if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in hidden],
-        list(imported_at_once(tree)),
-        [(node.name, parameters(node)) for node in walked if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))],
-        [node.lineno for node in walked if "_reduce_scatter" in text and isinstance(node, ast.Call) and reduces(node)],
-        [(ast.unparse(node.targets[0]), ast.unparse(node)) for node in tree.body
-         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set))],
-    )  # fmt: skip
-
-
-def parameters(node):
-    taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    return [a.arg for a in taken if a.arg not in ("self", "cls")]
-
-
-def reduces(call):
-    return "_reduce_scatter" in (ast.unparse(call.func), *map(ast.unparse, call.args))
-
-
-@cache
-def imports(path):
-    """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
-    return frozenset(imported(facts(path).imports))
-
-
-def imported(nodes):
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zero3d"):
-            base = node.module.removeprefix("zero3d").lstrip(".")
-            for alias in node.names:
-                inner = f"{base}.{alias.name}".lstrip(".")
-                yield inner if is_module(inner) else base
-        elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("zero3d.") for a in node.names if a.name.startswith("zero3d."))
-
-
-@cache
-def is_module(name):
-    path = SRC / Path(*name.split("."))
-    return path.with_suffix(".py").exists() or path.is_dir()
-
-
 def arrows():
     """(package, package it imports from, the module that does): between packages, at run time."""
     for name, path in modules():
@@ -154,9 +73,9 @@ TORCH_FREE = (
     "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
     "zero.traffic", "account", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
-    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.manifest_parts", "checkpoint.tiling",
-    "checkpoint.sums", "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_prune", "cli.ckpt_text",
+    "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
+    "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
+    "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints",
@@ -170,15 +89,6 @@ WITH_TORCH = {
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
     "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer",
 }  # fmt: skip
-
-
-def imported_at_once(tree):
-    """Modules that importing a file imports: what stands in no function and in no TYPE_CHECKING block."""
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node)[:60]:
-            yield from imported_at_once(node)
 
 
 def test_files_without_torch_import_files_without_torch():
@@ -202,6 +112,58 @@ def test_files_without_torch_import_files_without_torch():
     assert len(declared) > len(TORCH_FREE)
     assert declared & brings_torch == set()
     assert brings_torch >= WITH_TORCH
+
+
+# What a trainer does not need: nothing but itself imports it, so that it stays outside of the engine's imports.
+BESIDE_THE_ENGINE = (
+    "cli",
+    "doctor",
+    "integrations",
+    "page",
+    "train.callstack",
+    "train.comparison",
+    "train.comparison_plot",
+    "train.comparison_table",
+    "train.host_memory",
+    "train.live_tensors",
+    "train.post_mortem",
+)
+IMPORTED_ALL_THE_SAME = {  # (what, who imports it): why
+    ("page.text", "train"): "sizes and columns of plain text, which a run's reports have as those of other verbs do",
+    ("train.post_mortem", "train.run"): "a run has it around itself: what it needs when memory is out is there before",
+}
+
+
+def is_in(name, package):
+    return name == package or name.startswith(f"{package}.")
+
+
+def is_beside_the_engine(name):
+    return any(is_in(name, each) for each in BESIDE_THE_ENGINE)
+
+
+def test_nothing_but_itself_imports_what_a_trainer_does_not_need():
+    found = {
+        (target, name)
+        for name, path in modules()
+        if not is_beside_the_engine(name)
+        for target in imports(path)
+        if is_beside_the_engine(target)
+    }
+    used = {(what, who) for what, who in IMPORTED_ALL_THE_SAME for t, n in found if is_in(t, what) and is_in(n, who)}
+    excused = {(t, n) for t, n in found for what, who in used if is_in(t, what) and is_in(n, who)}
+    assert found == excused
+    assert used == IMPORTED_ALL_THE_SAME.keys(), "an exception that nobody needs any more"
+
+
+def test_an_engine_imports_nothing_of_what_a_trainer_does_not_need():
+    beside = tuple(f"zero3d.{each}" for each in BESIDE_THE_ENGINE)
+    script = (
+        "import sys, zero3d\nzero3d.Engine\nassert 'zero3d.engine.engine' in sys.modules\n"
+        f"found = [name for name in sys.modules if name.startswith({beside!r})]\nassert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_few_files_lie_at_the_root():
@@ -233,32 +195,6 @@ def test_the_core_knows_no_engine_config_or_transformers():
             assert not re.search(
                 r"import transformers|from transformers|zero3d\.(engine|config|models|setup|train|cli)", text
             ), name
-
-
-def code_lines(path):
-    """Lines that hold code: no blanks, comments or docstrings."""
-    text = path.read_text()
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    kept = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skip:
-            kept.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            kept -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(kept)
-
-
-def core():
-    """The modules of zero/ and all that they need, directly or not; config, which they do not, is no ground of theirs."""
-    graph = {name: imports(path) for name, path in modules()}
-    needed, found = [name for name in graph if package_of(name) == "zero"], set()
-    while needed:
-        name = needed.pop()
-        if name in graph and name not in found:
-            found.add(name)
-            needed += graph[name]
-    return found
 
 
 def test_the_core_needs_the_ground_alone():
@@ -364,9 +300,3 @@ def test_the_files_that_answer_a_readers_questions_are_there():
 def assigned(node):
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [t.id for t in targets if isinstance(t, ast.Name)]
-
-
-if __name__ == "__main__":
-    for name, files in {"src": [path for _, path in modules()], "core": [path for name, path in modules() if name in core()],
-                        "tests": list((ROOT / "tests").rglob("*.py"))}.items():  # fmt: skip
-        print(f"{name}: {sum(map(code_lines, files)):,} lines of code in {len(files)} files")

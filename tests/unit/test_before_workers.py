@@ -13,7 +13,7 @@ from lock_holder import locked_by_another
 
 from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
-from zero3d.cli.wandb_key import check_key
+from zero3d.cli.preflight import check_key
 from zero3d.config import Config, load
 from zero3d.errors import ConfigError
 from zero3d.setup.packages import is_installed

@@ -11,7 +11,7 @@ from damage import edit
 from tensors import tiny
 
 import zero3d
-from zero3d.checkpoint.base_digest import BLOCK_BYTES, BLOCKS, digest_of
+from zero3d.checkpoint.frozen_base import BLOCK_BYTES, BLOCKS, digest_of
 from zero3d.cli.main import main
 from zero3d.errors import CheckpointError, ConfigError
 

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from zero3d.pipeline.acknowledgements import Work
-from zero3d.pipeline.sends import Sends
+from zero3d.pipeline.messages import Sends
 
 
 class Message:

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from zero3d.checkpoint import writing
+from zero3d.checkpoint.files import has_checksum
 from zero3d.checkpoint.manifest import CODES
-from zero3d.checkpoint.sums import has_checksum
 from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 
@@ -29,7 +29,7 @@ def tensors():
 
 
 def checksum_of(values):
-    """What `checkpoint/sums.py` says of a tensor."""
+    """What `checkpoint/files.py` says of a tensor."""
     return xxhash.xxh3_64(bytes(values.detach().contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
 
 

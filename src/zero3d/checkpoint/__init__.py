@@ -1,8 +1,7 @@
 """Sharded, atomic checkpoints that load on any mesh; exports as Hugging Face folders.
 
 state             what a checkpoint takes of an engine: the full model by name, states as 1-D pieces, boxes of those
-base_digest       by which a checkpoint knows the folder that its frozen weights are in
-frozen_base       which frozen weights of an engine are those of a folder, and are left out
+frozen_base       which frozen weights of an engine are those of a folder, and are left out; the digest of that folder
 json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
 writing           files that are on the disk once they are written: tensors through one buffer
@@ -11,11 +10,9 @@ host_copy         the host's memory that states are copied into
 background        saves behind training: the copy, then what `save` does, in a thread
 manifest          what a checkpoint says of itself: records, names, the format
 fields            values out of a JSON file by name, type and range
-manifest_parser   the manifest read and checked
-manifest_parts    the ranks' parts of it, read one by one and held together
+manifest_parser   the manifest read and checked, and the ranks' parts of it, one by one and held together
 tiling            boxes are all of a tensor exactly once
-files             regular files, and their bytes block by block
-sums              checksums of files of tensors, and of each tensor, by which a changed one is known
+files             regular files, their bytes block by block; checksums of files of tensors and of each tensor
 integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
@@ -32,6 +29,6 @@ stored_states     any range of any state, out of the boxes of all ranks
 difference        two checkpoints against each other
 offline_export    the folder that `export` writes, from a checkpoint's files
 
-No torch: folders, files, fields, base_digest, manifest, manifest_parser, manifest_parts, tiling, sums, integrity,
-inventory, resume_contract.
+No torch: folders, files, fields, frozen_base, manifest, manifest_parser, tiling, integrity, inventory,
+resume_contract.
 """

@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.base_match import check_digest, needed_base
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
+from zero3d.checkpoint.frozen_base import check_digest, needed_base
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manifest, TensorSpec
 from zero3d.checkpoint.resume_contract import EMA
@@ -23,8 +23,10 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
-OURS = {"MuonWithAdamW": "optimizer.name=muon (zero3d.optim.muon)",
-        "AdamW8bit": "optimizer.name=adamw8bit (zero3d.optim.adamw8bit)"}  # fmt: skip
+OURS = {
+    "MuonWithAdamW": "optimizer.name=muon (zero3d.optim.muon)",
+    "AdamW8bit": "optimizer.name=adamw8bit (zero3d.optim.adamw8bit)",
+}
 ALIKE = {"AdamW", "AdamW8bit"}  # the same states and options, stored otherwise
 COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
 COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers

@@ -21,14 +21,12 @@ from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import check_streams
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
-from zero3d.checkpoint.files import blocks, open_regular
+from zero3d.checkpoint.files import blocks, has_checksum, open_regular, tensor_checksum, word_sum
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.inventory import check_name
 from zero3d.checkpoint.manifest import STREAM, WITH_SHA256, Manifest, Part, file_of, part_of
-from zero3d.checkpoint.manifest_parser import open_manifest
-from zero3d.checkpoint.manifest_parts import Contents, check_contents, part_of_rank
-from zero3d.checkpoint.sums import has_checksum, tensor_checksum, word_sum
+from zero3d.checkpoint.manifest_parser import Contents, check_contents, open_manifest, part_of_rank
 from zero3d.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer ones
@@ -76,7 +74,9 @@ def examine(folder: Path) -> Examination:
     except CheckpointError as error:
         found.faults.append(Fault(MANIFEST, str(error)))
         return found
-    found.step, found.mesh, found.parameters = manifest.step, str(manifest.mesh), len(manifest.parameters)
+    found.step = manifest.step
+    found.mesh = str(manifest.mesh)
+    found.parameters = len(manifest.parameters)
     found.files, found.bytes = 2, sum(map(_size, (folder / MANIFEST, folder / CHECKSUM)))
     contents = Contents()
     for rank in range(manifest.mesh.world):

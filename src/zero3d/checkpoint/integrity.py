@@ -15,12 +15,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
-from zero3d.checkpoint.files import open_regular
+from zero3d.checkpoint.files import has_checksum, open_regular
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
-from zero3d.checkpoint.manifest_parser import open_manifest
-from zero3d.checkpoint.manifest_parts import read_contents
-from zero3d.checkpoint.sums import has_checksum
+from zero3d.checkpoint.manifest_parser import open_manifest, read_contents
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers, step_of
 from zero3d.checkpoint.integrity import check_size
 from zero3d.checkpoint.manifest import Manifest, file_of
-from zero3d.checkpoint.manifest_parser import open_manifest
-from zero3d.checkpoint.manifest_parts import read_part_text
+from zero3d.checkpoint.manifest_parser import open_manifest, read_part_text
 from zero3d.errors import CheckpointError, short
 
 QUICK = "manifest and parts by their checksums, files of tensors by their sizes; zero3d ckpt verify reads all bytes"

@@ -11,20 +11,20 @@
       file, xxh3_128    its tensors' file                            parameters those of its units, as above
       tensors           rows: name, state, box, dtype, key           scalars    the optimizer's, or none
       own               key -> shape, dtype                          python_rng random states of `random` and numpy
-      xxh3_64           key -> checksum of a tensor, own ones too    (`sums.py`: damage is found, forgery is not)
+      xxh3_64           key -> checksum of a tensor, own ones too    (`files.py`: damage is found, forgery is not)
 
 Format 5 is that of checkpoints from which frozen weights were left out, for a folder has them: `base` has its path
-(`folder`) and the `digest` of its weights (base_digest.py), and their parameters say `base`: true. All others have
+(`folder`) and the `digest` of its weights (frozen_base.py), and their parameters say `base`: true. All others have
 format 4.
 
 A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
 which there are some for every tensor and rank.
 
-Format 3 had `sha256` of its tensors' file in a part, and perhaps `sums` of tensors, by another rule (`sums.py`).
+Format 3 had `sha256` of its tensors' file in a part, and perhaps `sums` of tensors, by another rule (`files.py`).
 Format 2 had everything in manifest.json, with `files` (rank file -> its SHA-256), `own` by file, `python_rng` by rank,
 and a `file` in every row. Format 1 had no checksum, no `own` and no dtypes of rows, and its first manifests no mesh.
 
-`manifest_parser.py` reads it from a file and checks it, `manifest_parts.py` the ranks' parts.
+`manifest_parser.py` reads it from its files and checks it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,26 @@ FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
 MASTER, FROZEN, AVERAGE = "master", "weight", "ema"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
-FLOATING = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-            "float8_e5m2": "F8_E5M2"}  # fmt: skip
-OTHERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32",
-          "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}  # fmt: skip
+FLOATING = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+OTHERS = {
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
 CODES = FLOATING | OTHERS  # torch's names of dtypes -> those of safetensors
 WORDS, WORD = 624, 2**32 - 1  # of the Mersenne Twister
 
@@ -88,7 +104,7 @@ class Part:
     """Holds what one rank of those that saved a checkpoint has written: its file of tensors, and what is in it.
 
     source       the file that says so, for messages
-    checksum     of the file of tensors, as `sums.has_checksum` takes it
+    checksum     of the file of tensors, as `files.has_checksum` takes it
     own          buffers and random states; none in format 1, whose files alone list them
     scalars      of the optimizer; none where the rank has no optimizer states
     python_rng   random states of `random` and numpy

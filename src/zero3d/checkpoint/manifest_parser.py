@@ -1,30 +1,56 @@
-"""Read manifest.json and check all of it that needs no model.
+"""Read what a checkpoint says of itself, and check all of it that needs no model.
 
-types and ranges of every entry; parts are those of the mesh's ranks. `manifest_parts.py` has what ranks say, which
-older formats had in manifest.json, too. Every refusal is a CheckpointError that names file and field.
+manifest.json    types and ranges of every entry; parts are those of the mesh's ranks
+rank-N.json      types and ranges of every entry; a row's key says what the row says; a part is what the manifest lists
+all parts        have the boxes of every state all of its tensor exactly once
+
+One rank's part is read at a time, so that nobody ever holds all of them. Older formats had them in manifest.json. Every
+refusal is a CheckpointError that names file and field.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Set
+from math import prod
 from pathlib import Path
 
-from zero3d.checkpoint.base_digest import DIGITS
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_fields, quote
-from zero3d.checkpoint.files import read
+from zero3d.checkpoint.files import SHA256_DIGITS, XXH3_DIGITS, read
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
+from zero3d.checkpoint.frozen_base import DIGITS
 from zero3d.checkpoint.manifest import (
+    BUFFER,
+    CODES,
+    FROZEN,
+    MASTER,
     NEWEST,
+    NUMPY,
     OLDEST,
+    STREAM,
+    TORCH,
     WITH_BASE,
+    WITH_SHA256,
     WITHOUT_PARTS,
+    WORD,
+    WORDS,
+    BoxRow,
     Manifest,
+    ParameterSpec,
+    Part,
+    TensorSpec,
+    allowed_dtypes,
     checksum_line,
     file_of,
+    key_of,
     part_of,
 )
-from zero3d.checkpoint.manifest_parts import check_scalars, parse_digest, parse_inline, parse_parameters, parse_xxh3
+from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.distributed.degrees import AXES, Degrees
 from zero3d.errors import CheckpointError
+from zero3d.shards.boxes import Box, Shape
+
+HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -75,9 +101,15 @@ def parse_manifest(folder: Path, fields: Field) -> Manifest:
             fields.entry(name).entries()
     digests = {name: parse_digest(value) for name, value in listed.items()}
     return Manifest(
-        folder, fields, number, step, mesh, parameters, digests,
+        folder,
+        fields,
+        number,
+        step,
+        mesh,
+        parameters,
+        digests,
         parse_inline(fields, parameters, number > OLDEST) if inline else (),
-    )  # fmt: skip
+    )
 
 
 def _mesh(fields: Field, listed: Field) -> Degrees:
@@ -143,3 +175,273 @@ def _check_exact(field: Field, mesh: Degrees) -> None:
         covers.entry(axis).one_of(getattr(mesh, axis))
     if covers.entry("rows").value is not None:
         covers.entry("rows").integer()
+
+
+# --- the parts of all ranks -----------------------------------------------------------------------
+
+
+def read_part(folder: Path, rank: int, sha256: str, number: int) -> Part:
+    """Read the part of a rank, in a format, whose file has this SHA-256. Raises CheckpointError."""
+    return parse_part(parse_fields(read_part_text(folder, rank, sha256), str(folder / part_of(rank))), rank, number)
+
+
+def read_part_text(folder: Path, rank: int, sha256: str) -> bytes:
+    """Return the text of a rank's part, which has this SHA-256. Raises CheckpointError."""
+    path = folder / part_of(rank)
+    text = read(path)
+    if hashlib.sha256(text).hexdigest() != sha256:
+        raise CheckpointError(f"{path} differs from what was saved: its SHA-256 is not the manifest's. {USE_ANOTHER}")
+    return text
+
+
+def part_of_rank(manifest: Manifest, rank: int) -> Part:
+    """Return what a rank of those that saved a checkpoint has written. Raises CheckpointError."""
+    if manifest.inline:
+        return manifest.inline[rank]
+    return read_part(manifest.folder, rank, manifest.parts[part_of(rank)], manifest.format)
+
+
+class Contents:
+    """Collects what the parts of a checkpoint say together, in memory that does not grow with their number.
+
+    parameters  of all ranks
+    scalars     of the optimizer, which all ranks that have any have alike
+    states      parameter -> names of its states, in the order in which they came
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, ParameterSpec] = {}
+        self.scalars: Mapping[str, float] = {}
+        self.states: dict[str, list[str]] = {}
+        self._dtypes: dict[tuple[str, str], str] = {}
+        self._tiling = TilingSums()
+
+    def add(self, part: Part) -> None:
+        """Take one part, the next by rank. Raises CheckpointError where it contradicts those before it."""
+        for name, parameter in part.parameters.items():
+            if self.parameters.setdefault(name, parameter) != parameter:
+                raise CheckpointError(
+                    f"{part.source}: parameters have {quote(name)} otherwise than other ranks' parts. {USE_ANOTHER}"
+                )
+        if part.scalars and self.scalars and part.scalars != self.scalars:
+            raise CheckpointError(f"{part.source}: scalars are not those of other ranks' parts. {USE_ANOTHER}")
+        self.scalars = self.scalars or part.scalars
+        for row in part.rows:
+            state = row.name, row.state
+            self._tiling.add(state, row.box)
+            if state not in self._dtypes:
+                self.states.setdefault(row.name, []).append(row.state)
+            if self._dtypes.setdefault(state, row.dtype) != row.dtype:
+                raise CheckpointError(
+                    f"{part.source}: tensors have {row.state} of {quote(row.name)} in several dtypes. {USE_ANOTHER}"
+                )
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        """Yield the states (parameter, state) whose boxes are not all of it exactly once."""
+        needed = {
+            (name, MASTER if parameter.trainable else FROZEN): None
+            for name, parameter in self.parameters.items()
+            if prod(parameter.shape) and not parameter.in_base
+        }
+        for name, state in needed | dict.fromkeys(self._dtypes):
+            if not self._tiling.whole((name, state), self.parameters[name].shape):
+                yield name, state
+
+
+def read_contents(manifest: Manifest, look: Callable[[int, Part], None] = lambda rank, part: None) -> Contents:
+    """Read the parts of all ranks one by one, let `look` see each, and hold them to the manifest and to one another.
+
+    Raises CheckpointError.
+    """
+    contents = Contents()
+    for rank in range(manifest.mesh.world):
+        part = part_of_rank(manifest, rank)
+        contents.add(part)
+        look(rank, part)
+    check_contents(contents, manifest)
+    return contents
+
+
+def check_contents(contents: Contents, manifest: Manifest) -> None:
+    """Hold what the parts of all ranks say together to the manifest. Raises CheckpointError."""
+    for name in {**manifest.parameters, **contents.parameters}:
+        if contents.parameters.get(name) != manifest.parameters.get(name):
+            raise CheckpointError(
+                f"{manifest.fields.file}: parameters have {quote(name)} otherwise than the ranks' parts. {USE_ANOTHER}"
+            )
+    if contents.scalars != manifest.value("optimizer")["scalars"]:
+        manifest.fields.entry("optimizer").entry("scalars").refuse("those of the ranks' parts")
+    check_tiling(contents, manifest)
+
+
+def check_tiling(contents: Contents, manifest: Manifest) -> None:
+    """Raise CheckpointError for a state whose boxes are not all of it once, and say where: its boxes are read again."""
+    for name, state in contents.faults():
+        parts = (part_of_rank(manifest, rank) for rank in range(manifest.mesh.world))
+        boxes = [row.box for part in parts for row in part.rows if (row.name, row.state) == (name, state)]
+        fault = tiling_fault(contents.parameters[name].shape, boxes)
+        raise CheckpointError(
+            f"{manifest.fields.file}: tensors have {fault} of {state} of {quote(name)}: every element should be in "
+            f"exactly one box. {USE_ANOTHER}"
+        )
+
+
+# --- one part -----------------------------------------------------------------------------------
+
+
+def parse_part(fields: Field, rank: int, number: int) -> Part:
+    """Return the part of a rank, in a format, that these fields are, all of them checked. Raises CheckpointError."""
+    file = fields.entry("file").one_of(file_of(rank))
+    by_sha256 = number <= WITH_SHA256
+    checksum = parse_digest(fields.entry("sha256")) if by_sha256 else parse_xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
+    parameters = parse_parameters(fields.entry("parameters"), number)
+    rows = [_row(row, parameters) for row in fields.entry("tensors").rows()]
+    scalars = check_scalars(fields.entry("scalars"))
+    _check_streams(fields.entry("python_rng"))
+    own = _own(fields.entry("own"))
+    if by_sha256:
+        sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
+    else:
+        sums = _checksums(fields.entry("xxh3_64"), {*(row.key for row in rows), *own})
+    return Part(fields.file, file, checksum, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
+
+
+def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool) -> list[Part]:
+    """Return the parts of all ranks as formats 1 and 2 have them in the manifest; `dtyped` is what format 2 adds."""
+    files = fields.entry("files")
+    rows: dict[str, list[BoxRow]] = {file: [] for file in files.entries()}
+    for row in fields.entry("tensors").rows():
+        if row.entry("file").text() not in rows:
+            row.entry("file").refuse("a name among files")
+        rows[row.entry("file").text()].append(_row(row, parameters, dtyped))
+    scalars = fields.entry("optimizer").entry("scalars").entries()
+    streams = fields.entry("python_rng").rows(len(rows))
+    for state in streams:
+        _check_streams(state)
+    if dtyped and list(fields.entry("own").entries()) != list(rows):
+        fields.entry("own").refuse("a mapping with the entries of files")
+    return [
+        Part(
+            fields.file,
+            file,
+            parse_digest(digest),
+            parameters,
+            rows[file],
+            _own(fields.entry("own").entry(file)) if dtyped else {},
+            scalars,
+            state,
+        )
+        for (file, digest), state in zip(files.items(), streams, strict=True)
+    ]
+
+
+def parse_digest(field: Field) -> str:
+    """Return a SHA-256 in hexadecimal digits."""
+    text = field.text()
+    if len(text) != SHA256_DIGITS or set(text) - HEXADECIMAL:
+        field.refuse(f"a SHA-256 in {SHA256_DIGITS} digits")
+    return text
+
+
+def parse_xxh3(field: Field, digits: int) -> str:
+    """Return a checksum by XXH3 in hexadecimal digits."""
+    text = field.text()
+    if len(text) != digits or set(text) - HEXADECIMAL:
+        field.refuse(f"an XXH3 in {digits} digits")
+    return text
+
+
+def parse_parameters(field: Field, number: int) -> dict[str, ParameterSpec]:
+    """Return parameters by name, as a format has them."""
+    return {name: _parameter(entry, number) for name, entry in field.items()}
+
+
+def check_scalars(field: Field) -> Mapping[str, float]:
+    """Return scalars of the optimizer by name, as they were written."""
+    for name, scalar in field.items():
+        value = scalar.number()
+        if name == "step" and (value < 0 or value % 1):
+            scalar.refuse("a whole number from 0")
+    return field.entries()
+
+
+def _tensor_spec(field: Field) -> TensorSpec:
+    shape = tuple(size.integer() for size in field.entry("shape").rows())
+    return TensorSpec(shape, str(field.entry("dtype").one_of(*CODES)))
+
+
+def _parameter(field: Field, number: int) -> ParameterSpec:
+    shape, dtype = _tensor_spec(field)
+    trainable = field.entry("trainable").flag()
+    in_base = number >= WITH_BASE and field.has("base") and field.entry("base").flag()
+    if in_base and trainable:
+        field.entry("base").refuse("false where trainable is true")
+    return ParameterSpec(shape, trainable, dtype, in_base)
+
+
+def _own(field: Field) -> dict[str, TensorSpec]:
+    if unknown := [key for key in field.entries() if not key.startswith((BUFFER, STREAM))]:
+        field.refuse(f"a mapping of {BUFFER}NAME and {STREAM}NAME, and has {quote(unknown[0])}")
+    (words,) = field.entry(NUMPY).entry("shape").rows(1)
+    words.one_of(WORDS)
+    field.entry(NUMPY).entry("dtype").one_of("int64")
+    field.entry(TORCH).entry("dtype").one_of("uint8")
+    return {key: _tensor_spec(entry) for key, entry in field.items()}
+
+
+def _checksums(field: Field, keys: Set[str]) -> dict[str, str]:
+    """Return checksums of tensors, of which there is one for each key."""
+    if not keys <= field.entries().keys():
+        field.refuse("a mapping with an entry for each key of tensors and of own")
+    return {key: parse_xxh3(entry, XXH3_DIGITS // 2) for key, entry in field.items()}
+
+
+def _sums(field: Field) -> dict[str, str]:
+    """Return sums of tensors, as formats up to 3 have written them."""
+    for _, entry in field.items():
+        text = entry.text()
+        if not 0 < len(text) <= 16 or set(text) - HEXADECIMAL:
+            entry.refuse("a sum in at most 16 hexadecimal digits")
+    return field.entries()
+
+
+def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = True) -> BoxRow:
+    name, state = field.entry("name").text(), field.entry("state").text()
+    if name not in parameters:
+        field.entry("name").refuse("a name among parameters")
+    parameter = parameters[name]
+    box = _box(field.entry("box"), parameter.shape)
+    if parameter.in_base:
+        field.entry("name").refuse("no parameter that was left out")
+    if state == "" or (state == FROZEN) == parameter.trainable:
+        field.entry("state").refuse(f"{MASTER} or a moment" if parameter.trainable else FROZEN)
+    dtype = str(field.entry("dtype").one_of(*allowed_dtypes(state, parameter))) if dtyped else ""
+    field.entry("key").one_of(key_of(name, state, box))
+    return BoxRow(name, state, box, dtype, key_of(name, state, box))
+
+
+def _box(field: Field, shape: Shape) -> Box:
+    box = []
+    for edges, size in zip(field.rows(len(shape)), shape, strict=True):
+        start, stop = (edge.integer(0, size) for edge in edges.rows(2))
+        if start >= stop:
+            edges.refuse("a start below its stop")
+        box.append((start, stop))
+    return tuple(box)
+
+
+def _check_streams(field: Field) -> None:
+    """Check the states of `random` and of numpy, of one rank."""
+    version, words, cached = field.entry("python").rows(3)
+    version.one_of(3)
+    *state, position = words.rows(WORDS + 1)
+    for word in state:
+        word.integer(0, WORD)
+    position.integer(0, WORDS)
+    if cached.value is not None:
+        cached.number()
+    kind, position, has_cached, cached = field.entry("numpy").rows(4)
+    kind.one_of("MT19937")
+    position.integer(0, WORDS)
+    has_cached.integer(0, 1)
+    cached.number()

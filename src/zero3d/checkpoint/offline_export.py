@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero3d.checkpoint.base_match import check_base
 from zero3d.checkpoint.export import (
     ExportWriter,
     export_places,
@@ -30,7 +29,7 @@ from zero3d.checkpoint.export import (
 )
 from zero3d.checkpoint.fields import quote_name
 from zero3d.checkpoint.forms import form_of
-from zero3d.checkpoint.frozen_base import FolderSource
+from zero3d.checkpoint.frozen_base import FolderSource, check_base
 from zero3d.checkpoint.integrity import verify
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
 from zero3d.checkpoint.published import Exported
@@ -46,9 +45,12 @@ LISTED = 3
 
 
 def export_stored(
-    stored: StoredStates, directory: Path, model: nn.Module | None, kind: str | None = None,
+    stored: StoredStates,
+    directory: Path,
+    model: nn.Module | None,
+    kind: str | None = None,
     base: FolderSource | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write weights in compute dtype, and the config of a Hugging Face model; return the folder.
 
     model  its structure, with buffers; None writes weights and all buffers under the names that they have in it, and no

@@ -39,8 +39,7 @@ from zero3d.checkpoint.manifest import (
     Part,
     TensorSpec,
 )
-from zero3d.checkpoint.manifest_parser import open_manifest
-from zero3d.checkpoint.manifest_parts import part_of_rank, read_contents
+from zero3d.checkpoint.manifest_parser import open_manifest, part_of_rank, read_contents
 from zero3d.checkpoint.resume_contract import EMA, resume_guarantee
 from zero3d.checkpoint.save import STEP_OF
 from zero3d.checkpoint.state import EngineState, StatePiece

@@ -48,8 +48,7 @@ from zero3d.checkpoint.manifest import (
     key_of,
     part_of,
 )
-from zero3d.checkpoint.manifest_parser import parse_manifest
-from zero3d.checkpoint.manifest_parts import Contents, check_tiling, parse_part, read_part
+from zero3d.checkpoint.manifest_parser import Contents, check_tiling, parse_manifest, parse_part, read_part
 from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, told, write_tensors, write_text
 from zero3d.distributed.agreement import agree

@@ -32,6 +32,7 @@ from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams, fill_buffer
 from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.files import has_checksum
 from zero3d.checkpoint.integrity import header
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, Manifest
@@ -39,7 +40,6 @@ from zero3d.checkpoint.restore import refresh
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.checkpoint.save import own_state, run_state
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.sums import has_checksum
 from zero3d.checkpoint.writing import json_text, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm

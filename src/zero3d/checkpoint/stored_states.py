@@ -20,8 +20,7 @@ from torch import Tensor
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import check_header, header, own_tensors
 from zero3d.checkpoint.manifest import AVERAGE, BUFFER, MASTER, STREAM, ParameterSpec, Part, TensorSpec
-from zero3d.checkpoint.manifest_parser import open_manifest
-from zero3d.checkpoint.manifest_parts import read_contents
+from zero3d.checkpoint.manifest_parser import open_manifest, read_contents
 from zero3d.checkpoint.restore import Reader
 from zero3d.checkpoint.state import StatePiece
 from zero3d.errors import CheckpointError

@@ -24,11 +24,10 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from zero3d.checkpoint.files import BLOCK_BYTES
+from zero3d.checkpoint.files import BLOCK_BYTES, Checksums, Hasher
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
-from zero3d.checkpoint.sums import Checksums, Hasher
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError, remedy_of
 from zero3d.precision import Halves, joined

@@ -2,17 +2,15 @@
 
 main               reads the command line, maps errors to exit codes
 train              a run, on workers of this machine or as one of a launcher's
-compare            several runs, one after another: what they are, checked before the first
-compare_runs       started, watched, written and shown
+compare            several runs, one after another, all checked before the first; their figures written and shown
 plan               plans for a cluster; plan_explain one of them, plan_theory the paper's figures, plan_options
 calibrate          this machine, measured for the planner
 doctor             this machine, a job's hosts or a dead run, examined
 simulate           a step without its ranks
-ckpt               checkpoints looked at, exported, removed; ckpt_show, ckpt_export, ckpt_prune, ckpt_text for people
+ckpt               checkpoints looked at and removed; ckpt_export, ckpt_import; ckpt_text for people
 config             what a run would use, what keys mean
 launch             what starts a run on a cluster
 preflight          what is refused before workers start
-wandb_key          whether anybody may be logged in to Weights & Biases
 rank_environment   whether this process is a launcher's worker, and which
 workers            this machine's workers as their launcher sees them
 worker             a worker: its work, its exception, its exit

@@ -19,18 +19,22 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers
-from zero3d.checkpoint.inventory import CHECKPOINTS, QUICK, Listed, directory_of, inventory, size_of
+from zero3d.checkpoint.folders import MANIFEST, checkpoints, discard, is_checkpoint, leftovers, remove
+from zero3d.checkpoint.inventory import CHECKPOINTS, QUICK, Listed, directory_of, inventory, plan_pruning, size_of
 from zero3d.cli import ckpt_import, ckpt_text
-from zero3d.errors import CheckpointError, short
+from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.memory.file_lock import is_held
-from zero3d.train.lock import LOCK
+from zero3d.train.lock import LOCK, FolderLock, check_free
 
 if TYPE_CHECKING:
     from zero3d.checkpoint.examine import Examination
+    from zero3d.checkpoint.stored_states import StoredStates
 
 ACTIONS = {
     "ls": "the checkpoints of a folder: step, time, mesh, size, format, and whether they are whole",
@@ -63,14 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("step", metavar="STEP", help=STEP)
     export.add_argument("folder", metavar="FOLDER", help="what is written: a new or empty folder")
     export.add_argument(
-        "--config", metavar="PATH",
+        "--config",
+        metavar="PATH",
         help="the model's config.json or folder, a preset, or a run's config.yaml (default: that of the run's folder); "
         "none: weights and buffers alone, under the model's own names",
-    )  # fmt: skip
+    )
     export.add_argument(
-        "--as", dest="kind", choices=("adapter", "merged", "whole"),
+        "--as",
+        dest="kind",
+        choices=("adapter", "merged", "whole"),
         help="of a model with adapters: what PEFT loads (default), or plain weights with the adapters inside",
-    )  # fmt: skip
+    )
     export.add_argument(
         "--base", metavar="FOLDER", help="where the frozen weights are that the checkpoint left out, if they were moved"
     )
@@ -87,9 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the action says; return the exit code."""
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _list, "verify": _verify, "show": _show, "diff": _diff, "export": _export, "import": _import,
+        "ls": _list,
+        "verify": _verify,
+        "show": _show,
+        "diff": _diff,
+        "export": _export,
+        "import": _import,
         "prune": _prune,
-    }  # fmt: skip
+    }
     try:
         return actions[arguments.action](arguments)
     except RecursionError:
@@ -205,11 +217,72 @@ def _examined(found: Examination, seconds: float) -> dict[str, Any]:
 
 def _show(arguments: argparse.Namespace) -> int:
     from zero3d.checkpoint.stored_states import StoredStates
-    from zero3d.cli.ckpt_show import contents
 
     data = contents(StoredStates(step_in(arguments.step)), arguments.pattern)
     answer(arguments, data, ckpt_text.shown(data))
     return 0
+
+
+def contents(stored: StoredStates, pattern: str | None) -> dict[str, Any]:
+    """Return what a checkpoint holds; with a pattern its parameters of such names, of a single one statistics.
+
+    Raises CheckpointError.
+    """
+    from zero3d.checkpoint.stored_states import statistics
+
+    manifest = stored.manifest
+    optimizer = manifest.value("optimizer")
+    names = [name for name in stored.parameters if pattern is None or fnmatchcase(name, pattern)]
+    if not names:
+        near = [name for name in stored.parameters if pattern is not None and pattern.strip("*") in name][:3]
+        meant = f"type {', '.join(near)}" if near else f"names are like {next(iter(stored.parameters), 'none')}"
+        raise CheckpointError(f"{stored.folder} has no parameter {short(pattern)!r}: {meant}.")
+    single = names[0] if len(names) == 1 else None
+    return {
+        "path": stored.folder,
+        "step": manifest.step,
+        "format": manifest.format,
+        "mesh": manifest.mesh._asdict(),
+        "ranks": manifest.mesh.world,
+        "about": dict(manifest.about),
+        "elements": {
+            "all": sum(prod(each.shape) for each in stored.parameters.values()),
+            "trainable": sum(prod(each.shape) for each in stored.parameters.values() if each.trainable),
+        },
+        "count": len(stored.parameters),
+        "base": manifest.value("base") and {**manifest.value("base"), "parameters": len(manifest.left_out)},
+        "parameters": [_parameter(stored, name) for name in names],
+        "pattern": pattern,
+        "statistics": None
+        if single is None
+        else {state: statistics(stored, single, state)._asdict() for state in stored.states.get(single, {})},
+        "optimizer": {"class": optimizer["class"], "groups": optimizer["groups"], "scalars": dict(stored.scalars)},
+        "scheduler": manifest.value("scheduler"),
+        "loss_scale": manifest.value("loss_scale"),
+        "exact": manifest.value("exact"),
+        "loop": manifest.value("loop"),
+        "ranks_own": [
+            {
+                "rank": rank,
+                "buffers": {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in own.buffers.items()},
+                "random": sorted({*own.streams, *own.python_rng}),
+            }
+            for rank, own in enumerate(stored.own)
+        ],
+    }
+
+
+def _parameter(stored: StoredStates, name: str) -> dict[str, Any]:
+    spec = stored.parameters[name]
+    states = stored.states.get(name, {})
+    return {
+        "name": name,
+        "shape": spec.shape,
+        "dtype": spec.dtype,
+        "trainable": spec.trainable,
+        "base": spec.in_base,
+        "states": {state: str(dtype).removeprefix("torch.") for state, dtype in states.items()},
+    }
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -246,8 +319,51 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from zero3d.cli.ckpt_prune import prune
-
     data = prune(given(arguments.folder), arguments.keep, arguments.leftovers, arguments.yes)
     answer(arguments, data, ckpt_text.pruned(data))
     return 0
+
+
+def prune(folder: Path, keep: int | None, and_leftovers: bool, yes: bool) -> dict[str, Any]:
+    """Choose what goes, and remove it if `yes`; return both as data. Raises ConfigError and CheckpointError."""
+    if keep is None and not and_leftovers:
+        raise ConfigError("nothing to remove was named: type --keep K, --leftovers, or both.")
+    if keep is not None and keep < 1:
+        raise ConfigError(f"--keep {keep}: at least 1 stays, the newest whole one.")
+    with ExitStack() as stack:
+        directory = directory_of(folder).resolve()
+        root = directory.parent if directory.name == CHECKPOINTS else None
+        if root is not None:
+            check_free(root)
+            if yes and ((root / "config.yaml").exists() or (root / LOCK).exists()):  # no run starts meanwhile
+                stack.enter_context(FolderLock()).acquire(root)
+        planned = plan_pruning(folder, keep, and_leftovers)
+        sizes = {each: size_of(each) for each in planned.leftovers}
+        removed: list[Path] = []
+        if yes:
+            for each in planned.doomed:
+                assert each.step is not None
+                discard(planned.directory, each.step)
+                removed += [each.folder] if not each.folder.exists() else []
+            for left in planned.leftovers:
+                remove(left)
+                removed += [left] if not left.exists() else []
+    return {
+        "directory": planned.directory,
+        "keep": keep,
+        "kept": [_described(each) for each in planned.kept],
+        "doomed": [_described(each) for each in planned.doomed],
+        "leftovers": [{"name": each.name, "path": each, "bytes": size} for each, size in sizes.items()],
+        "removed": removed if yes else None,
+    }
+
+
+def _described(each: Listed) -> dict[str, Any]:
+    return {
+        "name": each.folder.name,
+        "path": each.folder,
+        "step": each.step,
+        "bytes": each.size,
+        "best": each.best,
+        "state": "whole" if each.fault is None else "damaged",
+    }

@@ -6,11 +6,13 @@ paths        model, data, tokenizer and own code are there; data.length fits a m
 type         transformers knows the model
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
+key          somebody is logged in to Weights & Biases, where log.wandb asks for it
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.packages import is_installed
+from zero3d.train.weights_and_biases import REMEDY
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # or the package kernels
@@ -117,3 +120,34 @@ def check_positions(config: Config) -> None:
     from zero3d.models.open import positions
 
     check_length(config.data.length, positions(config.model))
+
+
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+WITHOUT_KEY = ("offline", "dryrun", "disabled")  # of WANDB_MODE
+
+
+def check_key(project: str) -> None:
+    """Refuse a run that nobody is logged in for: a worker cannot ask for the key. Raises ConfigError.
+
+    It is looked for where wandb would (wandb/sdk/lib/wbauth, wandb/sdk/wandb_settings.py), without importing wandb:
+
+        WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE      the environment
+        ~/.netrc, ~/_netrc, or the file of NETRC      as `wandb login` writes it
+        settings of the user or of this folder        an api_key, or the mode offline
+
+    A file that may hold a key counts as one: wandb reads it later.
+    """
+    environment = os.environ
+    if any(environment.get(name) for name in KEYS) or environment.get("WANDB_MODE") in WITHOUT_KEY:
+        return
+    if not any(file.exists() for file in _files_of_keys(environment)):
+        raise ConfigError(f"log.wandb={project} needs a key of Weights & Biases, and there is none: {REMEDY}.")
+
+
+def _files_of_keys(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the files that may hold a key."""
+    home = Path("~").expanduser()
+    netrc = environment.get("NETRC")
+    yield from [Path(netrc).expanduser()] if netrc else [home / ".netrc", home / "_netrc"]
+    yield Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb").expanduser() / "settings"
+    yield Path(environment.get("WANDB_DIR") or ".") / "wandb" / "settings"

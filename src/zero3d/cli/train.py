@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import TextIO
 
 from zero3d.cli.elastic import Job, devices_here, run_job
-from zero3d.cli.preflight import check_attention, check_model_type, check_paths, check_transformers, check_world
+from zero3d.cli.preflight import (
+    check_attention,
+    check_key,
+    check_model_type,
+    check_paths,
+    check_transformers,
+    check_world,
+)
 from zero3d.cli.rank_environment import join_environment, narrowed
 from zero3d.cli.spare_ranks import release, stand_by
-from zero3d.cli.wandb_key import check_key
 from zero3d.cli.worker import as_worker, end_with, quiet_environment, report_output
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, fitting_ranks, load, split_words

@@ -7,12 +7,8 @@ kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
-offload     what leaves the device, as an engine takes it
 batch       batch = micro_batch x accumulate x dp
-adapters    what section lora cannot be
-data_rules  what the data cannot be
-evaluation  what evaluations and schedules cannot be
-optimizers  what section optimizer cannot be
+problems    what keys cannot be together; Muon's options and section offload, as an engine takes them
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
 deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults
@@ -21,7 +17,7 @@ describe    a Config as a dict or YAML; the keys as text, markdown and JSON Sche
 
 from zero3d.config.batch import Batch, resolve_batch
 from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yaml
-from zero3d.config.offload import offload_of
+from zero3d.config.problems import offload_of
 from zero3d.config.read import check, given_keys, load, split_words
 from zero3d.config.sections import (
     Checkpoint,

@@ -14,26 +14,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from zero3d.config.adapters import adapter_problems
-from zero3d.config.data_rules import data_problems
-from zero3d.config.evaluation import average_problems, evaluation_problems, schedule_problems
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.kinds import OPTIONS, describe_value
-from zero3d.config.offload import FOLDER, offload_problems
-from zero3d.config.optimizers import optimizer_problems
+from zero3d.config.problems import problems_across
 from zero3d.config.sections import Config
-from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
-from zero3d.spec.rules import Spec, refusals
-from zero3d.spec.sizes import parse_size
 
 NAMED = 8  # other problems that are named
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}  # say the same in two ways
@@ -203,41 +195,7 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 def _across(config: Config) -> Iterator[Problem]:
     """Yield problems that no key shows alone; the key of each is one that was given."""
-    if config.train.steps is not None and config.train.epochs is not None:
-        steps, epochs = config.train.steps, config.train.epochs
-        text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
-        yield Problem("train.epochs", "", text)
-    if config.plan.write_back and config.plan.cluster is None:
-        text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
-        yield Problem("plan.write_back", "", text)
-    if config.zero.gather_budget is not None:
-        try:
-            parse_size(config.zero.gather_budget, "zero.gather_budget")
-        except ConfigError as error:
-            yield Problem("zero.gather_budget", "", str(error))
-    if (why := refuse_shrinking(config)) is not None:
-        yield Problem("health.min_ranks", "", why)
-    of_sections = (
-        adapter_problems, data_problems, schedule_problems, average_problems, evaluation_problems, optimizer_problems,
-        offload_problems,
-    )  # fmt: skip
-    for problems in of_sections:
-        yield from (Problem(name, "", why) for name, why in problems(config))
-    yield from (Problem(name, "", why) for name, why in refusals(_spec_of(config)))
-
-
-def _spec_of(config: Config) -> Spec:
-    """Return what rules are about. A run gets a folder later; what only an axis has counts where there is one."""
-    mesh = config.mesh
-    if (mesh.tp or 1) == 1:
-        mesh = replace(mesh, sequence_parallel=False)
-    if (mesh.pp or 1) == 1:
-        mesh = replace(mesh, schedule=None)
-    offload = replace(config.offload, directory=config.offload.directory or FOLDER)
-    return Spec(
-        config.zero, offload, mesh, config.precision, config.activations, config.optimizer.name, config.train.ema,
-        config.health.replay,
-    )  # fmt: skip
+    return (Problem(name, "", why) for name, why in problems_across(config))
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -12,12 +12,11 @@ import numpy
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
 from zero3d.data.files import HELD_OUT, find_sources, function_of, parts_of_data
-from zero3d.data.image_items import ImageItems
 from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.images import Vision
 from zero3d.data.mixture import Member, Mixture
-from zero3d.data.own import Items, OwnData, OwnSamples
+from zero3d.data.own import ImageItems, Items, OwnData, OwnSamples
 from zero3d.data.packing import Documents, Ints, hold_out
 from zero3d.data.records import check_rows
 from zero3d.data.sequences import Samples, Sequences
@@ -50,9 +49,14 @@ def needs_tokenizer(data: Data) -> bool:
 
 
 def open_data(
-    data: Data, tokenizer: Tokenizer | None, vocabulary: int | None = None, multiple: int = 1, verify: bool = True,
-    vision: Vision | None = None, how: Tokenizing = QUIETLY,
-) -> DataSet:  # fmt: skip
+    data: Data,
+    tokenizer: Tokenizer | None,
+    vocabulary: int | None = None,
+    multiple: int = 1,
+    verify: bool = True,
+    vision: Vision | None = None,
+    how: Tokenizing = QUIETLY,
+) -> DataSet:
     """Tokenize what is not in the cache yet, divide it, and plan the sequences.
 
     Call it on one rank of each machine first and then on the others, which find the cache and need not `verify` it
@@ -163,9 +167,15 @@ class _Opener:
         sources = find_sources(part.paths, part.format, part.split)
         check_rows(sources, self.data.length)
         store = prepare(
-            sources, self.tokenizer, cache=self.data.cache, skip=self.data.skip_bad_lines,
-            vocabulary=self.vocabulary, verify=self.verify, how=self.how, images=images,
-        )  # fmt: skip
+            sources,
+            self.tokenizer,
+            cache=self.data.cache,
+            skip=self.data.skip_bad_lines,
+            vocabulary=self.vocabulary,
+            verify=self.verify,
+            how=self.how,
+            images=images,
+        )
         if self.vocabulary is not None:
             check_vocabulary(None, self.vocabulary, store.meta.highest)
         return store

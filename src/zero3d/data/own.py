@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from zero3d.config.own_code import imported, in_one_line
 from zero3d.data.encode import Encoder
+from zero3d.data.image_files import BadImage, decode
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import Pictures
 from zero3d.data.orders import Ints, Order
@@ -120,9 +121,16 @@ class OwnSamples:
     truncated = dropped = 0
 
     def __init__(
-        self, own: Items, indices: Ints, length: int, tokenizer: Tokenizer | None, *,
-        vocabulary: int | None = None, multiple: int = 1, images: ImageTokens | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        own: Items,
+        indices: Ints,
+        length: int,
+        tokenizer: Tokenizer | None,
+        *,
+        vocabulary: int | None = None,
+        multiple: int = 1,
+        images: ImageTokens | None = None,
+    ) -> None:
         self.length = length
         self.documents = len(indices)
         self._own, self._indices = own, indices
@@ -197,8 +205,12 @@ class OwnSamples:
         """What the items say of themselves: of a function its name and their number, what they hold is its business."""
         digest = hashlib.sha256(self._own.says.encode()).hexdigest()[:16]
         return {
-            "length": self.length, "packing": False, "sequences": len(self), "documents": len(self), "digest": digest,
-        }  # fmt: skip
+            "length": self.length,
+            "packing": False,
+            "sequences": len(self),
+            "documents": len(self),
+            "digest": digest,
+        }
 
     @property
     def lengths(self) -> Ints:
@@ -223,3 +235,37 @@ def whole_numbers(value: Any, what: str) -> Ints:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(f"{what} is {array.dtype} of shape {list(array.shape)}; wanted are whole numbers [n].")
     return array.astype(numpy.int64)
+
+
+class ImageItems(OwnSamples):
+    """Items at `indices`, any of which may have images: files, a file's bytes, or images of PIL's."""
+
+    def __init__(
+        self,
+        own: Items,
+        indices: Ints,
+        length: int,
+        tokenizer: Tokenizer | None,
+        *,
+        vocabulary: int | None = None,
+        multiple: int = 1,
+        images: ImageTokens,
+    ) -> None:
+        super().__init__(own, indices, length, tokenizer, vocabulary=vocabulary, multiple=multiple, images=images)
+        self._images = images
+
+    def _sample(self, ids: Ints, labels: Ints, pictures: Pictures, place: str) -> Sample:
+        try:
+            images = [decode(self._images.folder, image) for image in pictures.names]
+        except BadImage as error:
+            raise DataError(f"{place}: {error}.") from error
+        return self._images.vision.shown(super()._sample(ids, labels, pictures, place), images)
+
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """What the items say of themselves, and what makes pixels."""
+        return super().identity | {"processor": self._images.vision.fingerprint}
+
+    def stack(self, samples: Listed[Sample]) -> Batch:
+        """Stack samples to a micro-batch: tokens padded on the right, pixels of all images in their order."""
+        return self._images.vision.stacked(samples, super().stack)

@@ -13,7 +13,7 @@ chunks             this rank's chunks, run by number on what a micro-batch holds
 shapes             shapes of what leaves each chunk
 step               what torch's stages call in a training step
 stage              a chunk as torch's schedules drive it
-sends, receives    messages and their buffers, for as long as they are needed
+messages           what is sent, and buffers to receive into, for as long as they are needed
 forward_only       one micro-batch through all chunks, without a schedule
 failures           what follows when a rank fails
 

@@ -32,8 +32,8 @@ from zero3d.pipeline.actions import Action, actions_of
 from zero3d.pipeline.chunks import Chunks, SumAndWeight
 from zero3d.pipeline.failures import Failures
 from zero3d.pipeline.forward_only import ForwardOnly
+from zero3d.pipeline.messages import Sends
 from zero3d.pipeline.schedules import Schedule
-from zero3d.pipeline.sends import Sends
 from zero3d.pipeline.shapes import ChunkOutputs
 from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.step import Callbacks, Observer, Step
@@ -70,9 +70,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, chunks: Mapping[int, Any], schedule: Schedule, axis: Axis, ledger: Ledger, callbacks: Callbacks,
-        loss: Callable[[Any, Any], SumAndWeight], takes: frozenset[str] | None,
-    ) -> None:  # fmt: skip
+        self,
+        chunks: Mapping[int, Any],
+        schedule: Schedule,
+        axis: Axis,
+        ledger: Ledger,
+        callbacks: Callbacks,
+        loss: Callable[[Any, Any], SumAndWeight],
+        takes: frozenset[str] | None,
+    ) -> None:
         total = schedule.chunks_per_rank * axis.size
         self.failures = Failures(axis, total)
         self._schedule, self._axis = schedule, axis

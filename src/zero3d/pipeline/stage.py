@@ -15,8 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zero3d.pipeline.acknowledgements import Work, work_of
 from zero3d.pipeline.actions import Action
-from zero3d.pipeline.receives import ReceiveBuffers
-from zero3d.pipeline.sends import Sends
+from zero3d.pipeline.messages import ReceiveBuffers, Sends
 from zero3d.pipeline.step import Step
 from zero3d.pipeline.waits import Waits
 
@@ -26,7 +25,9 @@ class ScheduledChunk(nn.Module):
 
     def __init__(self, chunk: nn.Module, step: Step, number: int) -> None:
         super().__init__()
-        self.chunk, self.step, self.number = chunk, step, number
+        self.chunk = chunk
+        self.step = step
+        self.number = number
         self.micro_batch = 0
 
     def forward(self, *entering: Tensor) -> Any:

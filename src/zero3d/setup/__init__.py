@@ -2,7 +2,7 @@
 
 build.py         the engine of a configuration; `zero3d.from_config`
 inputs.py        mesh, model without weights, data and batches, checked on all ranks before anything large is allocated
-checks.py        what a run refuses then that would fail after hours
+vision.py        the processor of a model that takes images
 packages.py      packages that a configuration needs beside zero3d's own
 losses.py        the loss of models that return logits
 optimizer.py     the optimizer that is named, and its parameter groups

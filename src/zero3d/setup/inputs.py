@@ -1,13 +1,19 @@
-"""What a run is made of before anything large is allocated: mesh, model without weights, data, batches, steps."""
+"""What a run is made of before anything large is allocated: mesh, model without weights, data, batches, steps.
+
+All of it is checked, what would fail only after hours, too.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
+from zero3d.checkpoint.published import has_adapters
 from zero3d.config import Batch, Config, asked_dp, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
@@ -19,12 +25,12 @@ from zero3d.distributed.determinism import make_deterministic
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_replay
+from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.checks import check_export, check_forward, check_length_over_tp
 from zero3d.setup.model_config import config_number
 from zero3d.setup.packages import check_packages
 from zero3d.setup.vision import open_vision
@@ -111,3 +117,55 @@ def steps_of_run(config: Config, data: DataSet, batch: Batch, done: int = 0, tak
     if config.train.steps is not None:
         return config.train.steps
     return done + steps_of(config.train.epochs or 1.0, len(data.train), batch.batch, taken)
+
+
+def check_length_over_tp(length: int, slices: int) -> None:
+    """Refuse sequences that sequence parallelism cannot cut into equal slices."""
+    if length % slices:
+        fits = [str(n) for n in (length - length % slices, length + -length % slices) if n]
+        raise ConfigError(
+            f"mesh.sequence_parallel cuts sequences over mesh.tp={slices}, and data.length={length} / {slices} is not "
+            f"whole: type data.length={' or '.join(fits)}, or mesh.sequence_parallel=false."
+        )
+
+
+def check_forward(model: nn.Module) -> None:
+    """Refuse a model whose forward does not take token ids by name."""
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes ({', '.join(parameters)}), and a batch is passed by name: call its "
+            "first argument input_ids, and if it wants them add position_ids and labels."
+        )
+
+
+def check_export(config: Config, opened: Opened) -> None:
+    """Refuse an export that this model has not, and one that could not be loaded again to verify it. ConfigError."""
+    kind, model = config.checkpoint.export, opened.module
+    adapted = has_adapters(model)
+    if isinstance(kind, str) and not adapted:
+        raise ConfigError(
+            f"checkpoint.export={kind} is of a model with adapters, and {type(model).__name__} has none: type "
+            "lora.rank=16, or checkpoint.export=true."
+        )
+    if not (kind and config.checkpoint.verify):
+        return
+    if adapted and kind in (True, "adapter") and (opened.folder is None or config.model.init == "random"):
+        raise ConfigError(
+            "checkpoint.verify loads an adapter on the folder of its base, and model.path is none with weights: type "
+            "checkpoint.export=merged, or checkpoint.verify=false."
+        )
+    check_verify(model)
+
+
+def check_verify(model: nn.Module) -> None:
+    """Refuse to verify an export that transformers could not load by its config.json after the training."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = type(getattr(model, "config", None))
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(
+            f"checkpoint.verify loads the export with AutoModelForCausalLM, which does not know {type(model).__name__} "
+            "by its config: type checkpoint.verify=false."
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero3d.config import Optimizer
-from zero3d.config.optimizers import muon_options
+from zero3d.config.problems import muon_options
 from zero3d.models.names import check_patterns, matches
 from zero3d.optim import adamw8bit, muon
 from zero3d.spec.optimizer import ADAMW, EIGHT_BIT, MUON
@@ -25,9 +25,13 @@ def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
         return adamw8bit(choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay)
     options = {"lr": choice.lr} | muon_options(choice.muon)
     return muon(
-        adamw_lr=choice.lr, weight_decay=choice.weight_decay, betas=choice.betas, adamw_eps=choice.eps,
-        split=choice.split, **options,
-    )  # fmt: skip
+        adamw_lr=choice.lr,
+        weight_decay=choice.weight_decay,
+        betas=choice.betas,
+        adamw_eps=choice.eps,
+        split=choice.split,
+        **options,
+    )
 
 
 def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:

@@ -11,8 +11,7 @@ styles.py           what a style cuts and hooks
 heads.py            arguments of attention with an entry for every head
 vocabulary.py       embedding, head and loss over a cut vocabulary
 sequence.py         sequence parallelism, and dropout around cut modules
-replace.py          parameters become the rank's own
 planned_regions.py  where activations pass between ranks, from the plan alone
 traffic.py          what that sends, by formula (no torch)
-parallelize.py      all of it: parallelize(model, axis, ledger, plan)
+parallelize.py      all of it: parallelize(model, axis, ledger, plan); parameters become the rank's own
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
@@ -18,9 +18,8 @@ from zero3d.tensor_parallel.heads import check_alibi
 from zero3d.tensor_parallel.plan import CUTS, Style, read_plan
 from zero3d.tensor_parallel.planned_regions import UncutModel, find_regions, warn_across_hosts
 from zero3d.tensor_parallel.regions import Regions
-from zero3d.tensor_parallel.replace import apply_cuts
 from zero3d.tensor_parallel.sequence import cut_blocks, install_random, install_sequence
-from zero3d.tensor_parallel.styles import StyleContext, apply_style
+from zero3d.tensor_parallel.styles import StyleContext, apply_style, is_conv
 from zero3d.tensor_parallel.traffic import Region
 from zero3d.tensor_parallel.vocabulary import Head, has_causal_loss
 
@@ -172,3 +171,45 @@ def _vocabulary(model: nn.Module, inner: Any) -> dict[str, Style]:
 def _head_name(model: nn.Module, inner: Any) -> str | None:
     module = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     return next((name for name, m in model.named_modules() if m is module), None) if module is not None else None
+
+
+def apply_cuts(context: StyleContext) -> None:
+    """Replace every cut parameter by this rank's part, wherever it is; values are rank 0's.
+
+    Raises ConfigError where a module holds a cut parameter and no style is about that module.
+    """
+    owners = [(name, m, key, p) for name, m in context.model.named_modules() for key, p in m._parameters.items()]
+    for name, module, key, p in owners:
+        if p in context.cuts and module not in context.handled:
+            raise ConfigError(
+                f"{name}.{key} is tied to a parameter that is cut over tp, or its experts have no style: give {name} "
+                "a style in the tensor-parallel plan (colwise_gather_output for a head, moe_tp_experts for experts), "
+                "or 'replicate' to what it is tied to."
+            )
+    for t in (*context.model.parameters(), *context.model.buffers()):
+        if not t.is_meta:
+            context.regions.channel.broadcast(t.data, "initial")
+    local = {p: _local(p, cut) for p, cut in context.cuts.items()}
+    for _, module, key, p in owners:
+        if p in local:
+            module._parameters[key] = local[p]
+            _resize(module, local[p] if key == "weight" else None)
+    context.cuts = {local[p]: cut for p, cut in context.cuts.items()}
+
+
+def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:
+    part = nn.Parameter(cut.take(p), requires_grad=p.requires_grad)
+    part.__dict__.update(p.__dict__)  # transformers marks what it has initialised
+    return part
+
+
+def _resize(module: nn.Module, weight: Tensor | None) -> None:
+    """Set a module's numbers of inputs and outputs to those of its weight: Conv1D's forward reads its."""
+    if weight is None or weight.dim() != 2:
+        return
+    sizes = ("nx", "nf") if is_conv(module) else ("out_features", "in_features")
+    for attribute, size in zip(sizes, weight.shape, strict=True):
+        if hasattr(module, attribute):
+            setattr(module, attribute, size)
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = weight.shape[0]

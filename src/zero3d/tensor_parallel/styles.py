@@ -2,7 +2,7 @@
 
     x --copy_to--> [ colwise ] --a rank's own outputs--> ... --its own inputs--> [ rowwise ] --reduce_from--> + bias
 
-Cuts are collected by parameter, tied ones once; `apply_cuts` (replace.py) then replaces them all. Of a LoRA pair
+Cuts are collected by parameter, tied ones once; `apply_cuts` (parallelize.py) then replaces them all. Of a LoRA pair
 around a colwise matrix A is common and B is cut as the matrix is; around a rowwise one A is cut and B is
 common. What is common between two cut things gets partial gradients.
 
@@ -279,7 +279,10 @@ class AddedOnce:
     """The forward of a module one of whose parameters is added to outputs that will be summed: rank 0 adds it."""
 
     def __init__(self, module: nn.Module, name: str, rank: int) -> None:
-        self._forward, self._module, self._name, self._factor = module.forward, module, name, float(rank == 0)
+        self._forward = module.forward
+        self._module = module
+        self._name = name
+        self._factor = float(rank == 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters: Any = self._module._parameters

@@ -8,19 +8,16 @@ resume             the checkpoint that a run goes on from, loaded into engine an
 loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
 criterion          which evaluation is the best one, and when a run ends early
-evaluations        what an evaluation gives
-held_out           the held-out loss, of each source of a mixture too
+evaluations        what an evaluation gives: the held-out loss, of each source of a mixture too
 own_values         values of a user's own function at each evaluation
 callbacks          a user's own classes, told what happens
 own_calls          calls of a user's own code
-nonfinite          why a run ends whose steps are not finite
-resume_hints       what to type where a run cannot go on as it is
+resume_hints       why a run cannot go on as it is, and what to type
 offload            what leaves the device: what auto becomes, what a resume keeps, what lies on a disk
 stop               a signal becomes a request to stop
 metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
 weights_and_biases a run there, and its refusals
-progress           a live bar, or lines
-remaining          how long the rest takes
+progress           a live bar, or lines; how long the rest takes
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do
 measure            memory measured beside the formulas

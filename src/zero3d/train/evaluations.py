@@ -1,12 +1,15 @@
 """What an evaluation gives: the held-out loss, of averaged weights beside it, and values of a user's own function.
 
-validation_loss, perplexity, validation_loss/NAME    of the weights (held_out.py)
-ema_validation_loss                                  of their averages, where train.ema keeps some
-NAME                                                 of evaluate.function (own_values.py)
+validation_loss          mean over all held-out targets, whatever the weights in training
+perplexity               its exponential
+validation_loss/NAME     mean over those of one source of a mixture
+ema_validation_loss      of averaged weights, where train.ema keeps some
+NAME                     of evaluate.function (own_values.py)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -15,10 +18,10 @@ from torch import Tensor
 from zero3d.config import Config
 from zero3d.data.batches import validation_batches
 from zero3d.data.mixture import Mixture
-from zero3d.data.sequences import Batch, Samples
+from zero3d.data.sequences import IGNORED, Batch, Samples
 from zero3d.engine.engine import Engine
+from zero3d.memory.arena import device_values
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
-from zero3d.train.held_out import evaluate_sources, held_out_record
 from zero3d.train.metrics import Record
 from zero3d.train.own_values import OwnValues
 
@@ -33,10 +36,16 @@ class Evaluations:
     """
 
     def __init__(
-        self, config: Config, engine: Engine, validation: Samples | None, micro_batch: int,
+        self,
+        config: Config,
+        engine: Engine,
+        validation: Samples | None,
+        micro_batch: int,
         on_device: Callable[[Mapping[str, Tensor]], dict[str, Any]],
-    ) -> None:  # fmt: skip
-        self._config, self._engine, self._on_device = config, engine, on_device
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._on_device = on_device
         self._validation, self._micro_batch = validation, micro_batch
         self._own = None if config.evaluate.function is None else OwnValues(config.evaluate.function, engine)
         self.values: Mapping[str, float] = {}
@@ -69,3 +78,36 @@ class Evaluations:
         """Yield this rank's micro-batches, on the host."""
         dp, limit, exact = self._engine.dp, self._config.evaluate.batches, self._config.zero.exact
         return validation_batches(held_out, self._micro_batch, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
+
+
+def held_out_record(loss: float) -> Record:
+    """Return the values of an evaluation with this loss."""
+    return {HELD_OUT: loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def evaluate_sources(
+    engine: Engine,
+    held_out: Mixture,
+    batches_of: Callable[[Samples], Iterator[Batch]],
+    on_device: Callable[[Mapping[str, Tensor]], dict[str, Any]],
+) -> Record:
+    """Return the values of an evaluation of a mixture. All ranks take part.
+
+    batches_of  this rank's micro-batches of a source, on the host
+    """
+    losses: dict[str, float] = {}
+    targets: dict[str, float] = {}
+    for member in held_out.members:
+        counts: list[int] = []
+
+        def counted(samples: Samples = member.samples, counts: list[int] = counts) -> Iterator[dict[str, Any]]:
+            for batch in batches_of(samples):
+                counts.append(int((batch["labels"][:, 1:] != IGNORED).sum()))
+                yield on_device(batch)
+
+        mean = engine.evaluate(counted())
+        losses[member.name] = engine.world.read(mean.view(1), [0.0])[0]
+        rows = engine.world.exchange(device_values([float(sum(counts))], engine.mesh.device))
+        targets[member.name] = sum(engine.world.read(rows.flatten(), [1.0]))
+    whole = sum(losses[name] * targets[name] for name in losses) / sum(targets.values())
+    return held_out_record(whole) | {f"{HELD_OUT}/{name}": loss for name, loss in losses.items()}

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import load
-from zero3d.config.offload import FOLDER
+from zero3d.config.problems import FOLDER
 from zero3d.errors import CheckpointError, ConfigError, remedy_of, short
 from zero3d.reading import Unreadable, open_regular, parse_object
 from zero3d.train.export_places import HF, NAMES, all_places
@@ -39,9 +39,21 @@ from zero3d.watchdog.own_files import write_whole
 
 UNREAD, APPENDED = "metrics-unread.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 WRITTEN = (
-    "config.yaml", "metrics.jsonl", "checkpoints", *NAMES, "loss.png", "trace-rank-0.json",
-    "tensorboard", "wandb", ".run", UNREAD, "watchdog.txt", "watchdog.json", "out-of-memory.txt", "out-of-memory.json",
-)  # fmt: skip
+    "config.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    *NAMES,
+    "loss.png",
+    "trace-rank-0.json",
+    "tensorboard",
+    "wandb",
+    ".run",
+    UNREAD,
+    "watchdog.txt",
+    "watchdog.json",
+    "out-of-memory.txt",
+    "out-of-memory.json",
+)
 RUN, LONGEST_ID = ".run", 64
 LOST_SLOTS = "lost-slots"
 UNFINISHED = "config.tmp"

@@ -28,7 +28,6 @@ from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.train.callbacks import Callbacks
-from zero3d.train.corruption import after_corruption
 from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.evaluations import Evaluations
@@ -36,11 +35,10 @@ from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
-from zero3d.train.nonfinite import none_applied, skip_limit, too_many_skips
 from zero3d.train.plan_check import PlanCheck
 from zero3d.train.profiler import Tracer
 from zero3d.train.progress import Progress
-from zero3d.train.resume_hints import ANEW, ResumeHints
+from zero3d.train.resume_hints import ANEW, ResumeHints, after_corruption, none_applied, skip_limit, too_many_skips
 from zero3d.train.saving import Saving
 from zero3d.train.spikes import SpikeWatch
 from zero3d.train.stop import Stopped, StopRequest
@@ -70,7 +68,10 @@ class Loop:
         options: Mapping[str, Any],
         flops: float,
     ) -> None:
-        self.config, self.engine, self.stream, self.folder = config, engine, stream, folder
+        self.config = config
+        self.engine = engine
+        self.stream = stream
+        self.folder = folder
         self.history: list[Record] = []
         self.state = LoopState()
         self.traffic = TrainingTraffic(engine)
@@ -84,7 +85,9 @@ class Loop:
         self.saving = Saving(config.checkpoint, engine, folder, partial(self._tell, "on_save"))
         self._hints = ResumeHints(folder, config, engine.world.size)
         self._steps_at_start = engine.steps  # applied
-        self._skip_limit, self._last_step, self._overflows = skip_limit(config.health), 0, 0
+        self._skip_limit = skip_limit(config.health)
+        self._last_step = 0
+        self._overflows = 0
         self._options = options
         self._flops, self.tokens = flops, 0
         self._spikes = SpikeWatch()
@@ -271,9 +274,13 @@ class Loop:
         # The ranks of a model-parallel group see the same tokens.
         tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp)
         self.state = replace(
-            self.state, step=record["step"], skipped=self.state.skipped + (not record["applied"]),
-            in_a_row=self.engine.health.in_a_row, tokens=self.state.tokens + tokens, position=self.stream.state(),
-        )  # fmt: skip
+            self.state,
+            step=record["step"],
+            skipped=self.state.skipped + (not record["applied"]),
+            in_a_row=self.engine.health.in_a_row,
+            tokens=self.state.tokens + tokens,
+            position=self.stream.state(),
+        )
         rate = tokens / record["seconds"]
         peak = peak_flops(self._device_name, self.engine.precision.name)
         record |= {"tokens": self.state.tokens, "tokens_per_s": rate, "skipped": self.state.skipped}

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn
 
 from zero3d.page.text import size
-from zero3d.train.remaining import Remaining
 
 LINES = 20  # printed over a run where there is no terminal
-FORMATS = {"validation_loss": "held-out loss {:.6f}", "perplexity": "perplexity {:,.3f}",
-           "ema_validation_loss": "held-out loss of averaged weights {:.6f}"}  # fmt: skip
+FORMATS = {
+    "validation_loss": "held-out loss {:.6f}",
+    "perplexity": "perplexity {:,.3f}",
+    "ema_validation_loss": "held-out loss of averaged weights {:.6f}",
+}
 # Fits 80 columns with the bar; `amounts` stand below it.
 SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.0f} tok/s"
 
@@ -103,3 +105,31 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(rest, 3600)
     clock = f"{rest // 60}:{rest % 60:02}" if not (days or hours) else f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
     return f"{days} d {clock}" if days else clock
+
+
+class Remaining:
+    """Estimates the time left from the mean of this session's steps, with all that was between them.
+
+    The first step, which allocates, compiles and warms up, counts only until there is another one.
+
+    clock  seconds
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.begin(1, 0)
+
+    def begin(self, first: int, last: int) -> None:
+        """Begin to count: the next step is `first`, and the run ends after `last`."""
+        self._first, self._last = first, last
+        self._started = self._warm = self._clock()
+
+    def after(self, step: int) -> float | None:
+        """Return the seconds left after `step`, of which the session's first was told; None where it is the last."""
+        now = self._clock()
+        if step <= self._first:
+            self._warm = now
+            per_step = now - self._started
+        else:
+            per_step = (now - self._warm) / (step - self._first)
+        return per_step * (self._last - step) if step < self._last else None

@@ -3,8 +3,7 @@
     plugins: [zero3d.integrations.axolotl.Zero3dPlugin]
     zero3d_stage: 3
 
-plugin.py      the plugin
-arguments.py   the keys that it adds to a file of Axolotl's
+plugin.py   the plugin, and the keys that it adds to a file of Axolotl's
 
 Axolotl 0.21 pins transformers 5.20.1 and needs torch 2.13 or newer, both of which zero3d takes.
 """

@@ -1,0 +1,194 @@
+"""What a configuration asks for that cannot be, across its keys; and the sections that an engine takes in another form.
+
+What sections of zero3d/spec cannot be together is in spec/rules.py, for Engine's keywords and the planner, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
+from zero3d.config.kinds import convert, describe_value
+from zero3d.config.sections import Config, Lora
+from zero3d.config.shrinking import refuse_shrinking
+from zero3d.config.sources import DataSource
+from zero3d.errors import ConfigError, short
+from zero3d.spec.offload import HOST_BUDGET, Offload
+from zero3d.spec.optimizer import MUON
+from zero3d.spec.rules import Spec, refusals
+from zero3d.spec.sizes import parse_size
+
+HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
+FOLDER = "offload"  # of an output folder
+ADJUSTMENTS = ("match_rms_adamw", "original")
+MUON_OPTIONS: Mapping[str, tuple[type[Any], Callable[[Any], bool], str]] = {
+    "lr": (float, lambda value: value > 0, "a number above 0"),
+    "momentum": (float, lambda value: 0 <= value < 1, "a number from 0 and below 1"),
+    "nesterov": (bool, lambda value: True, "true or false"),
+    "ns_steps": (int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
+    "adjust_lr": (str, lambda value: value in ADJUSTMENTS, " or ".join(ADJUSTMENTS)),
+}
+
+
+def problems_across(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that cannot be as the others are, and why; the key is one that was given."""
+    if config.train.steps is not None and config.train.epochs is not None:
+        steps, epochs = config.train.steps, config.train.epochs
+        text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
+        yield "train.epochs", text
+    if config.plan.write_back and config.plan.cluster is None:
+        text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
+        yield "plan.write_back", text
+    if config.zero.gather_budget is not None:
+        try:
+            parse_size(config.zero.gather_budget, "zero.gather_budget")
+        except ConfigError as error:
+            yield "zero.gather_budget", str(error)
+    if (why := refuse_shrinking(config)) is not None:
+        yield "health.min_ranks", why
+    yield from adapter_problems(config)
+    yield from data_problems(config)
+    yield from schedule_problems(config)
+    yield from average_problems(config)
+    yield from evaluation_problems(config)
+    yield from optimizer_problems(config)
+    yield from offload_problems(config)
+    yield from refusals(_spec_of(config))
+
+
+def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of section `lora` that this run cannot have, and why."""
+    choice, plain = config.lora, Lora()
+    if choice.rank is not None:
+        return
+    for name in ("alpha", "targets", "dropout", "train_also", "dora"):
+        if getattr(choice, name) != getattr(plain, name):
+            text = f"lora.{name} is of adapters, and lora.rank is null, so there are none: type lora.rank=16, too."
+            yield f"lora.{name}", text
+
+
+def data_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of section `data` that this run cannot have, and why."""
+    data = config.data
+    for source in data.validation if isinstance(data.validation, tuple) else ():
+        if isinstance(source, DataSource) and source.weight is not None:
+            text = f"data.validation has {short(source.path)} with a weight, and all of it is evaluated: leave it out."
+            yield "data.validation", text
+    if data.group_by_length and data.packing:
+        text = (
+            "data.group_by_length puts sequences of similar length into a batch, and packed ones all have data.length:"
+        )
+        yield "data.group_by_length", f"{text} type data.packing=false, too."
+
+
+def evaluation_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of section `evaluate` that this run cannot have, and why."""
+    choice = config.evaluate
+    if choice.function is None and not choice.best.startswith(HELD_OUT):
+        text = f"evaluate.best={choice.best} is a value of evaluate.function, and there is none: type"
+        yield "evaluate.best", f"{text} evaluate.function=module:function, or evaluate.best={HELD_OUT[0]}."
+    if choice.patience is None:
+        return
+    if choice.every == 0:
+        text = f"evaluate.patience={choice.patience} counts evaluations, and evaluate.every is 0, one at the end:"
+        yield "evaluate.patience", f"{text} type evaluate.every=STEPS, too."
+    if choice.best.startswith(HELD_OUT) and not config.data.validation:
+        text = f"evaluate.patience={choice.patience} waits for a better {choice.best}, and nothing is held out: type"
+        yield "evaluate.patience", f"{text} data.validation=0.05, or evaluate.best=NAME of evaluate.function."
+
+
+def average_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield why averages of weights cannot be evaluated."""
+    best = config.evaluate.best
+    if config.train.ema is None and best.startswith("ema_"):
+        yield "evaluate.best", f"evaluate.best={best} is of averages of the weights: type train.ema=0.999, too."
+
+
+def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of the learning rate's schedule that cannot be, and why."""
+    choice = config.schedule
+    if choice.name in OPTIONS:
+        key = "schedule.name" if choice.options is None else "schedule.options"
+        yield from ((key, f"schedule.options: {why}") for why in option_problems(choice.name, choice.options or {}))
+    elif choice.options is not None:
+        text = f"schedule.options are of DeepSpeed's schedules, and schedule.name is {choice.name}: type schedule.name="
+        yield "schedule.options", f"{text}{' or '.join(OPTIONS)}, or leave them out."
+    if choice.name == "inverse_sqrt" and choice.warmup == 0:
+        text = "schedule.name=inverse_sqrt falls with the root of warm-up steps over steps, and schedule.warmup is 0:"
+        yield "schedule.name", f"{text} type schedule.warmup=0.01, or a number of steps."
+    shares = choice.warmup < 1 and choice.decay < 1
+    if choice.name == "wsd" and shares and choice.warmup + choice.decay > 1:
+        text = f"schedule.warmup {choice.warmup:g} + schedule.decay {choice.decay:g} of all steps are more than 1:"
+        yield "schedule.decay", f"{text} type schedule.decay={1 - choice.warmup:g} or less."
+
+
+def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of the optimizer that cannot be, and why."""
+    choice = config.optimizer
+    named = [str(group["match"]) for group in choice.groups or () if group.get("name") == MUON]
+    if named and choice.name != MUON:
+        text = f"optimizer.groups asks for Muon for {named[0]!r}, and optimizer.name is {choice.name}:"
+        yield "optimizer.groups", f"{text} type optimizer.name=muon, or leave it out."
+    for name, value in (choice.muon or {}).items():
+        if name not in MUON_OPTIONS:
+            yield "optimizer.muon", f"optimizer.muon has no {name!r}: it takes {', '.join(MUON_OPTIONS)}."
+            continue
+        kind, fits, wants = MUON_OPTIONS[name]
+        try:
+            fine = fits(convert(value, (kind,)))
+        except ValueError:
+            fine = False
+        if not fine:
+            yield "optimizer.muon", f"optimizer.muon: {name} takes {wants}; found {describe_value(value)}."
+
+
+def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key of section `offload` that this run cannot have, and why."""
+    section = config.offload
+    if section.host_budget is not None:
+        try:
+            parse_size(section.host_budget, HOST_BUDGET)
+        except ConfigError as error:
+            yield HOST_BUDGET, str(error)
+
+
+def _spec_of(config: Config) -> Spec:
+    """Return what rules are about. A run gets a folder later; what only an axis has counts where there is one."""
+    mesh = config.mesh
+    if (mesh.tp or 1) == 1:
+        mesh = replace(mesh, sequence_parallel=False)
+    if (mesh.pp or 1) == 1:
+        mesh = replace(mesh, schedule=None)
+    offload = replace(config.offload, directory=config.offload.directory or FOLDER)
+    return Spec(
+        zero=config.zero,
+        offload=offload,
+        mesh=mesh,
+        precision=config.precision,
+        activations=config.activations,
+        optimizer=config.optimizer.name,
+        ema=config.train.ema,
+        replay=config.health.replay,
+    )
+
+
+# --- as an engine takes them ---------------------------------------------------------------------
+
+
+def muon_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return checked options as `zero3d.optim.muon` takes them."""
+    return {name: convert(value, (MUON_OPTIONS[name][0],)) for name, value in (given or {}).items()}
+
+
+def offload_of(config: Config) -> Offload:
+    """Return the section; its folder is OUTPUT/offload where it names none and the output has a name.
+
+    Raises ConfigError.
+    """
+    asked = config.offload
+    if asked.directory is None and config.output is not None:
+        asked = replace(asked, directory=str(Path(config.output) / FOLDER))
+    return Offload.of(asked)

@@ -1,0 +1,143 @@
+"""Signs of files that are too small or too large an idea: `make lint` prints them, and `sizes.yaml` has a reason for each.
+
+one importer     files that a single other file imports: `from package import name` counts as an import of the file in
+                 which that package's `__init__.py` finds the name, and neither `__init__.py` itself nor a test counts
+long             files of more than LONG lines of code
+many attributes  classes, records aside, that keep more than MANY values: names assigned through `self`, and a dataclass's
+                 fields
+"""
+
+import ast
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import yaml
+from source_facts import ROOT, SRC, code_lines, core, facts, imports, is_module, modules, package_of
+
+REASONS = Path(__file__).with_name("sizes.yaml")
+LONG, MANY = 500, 15
+RECORDS = ("NamedTuple", "Protocol", "Enum", "Exception", "Error", "TypedDict")  # how the names of their bases end
+
+
+def signs():
+    """What is to have a reason: files, or classes as FILE::CLASS, by the name of the sign."""
+    importers = file_importers()
+    return {
+        "one importer": {file for file, found in importers.items() if len(found) == 1},
+        "long": {file_of(path) for _, path in modules() if code_lines(path) > LONG},
+        "many attributes": {
+            f"{file_of(path)}::{name}" for _, path in modules() for name, kept in classes(path) if len(kept) > MANY
+        },
+    }
+
+
+def reasons():
+    """The reason of each, by the name of the sign."""
+    return yaml.safe_load(REASONS.read_text())
+
+
+def file_of(path):
+    return path.relative_to(SRC).as_posix()
+
+
+def file_importers():
+    """The files that import each file; packages' `__init__.py` are on neither side."""
+    paths = dict(modules())
+    importers = defaultdict(set)
+    for path in paths.values():
+        if path.name == "__init__.py":
+            continue
+        for target in imports(path) | through_packages(path):
+            found = paths.get(target)
+            if found is not None and found.name != "__init__.py" and found != path:
+                importers[file_of(found)].add(file_of(path))
+    return importers
+
+
+def through_packages(path):
+    """The modules of names that a file imports from packages."""
+    return {
+        home
+        for node in facts(path).imports
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero3d.")
+        for alias in node.names
+        if (home := reexports(node.module.removeprefix("zero3d.")).get(alias.name))
+    }
+
+
+@cache
+def reexports(package):
+    """The modules of the names that a package's `__init__.py` imports; none for what is no package."""
+    path = SRC / Path(*package.split(".")) / "__init__.py"
+    if not path.exists():
+        return {}
+    return {
+        alias.asname or alias.name: node.module.removeprefix("zero3d.")
+        for node in facts(path).imports
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero3d.")
+        for alias in node.names
+        if is_module(node.module.removeprefix("zero3d."))
+    }
+
+
+def classes(path):
+    """(name, names of the values that it keeps) of each class of a file that is no record."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and not is_record(node):
+            kept = {
+                each.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and ast.unparse(each.value) == "self"
+            }
+            yield node.name, kept | (fields(node) if is_dataclass(node) else set())
+
+
+def is_record(node):
+    frozen = is_dataclass(node) and any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+    return frozen or any(ast.unparse(base).partition("[")[0].endswith(RECORDS) for base in node.bases)
+
+
+def is_dataclass(node):
+    return any(ast.unparse(each).partition("(")[0].endswith("dataclass") for each in node.decorator_list)
+
+
+def fields(node):
+    return {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+
+
+def counts():
+    """(what, number of files, lines of code) of the source, of its core and of the tests."""
+    files = dict(modules())
+    parts = {
+        "`src`": files.values(),
+        "the core: `zero/` and what it needs": [files[name] for name in core()],
+        "`zero/`": [path for name, path in files.items() if package_of(name) == "zero"],
+        "`tests`": (ROOT / "tests").rglob("*.py"),
+    }
+    for what, paths in parts.items():
+        lines = [code_lines(path) for path in paths]
+        yield what, len(lines), sum(lines)
+
+
+def table():
+    """Markdown: `counts`."""
+    rows = [f"| {what} | {files:,} | {lines:,} |" for what, files, lines in counts()]
+    return "\n".join(["| | files | lines of code |", "|---|---:|---:|", *rows])
+
+
+def main():
+    """Print the counts, and every sign with its reason."""
+    for what, files, lines in counts():
+        print(f"{what}: {lines:,} lines of code in {files} files")
+    known = reasons()
+    for sign, found in signs().items():
+        print(f"\n{sign}: {len(found)}")
+        for each in sorted(found):
+            print(f"  {each}: {known[sign].get(each, 'no reason')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The source as data: which files there are, what each imports and defines, and how many lines of code it has."""
+
+import ast
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "zero3d"
+
+
+def modules():
+    for path in sorted(SRC.rglob("*.py")):
+        name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
+        yield name, path
+
+
+def package_of(name):
+    return name.split(".")[0]
+
+
+class Facts(NamedTuple):
+    """What a file has; its tree is not kept, for every collection of garbage would go through it."""
+
+    imports: list  # statements at run time: TYPE_CHECKING blocks do not count
+    at_once: list  # of these, those that importing the file runs
+    functions: list  # (name, parameters)
+    reductions: list  # lines of calls
+    containers: list  # (target, statement) of lists, dicts and sets assigned at the top
+
+
+@cache
+def facts(path):
+    """Those of a file: it is read, parsed and walked once."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    walked = list(ast.walk(tree))
+    hidden = {
+        id(inner)
+        for node in walked
+        if "TYPE_CHECKING" in text and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    return Facts(
+        [node for node in walked if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in hidden],
+        list(imported_at_once(tree)),
+        [(node.name, parameters(node)) for node in walked if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))],
+        [node.lineno for node in walked if "_reduce_scatter" in text and isinstance(node, ast.Call) and reduces(node)],
+        [(ast.unparse(node.targets[0]), ast.unparse(node)) for node in tree.body
+         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.List, ast.Dict, ast.Set))],
+    )  # fmt: skip
+
+
+def parameters(node):
+    taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    return [a.arg for a in taken if a.arg not in ("self", "cls")]
+
+
+def reduces(call):
+    return "_reduce_scatter" in (ast.unparse(call.func), *map(ast.unparse, call.args))
+
+
+@cache
+def imports(path):
+    """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
+    return frozenset(imported(facts(path).imports))
+
+
+def imported(nodes):
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("zero3d"):
+            base = node.module.removeprefix("zero3d").lstrip(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".lstrip(".")
+                yield inner if is_module(inner) else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("zero3d.") for a in node.names if a.name.startswith("zero3d."))
+
+
+@cache
+def is_module(name):
+    path = SRC / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def imported_at_once(tree):
+    """Modules that importing a file imports: what stands in no function and in no TYPE_CHECKING block."""
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)) and "TYPE_CHECKING" not in ast.unparse(node)[:60]:
+            yield from imported_at_once(node)
+
+
+def code_lines(path):
+    """Lines that hold code: no blanks, comments or docstrings."""
+    text = path.read_text()
+    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    kept = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skip:
+            kept.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            kept -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(kept)
+
+
+def core():
+    """The modules of zero/ and all that they need, directly or not; config, which they do not, is no ground of theirs."""
+    graph = {name: imports(path) for name, path in modules()}
+    needed, found = [name for name in graph if package_of(name) == "zero"], set()
+    while needed:
+        name = needed.pop()
+        if name in graph and name not in found:
+            found.add(name)
+            needed += graph[name]
+    return found
