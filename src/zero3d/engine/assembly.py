@@ -6,13 +6,13 @@ foundation  options, checked                                         options.py,
             the order of sums                                        summation.py
 guards      from here on a failure leaves a model that refuses use   guards.py
 runtime     units, optimizer, gathers, reductions, hooks             runtime.py, zero/
+features    averages, replay, Muon's exchange, ...                   features.py
 step        when it is due, and what follows                         step.py
 execution   direct, or through pipeline stages                       execution.py, pipeline/
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,40 +22,39 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zero3d.activations.kept_inputs import KeptInputs
-from zero3d.checkpoint.frozen_base import FrozenBase
+from zero3d.activations.host_slots import HostSlots
+from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
+from zero3d.checkpoint.frozen_base import FolderSource, FrozenBase
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
-from zero3d.engine.activations import keep_inputs
-from zero3d.engine.auto_offload import Settled, room_of, settle_gradients, settle_place
-from zero3d.engine.autocast import in_autocast, out_of_autocast
-from zero3d.engine.averages import Averages, open_averages
-from zero3d.engine.base import note_writes, open_base
+from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.feature import Built, Feature
+from zero3d.engine.features import open_features
+from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.freezing import Freezing
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
-from zero3d.engine.options import Options
-from zero3d.engine.replay.replay import Replay
+from zero3d.engine.options import Options, parts_activations
+from zero3d.engine.registry import Registry
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
-from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
-from zero3d.errors import ConfigError, LayoutError, OutOfBudget
-from zero3d.expert_parallel.load import ExpertLoad
+from zero3d.errors import ConfigError
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
 from zero3d.spec.offload import DEVICE
-from zero3d.spec.sizes import decimal
+from zero3d.tensor_parallel.channel import Channel
+from zero3d.zero.initial_weights import Source
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
@@ -69,11 +68,12 @@ class Assembly:
 
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
+    features   what there is beside training itself, in the order in which it is called
+    registry   the parameters, buffers and modules that the model has
+    freezing   trains and freezes them between steps
     execution  how micro-batches go through the model; `pipeline` where there is one
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
-    replay     computes a micro-batch of some steps once more; None without
-    expert_load  counts of tokens by expert
     frozen_base  the folder whose values frozen weights have; None without
     originals  values of frozen parameters in the dtype in which they came
     changes    what the model's modules were before
@@ -81,6 +81,9 @@ class Assembly:
 
     base: Foundation
     runtime: Runtime
+    features: Sequence[Feature]
+    registry: Registry
+    freezing: Freezing
     stepper: Stepper
     whole_parameters: WholeParameters
     accounts: Accounts
@@ -88,70 +91,14 @@ class Assembly:
     execution: Execution
     kept_inputs: KeptInputs | None
     offload: Settled
-    replay: Replay | None
     frozen_base: FrozenBase | None
     originals: FrozenOriginals
-    averages: Averages | None
-    expert_load: ExpertLoad
     changes: Changes
 
     @property
     def has_whole_model(self) -> bool:
         """True where the model is cut over dp alone, not over tp, pp or ep."""
         return _is_whole(self.base)
-
-    def check_close(self) -> None:
-        """Raise OutOfBudget on all ranks where some rank has no room for the whole model."""
-        if self.has_whole_model:
-            shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
-            self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
-
-    def shown_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes in which whole parameters can show their masters, by the names that they have here.
-
-        They are those in which parameters came, where casting that to weights gives the weights: from the masters' on.
-        Tiles of a weight stay as they are.
-        """
-        full_model, came, master = self.base.division.full_model, self.changes.dtypes, self.base.resolved.policy.master
-        names = {slot.name: unit for unit in self.runtime.units for slot in unit.layout.slots}
-        found = {name: came.get(full_model.owner(name)) for name in names if name not in full_model.tiles}
-        return {
-            name: dtype
-            for name, dtype in found.items()
-            if dtype is not None and dtype.itemsize >= master.itemsize > names[name].dtype.itemsize
-        }
-
-    def room_of_shown(self) -> int:
-        """Return the bytes of parameters that show their masters, and of one unit's masters on the way."""
-        dtypes, master = self.shown_dtypes(), self.base.resolved.policy.master
-        layouts = [unit.layout for unit in self.runtime.units]
-        shown = sum(s.numel * dtypes[s.name].itemsize for layout in layouts for s in layout.slots if s.name in dtypes)
-        return shown + max(layout.total for layout in layouts) * master.itemsize if shown else 0
-
-    def show_masters(self, units: Sequence[Unit]) -> None:
-        """Have open parameters show their masters; the model's own forward then runs in autocast."""
-        dtypes, resolved = self.shown_dtypes(), self.base.resolved
-        if not dtypes:
-            return
-        self.whole_parameters.show_masters(units, dtypes)
-        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
-            in_autocast(root, resolved.mesh.device.type, resolved.precision.dtype)
-            hooks.shows_masters = True
-
-    def hide_masters(self) -> None:
-        """Let forwards compute in the dtype of weights again."""
-        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
-            out_of_autocast(root)
-            hooks.shows_masters = False
-
-    def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""
-        found = self.whole_parameters.take_resized(units)
-        if parts := [name for name in found if name in self.base.division.full_model.tiles]:
-            raise LayoutError(
-                f"{parts[0]!r} is a part of a layer's weight, and keeps its shape: resize it after engine.close()."
-            )
-        return found
 
     def close(self, resized: Mapping[str, Tensor]) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
@@ -182,24 +129,6 @@ class Assembly:
         if not self.has_whole_model:
             guard_rest(model, set(), CLOSED_IN_PARTS)
 
-    def check_room(self, needed: int, what: str) -> None:
-        """Raise OutOfBudget on all ranks where some rank has no room for so many bytes of whole weights."""
-        world, offload = self.base.axes.world, self.base.options.offload
-
-        def check() -> None:
-            device = self.base.resolved.mesh.device
-            if device.type != "cpu":
-                torch.get_device_module(device).empty_cache()  # what the allocator keeps of training counts as taken
-            room = room_of(self.base.resolved.mesh, offload).device
-            if needed > room:
-                raise OutOfBudget(
-                    f"{what} takes {decimal(needed)} on every rank for the whole model, and rank {world.rank} has room "
-                    f"for {decimal(room)}: read weights inside `with engine.full_params(modules):`, or write them with "
-                    "engine.export(directory)."
-                )
-
-        agree(world, check)
-
 
 CLOSED_IN_PARTS = (
     "was cut over tp, pp or ep, and the engine that had its parts is closed: load what engine.export(directory) wrote "
@@ -217,7 +146,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     originals = _originals(model, base, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
-    kept = keep_inputs(base)
+    kept = _keep_inputs(base)
     specs, uses = partition_all(
         base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters()
     )
@@ -239,30 +168,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
-    frozen_base = open_base(base, options.model.weights)
-    whole = WholeParameters(
-        runtime.units, runtime.gathers, axes.dp, runtime.model_group, axes.arena,
-        partial(note_writes, base, frozen_base), originals,
-    )  # fmt: skip
-    averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
-    load = ExpertLoad(
-        base.division.chunks, base.division.expert_layers, axes.dp, base.options.optimizer.expert_bias_rate
-    )
-    runtime.optimizer.tally = load.tally if load.values else None
-    stepper = _stepper(base, runtime, averages, load)
+    frozen_base = _frozen_base(base, options.model.weights)
+    whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
+    stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
+    features = stepper.features = open_features(Built(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
-    every = options.step.replay
-    replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     if pipeline is None:
-        direct = Direct(
-            module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
-            resolved.mesh.heartbeat.work, replay,
-        )  # fmt: skip
-        direct.examine = runtime.hooks[0].refuse_released
-        direct.explain = runtime.hooks[0].refuse_unsaved
-        execution: Execution = direct
+        execution: Execution = Direct(base, runtime, losses, stepper, only)
     else:
-        execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
+        execution = Pipelined(pipeline, base, runtime, stepper, only)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
@@ -272,9 +186,58 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(
-        base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base, originals, averages, load, before.changes(),
-    )  # fmt: skip
+        base=base,
+        runtime=runtime,
+        features=features,
+        registry=Registry(module),
+        freezing=Freezing(base, runtime, features),
+        stepper=stepper,
+        whole_parameters=whole,
+        accounts=_accounts(base, runtime, kept),
+        pipeline=pipeline,
+        execution=execution,
+        kept_inputs=kept,
+        offload=_settled(base, tiers, why),
+        frozen_base=frozen_base,
+        originals=originals,
+        changes=before.changes(),
+    )
+
+
+def _keep_inputs(base: Foundation) -> KeptInputs | None:
+    """Have recomputed blocks keep their inputs in parts over tp, or on the host, if options say so."""
+    options, mesh, chunks = base.options, base.resolved.mesh, base.division.chunks
+    offload, partition, slots = options.offload, None, None
+    if parts_activations(options.mesh):
+        channel = Channel(mesh.axis("tp"), base.axes.ledger)
+        partition = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
+    if offload.activations == "host":
+        slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), host_share(base))
+    if partition is None and slots is None:
+        return None
+    kept = KeptInputs(partition, slots)
+    kept.install(chunks.values())
+    return kept
+
+
+def _frozen_base(base: Foundation, weights: Source | None) -> FrozenBase | None:
+    """Return the folder of frozen weights; None where nothing is frozen or no folder is known. Raises ConfigError.
+
+    weights  where the engine's came from; it has been read
+    Rank 0 takes the digest, before anybody can change the files.
+    """
+    full_model, world = base.division.full_model, base.axes.world
+    frozen = [name for name in full_model.shapes if name not in full_model.trainable]
+    if not frozen or not isinstance(weights, FolderSource) or weights.folder is None:
+        return None
+    return agree(world.patient, lambda: FrozenBase.of(weights, frozen, world.rank == 0))
+
+
+def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequence[Unit]) -> None:
+    """Take note that units have other values than the folder of frozen weights."""
+    if frozen_base is not None:
+        owner = base.division.full_model.owner
+        frozen_base.changed(owner(slot.name) for unit in written for slot in unit.layout.slots)
 
 
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
@@ -298,22 +261,10 @@ def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Set
     return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
-def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None, load: ExpertLoad) -> Stepper:
-    return Stepper(
-        base.axes.dp, base.axes.world, base.order, runtime.accumulation, runtime.gathers, runtime.reductions,
-        runtime.hooks,
-        runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
-        runtime.loss_scale, runtime.health, base.resolved.policy.master, load,
-        RunningStatistics(base.division.chunks.values(), base.axes.dp), averages,
-    )  # fmt: skip
-
-
 def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
     policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
     inputs = None if kept is None else kept.slots
-    return Accounts(
-        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp, exact, runtime.tiers, inputs
-    )  # fmt: skip
+    return Accounts(runtime.units, runtime.optimizer, policy, axes.arena, axes.dp, exact, runtime.tiers, inputs)
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
@@ -329,6 +280,11 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         arena=base.axes.arena,
     )
     return Pipeline(
-        base.division.chunks, base.resolved.schedule, base.resolved.mesh.axis("pp"), base.axes.ledger, callbacks,
-        losses.sum_and_weight, losses.takes,
-    )  # fmt: skip
+        base.division.chunks,
+        base.resolved.schedule,
+        base.resolved.mesh.axis("pp"),
+        base.axes.ledger,
+        callbacks,
+        losses.sum_and_weight,
+        losses.takes,
+    )

@@ -27,19 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.account.transients import (
-    Reduction,
-    average_scratch,
-    master_scratch,
-    record_scratch,
-    ring_bytes,
-    whole_units,
-)
+from zero3d.account.transients import Reduction, master_scratch, record_scratch, ring_bytes, whole_units
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
-from zero3d.engine.muon import MatrixSteps
-from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.precision import NAMES
 from zero3d.spec.offload import DEVICE, HOST
@@ -158,8 +150,14 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     transient = engine.policy.reduce == "every_micro_batch" or engine.summands is not None
     bucket = {grad.local for grad in (unit.grads for unit in engine.units) if grad is not None} if transient else set()
     wire = {unit.gradients.travels for unit in trainable}
-    kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
-             "gathered": gathered, "bucket": bucket, "wire": wire}  # fmt: skip
+    kinds = {
+        "parameters": compute,
+        "gradients": reduced,
+        "optimizer": {*masters, *states},
+        "gathered": gathered,
+        "bucket": bucket,
+        "wire": wire,
+    }
     return {category: _join(map(_name, kind)) for category, kind in kinds.items()} | {"padding": "of each"}
 
 
@@ -212,24 +210,9 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             WINDOW * moving + adding,
             master_scratch(masters, device, policy.split_master),
             update,
-            _of_averages(engine),
-            _of_matrices(engine),
+            *(feature.scratch for feature in engine.features),
         ),
     }
-
-
-def _of_matrices(engine: Engine) -> int:
-    """Return the bytes of pieces of matrices on their way to owners and back (Muon)."""
-    matrices = engine.optimizer.orthogonal
-    return matrices.held if isinstance(matrices, MatrixSteps) else 0
-
-
-def _of_averages(engine: Engine) -> int:
-    """Return the bytes of the scratch in which averages of weights are updated and shown."""
-    shards = [unit.weights.shard_or_full.numel() for unit in engine.optimizer.units]
-    if not engine.averages or not shards:
-        return 0
-    return average_scratch(max(shards), engine.mesh.device.type, engine.policy.master.itemsize)
 
 
 def _to_host(engine: Engine) -> int:
