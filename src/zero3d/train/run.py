@@ -21,12 +21,12 @@ from zero3d.distributed.determinism import refusals_named
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
+from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options
 from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
-from zero3d.setup.model_config import config_number
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
