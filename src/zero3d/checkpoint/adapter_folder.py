@@ -45,7 +45,9 @@ class AdapterForm:
                 ": save them with PEFT inside `with engine.full_params()`."
             )
         ((self._adapter, config),) = model.peft_config.items()
-        self._config, self._model, self._base = copy.deepcopy(config), model, exported.base
+        self._config = copy.deepcopy(config)
+        self._model = model
+        self._base = exported.base
         self._kind = getattr(config.peft_type, "value", config.peft_type)
         self._parts: list[Any] = [model_of(module) for module in exported.modules]
         self._others = exported.other_names
@@ -95,9 +97,10 @@ class AdapterForm:
         for head, layer in adapted_layers(self._parts).items():
             inside = (name for name in names if name.startswith(f"{head}."))
             found |= {
-                name for name in inside
+                name
+                for name in inside
                 if f".{REPLACED}." in name or not is_of_base(layer, name.removeprefix(f"{head}."))
-            }  # fmt: skip
+            }
         found -= {name for name in found if ".original_module." in f".{name}"}
         if not self._config.is_prompt_learning:
             by_id = {id(tensor): name for name, tensor in state.items()}

@@ -57,9 +57,7 @@ class Saves:
     planned  bytes of the host's copy by formula, 0 while there is none
     """
 
-    def __init__(
-        self, device: torch.device, budget: Callable[[], HostBudget], threads: Callable[[], Comm]
-    ) -> None:  # fmt: skip
+    def __init__(self, device: torch.device, budget: Callable[[], HostBudget], threads: Callable[[], Comm]) -> None:
         self._device, self._open = device, threads
         self._threads: Comm | None = None
         self._copy, self._side = HostCopy(device, budget), SideStream(device)
@@ -169,14 +167,24 @@ class _UnderWay(Thread):
     """
 
     def __init__(
-        self, target: Target, captured: Captured, places: Mapping[str, Tensor], facts: Facts, threads: Comm,
-        side: SideStream, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        captured: Captured,
+        places: Mapping[str, Tensor],
+        facts: Facts,
+        threads: Comm,
+        side: SideStream,
+        device: torch.device,
+    ) -> None:
         super().__init__(name=f"save of {target.final.name}", daemon=False)
         self.target, self.released = target, False
         self.failure: BaseException | None = None
-        self._captured, self._places, self._facts = captured, places, facts
-        self._threads, self._side, self._device = threads, side, device
+        self._captured = captured
+        self._places = places
+        self._facts = facts
+        self._threads = threads
+        self._side = side
+        self._device = device
         self._copied = Event()
         self._done = torch.Event(device) if device.type != "cpu" else None
 

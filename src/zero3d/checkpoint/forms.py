@@ -103,8 +103,13 @@ class MergedForm:
         for name, group in self._group.items():
             self._missing.setdefault(group, set()).add(name)
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._ties = _Ties({tuple(dict.fromkeys(map(plain_name, (name, *self._others[name]))))
-                            for name in exported.names if name in self._others})  # fmt: skip
+        self._ties = _Ties(
+            {
+                tuple(dict.fromkeys(map(plain_name, (name, *self._others[name]))))
+                for name in exported.names
+                if name in self._others
+            }
+        )
 
     def wants(self, name: str) -> bool:
         return True

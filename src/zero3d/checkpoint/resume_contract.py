@@ -26,26 +26,56 @@ from typing import Any
 BITWISE = "bitwise"
 IMPORTED = "imported"  # from whom, of a checkpoint that another trainer wrote
 EMA = "ema"  # decay of averages; nothing where there are none
-ALWAYS = {"tp": "matrix products have other shapes", "pp": "other sums are made on one rank",
-          "precision": "", "wire": "gradients are rounded otherwise on their way",
-          "torch": "its kernels may sum in other orders", "kernels": "they sum in other orders",
-          "threads": "sums are cut among them", "moments": "moments are rounded otherwise from here on",
-          "updates": "another kernel updates", "tiled_loss": "its sums are taken in another order",
-          "gather_budget": "sums over tiles are taken in another order"}  # fmt: skip
-USUAL = {"moments": "fp32", "updates": "device", "tiled_loss": False, "gather_budget": None, "ep": 1,
-         "experts": "exact"}  # where none is said  # fmt: skip
-PLAIN = {"dp": "other sums over ranks; exact=True would not mind", "algorithm": "",
-         "ep": "experts' gradients are summed in other groups; exact=True would not mind",
-         "experts": "a product of all sources sums in another order"}  # fmt: skip
+ALWAYS = {
+    "tp": "matrix products have other shapes",
+    "pp": "other sums are made on one rank",
+    "precision": "",
+    "wire": "gradients are rounded otherwise on their way",
+    "torch": "its kernels may sum in other orders",
+    "kernels": "they sum in other orders",
+    "threads": "sums are cut among them",
+    "moments": "moments are rounded otherwise from here on",
+    "updates": "another kernel updates",
+    "tiled_loss": "its sums are taken in another order",
+    "gather_budget": "sums over tiles are taken in another order",
+}
+USUAL = {
+    "moments": "fp32",
+    "updates": "device",
+    "tiled_loss": False,
+    "gather_budget": None,
+    "ep": 1,
+    "experts": "exact",
+}  # where none is said
+PLAIN = {
+    "dp": "other sums over ranks; exact=True would not mind",
+    "algorithm": "",
+    "ep": "experts' gradients are summed in other groups; exact=True would not mind",
+    "experts": "a product of all sources sums in another order",
+}
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
 FREE = ("dp", "ep", "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
 BACKEND = "by the backend"  # NCCL, above all
-DEVICE = {"deterministic": "", "dp_sums": "", "tp_sums": "", "cublas_workspace": SUMS,
-          "capability": SUMS, "cuda": SUMS, "cudnn": SUMS, "narrow_sums": SUMS,
-          "fp32": "products are rounded otherwise"}  # fmt: skip
-NCCL = {"backend": SUMS, "nccl": SUMS, "nccl_algorithm": SUMS, "nccl_protocol": SUMS, "ranks_per_host": SUMS,
-        "stage": SUMS}  # fmt: skip
+DEVICE = {
+    "deterministic": "",
+    "dp_sums": "",
+    "tp_sums": "",
+    "cublas_workspace": SUMS,
+    "capability": SUMS,
+    "cuda": SUMS,
+    "cudnn": SUMS,
+    "narrow_sums": SUMS,
+    "fp32": "products are rounded otherwise",
+}
+NCCL = {
+    "backend": SUMS,
+    "nccl": SUMS,
+    "nccl_algorithm": SUMS,
+    "nccl_protocol": SUMS,
+    "ranks_per_host": SUMS,
+    "stage": SUMS,
+}
 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:

@@ -14,9 +14,10 @@ from zero3d.errors import CheckpointError, short
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare what it takes."""
     parser.add_argument(
-        "source", metavar="SOURCE",
+        "source",
+        metavar="SOURCE",
         help="a folder that DeepSpeed has saved (stages 1 to 3, universal), or torch.distributed.checkpoint",
-    )  # fmt: skip
+    )
     parser.add_argument("folder", metavar="FOLDER", help="where the checkpoint is written, as FOLDER/step-N")
     parser.add_argument(
         "--weights-only", action="store_true", help="leave out the optimizer's moments, and begin at step 0"

@@ -43,10 +43,16 @@ def listed(data: Data) -> Iterator[str]:
     rows = [["", "saved", "mesh", "size", "format", "state"]]
     for each in data["checkpoints"]:
         state = each["state"].upper() if each["fault"] else each["state"]
-        rows.append([
-            each["name"], each["saved"] or "-", _mesh(each), size(each["bytes"]), str(each["format"] or "-"),
-            f"{state}, best" if each["best"] else state,
-        ])  # fmt: skip
+        rows.append(
+            [
+                each["name"],
+                each["saved"] or "-",
+                _mesh(each),
+                size(each["bytes"]),
+                str(each["format"] or "-"),
+                f"{state}, best" if each["best"] else state,
+            ]
+        )
     kind = "being written" if data["running"] else "leftover of a killed save"
     rows += [[each["name"], "-", "-", size(each["bytes"]), "-", kind] for each in data["leftovers"]]
     yield f"{data['directory']}{' (a run is writing there)' if data['running'] else ''}"

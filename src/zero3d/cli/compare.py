@@ -42,6 +42,12 @@ from zero3d.train.lock import FolderLock, check_free
 from zero3d.train.stop import StopRequest
 from zero3d.train.variants import QUIET, Axis, Variant, check_variants, split_axes, variants
 
+POLL = 0.1  # seconds between two looks at a run
+SPINNER = 3  # columns before the words of a live line
+WIDTH = 100  # of tables in a file or pipe, at least
+LAST_LINES, LAST_BYTES = 20, 8192  # looked at in a run's log
+BAD_INPUT = 2  # a run's exit code
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
@@ -109,13 +115,6 @@ def claim(output: str | None, default: str, typed: bool, lock: FolderLock) -> Pa
         raise ConfigError(f"output {output} is used already: write elsewhere with output=FOLDER, or remove it.")
     folder.claim(lock, None, overwrite=False)
     return folder.root
-
-
-POLL = 0.1  # seconds between two looks at a run
-SPINNER = 3  # columns before the words of a live line
-WIDTH = 100  # of tables in a file or pipe, at least
-LAST_LINES, LAST_BYTES = 20, 8192  # looked at in a run's log
-BAD_INPUT = 2  # a run's exit code
 
 
 @dataclass(frozen=True)

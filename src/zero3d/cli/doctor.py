@@ -131,9 +131,12 @@ def examine_hosts(arguments: argparse.Namespace, probes: list[Probe], request: R
 
 
 def conclude(
-    arguments: argparse.Namespace, findings: Mapping[str, Finding], taken: Mapping[str, float], seconds: float,
+    arguments: argparse.Namespace,
+    findings: Mapping[str, Finding],
+    taken: Mapping[str, float],
+    seconds: float,
     dead: Sequence[DeadRun] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Print what was found; return the exit code."""
     from rich.console import Console
 

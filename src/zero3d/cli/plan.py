@@ -39,9 +39,11 @@ LARGER = 64  # times the cluster, up to which one that fits is looked for
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument(
-        "words", nargs="*", metavar="MODEL",
+        "words",
+        nargs="*",
+        metavar="MODEL",
         help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
-    )  # fmt: skip
+    )
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
     parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
@@ -55,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
     parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
     parser.add_argument(
-        "--offload", default="auto",
+        "--offload",
+        default="auto",
         help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
-    )  # fmt: skip
+    )
     parser.add_argument("--optimizer", default="adamw", help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")

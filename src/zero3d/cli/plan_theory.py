@@ -170,10 +170,17 @@ def _traffic(stages: Sequence[StageTheory], gpus: int) -> Iterator[str]:
         scattered, gathered = row.multiples
         total = scattered + gathered
         rows.append(
-            (f"{row.stage} {row.name}", f"{scattered} of gradients", f"{gathered} of {TRAVELS[row.stage]}",
-             f"{total} Psi", f"{trim(total / baseline)}x", f"{float(row.elements):.4g}", size(row.bytes_half),
-             size(row.bytes_engine))
-        )  # fmt: skip
+            (
+                f"{row.stage} {row.name}",
+                f"{scattered} of gradients",
+                f"{gathered} of {TRAVELS[row.stage]}",
+                f"{total} Psi",
+                f"{trim(total / baseline)}x",
+                f"{float(row.elements):.4g}",
+                size(row.bytes_half),
+                size(row.bytes_engine),
+            )
+        )
     yield from columns(rows, "<<<>>>>>")
     unit = count(float(stages[0].elements) / baseline)
     yield f"   Multiples are of (N-1)/N Psi, which is {unit} elements at N = {gpus}. The engine reduces gradients"

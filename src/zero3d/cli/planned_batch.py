@@ -32,10 +32,14 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
         if seconds < WORTH * least:
             found, least = micro_batch, seconds
     if not found:
-        why = "no micro-batch divides the batch" if most is None else (
-            f"the smallest micro-batch needs {most.memory.device / 1e9:.1f} GB of a card with "
-            f"{hardware.gpu.memory / 1e9:.1f} GB"
-        )  # fmt: skip
+        why = (
+            "no micro-batch divides the batch"
+            if most is None
+            else (
+                f"the smallest micro-batch needs {most.memory.device / 1e9:.1f} GB of a card with "
+                f"{hardware.gpu.memory / 1e9:.1f} GB"
+            )
+        )
         raise ConfigError(
             f"train_micro_batch_size_per_gpu is auto, and {why}: type train.micro_batch=1, a higher zero.stage or "
             "offload.optimizer=host. zero3d plan explain shows what each takes."

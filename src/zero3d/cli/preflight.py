@@ -29,6 +29,8 @@ from zero3d.train.weights_and_biases import REMEDY
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # or the package kernels
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+WITHOUT_KEY = ("offline", "dryrun", "disabled")  # of WANDB_MODE
 
 
 def check_world(config: Config, world: int) -> None:
@@ -120,10 +122,6 @@ def check_positions(config: Config) -> None:
     from zero3d.models.open import positions
 
     check_length(config.data.length, positions(config.model))
-
-
-KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-WITHOUT_KEY = ("offline", "dryrun", "disabled")  # of WANDB_MODE
 
 
 def check_key(project: str) -> None:

@@ -37,8 +37,9 @@ def stand_by(started: int, ranks: int) -> None:
     print(
         f"rank {os.environ['RANK']} of {started} is spare: {ranks} fit train.batch (health.min_ranks); it waits for "
         "the others to end",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
     store = _store()
     try:
         while not store.check([OVER]):

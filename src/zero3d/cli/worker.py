@@ -43,9 +43,14 @@ UNWATCHED = (
 STARTING = "start-up"  # the phase until training announces others
 # What ranks of one attempt and one host have alike, beside their parent.
 SAME_ATTEMPT = (
-    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
     "GROUP_RANK",
-)  # fmt: skip
+)
 
 
 def quiet_environment() -> None:

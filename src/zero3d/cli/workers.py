@@ -211,9 +211,12 @@ def start_worker(rank: int, words: Sequence[str], module: str, shared: dict[str,
 
 
 def start_process(
-    words: Sequence[str], module: str = MAIN, environment: Mapping[str, str] | None = None,
-    stdout: IO[Any] | None = None, stderr: IO[Any] | None = None,
-) -> subprocess.Popen[bytes]:  # fmt: skip
+    words: Sequence[str],
+    module: str = MAIN,
+    environment: Mapping[str, str] | None = None,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start `python -m module WORDS` in a session of its own: what the terminal sends is for this process alone.
 
     Every run and every rank that a command of ours starts is started here. Tests put a fork in its place, of a process
@@ -275,9 +278,12 @@ def blame(workers: Sequence[Worker], monitor: Monitor) -> list[Worker]:
 
 
 def conclude(
-    workers: Sequence[Worker], failed: Sequence[Worker], stop_signal: int | None, words: Sequence[str],
+    workers: Sequence[Worker],
+    failed: Sequence[Worker],
+    stop_signal: int | None,
+    words: Sequence[str],
     kills: int | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Say on stderr how the run ended, unless it is done; return the exit code. kills: `oom_kills` when it began."""
     command = resume_command(words, chosen_output(workers[0]))
     stopped = any(worker.code in STOPPED for worker in workers)

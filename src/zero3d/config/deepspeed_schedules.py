@@ -22,22 +22,30 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
         "WarmupDecayLR": {**BETWEEN, "warmup_max_lr": 0.001, **WARM_UP, "total_num_steps": None},
         "WarmupCosineLR": {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **WARM_UP, "total_num_steps": None},
         "OneCycle": {
-            "cycle_min_lr": None, "cycle_max_lr": None, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
-            "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None,
-            "decay_step_size": 0, "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
+            "cycle_min_lr": None,
+            "cycle_max_lr": None,
+            "decay_lr_rate": 0.0,
+            "cycle_first_step_size": 2000,
+            "cycle_second_step_size": None,
+            "cycle_first_stair_count": 0,
+            "cycle_second_stair_count": None,
+            "decay_step_size": 0,
+            "cycle_momentum": True,
+            "cycle_min_mom": 0.8,
+            "cycle_max_mom": 0.9,
             "decay_mom_rate": 0.0,
         },
         "LRRangeTest": {
-            "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
+            "lr_range_test_min_lr": 1e-3,
+            "lr_range_test_step_size": 2000,
+            "lr_range_test_step_rate": 1.0,
             "lr_range_test_staircase": False,
         },
     }
-)  # fmt: skip
+)
 POSITIVE = ("warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size")
 NEEDED = ("cycle_min_lr", "cycle_max_lr")
-NULLS = (
-    "total_num_steps", "warmup_num_steps", "warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"
-)  # fmt: skip
+NULLS = ("total_num_steps", "warmup_num_steps", "warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
 SWITCHES = ("cycle_momentum", "lr_range_test_staircase")
 WARM_UPS = ("log", "linear")
 

@@ -30,10 +30,15 @@ from zero3d.data.sequences import Batch, Sample, Samples
 from zero3d.errors import DataError
 
 TYPED = {
-    "seed": "seed", "shuffle": "data.shuffle", "length": "data.length", "packing": "data.packing",
-    "weights": "weights in data.train", "grouped": "data.group_by_length and train.batch",
-    "by modality": "data.group_by_modality and train.batch", "processor": "model.path, whose processor it is",
-}  # fmt: skip
+    "seed": "seed",
+    "shuffle": "data.shuffle",
+    "length": "data.length",
+    "packing": "data.packing",
+    "weights": "weights in data.train",
+    "grouped": "data.group_by_length and train.batch",
+    "by modality": "data.group_by_modality and train.batch",
+    "processor": "model.path, whose processor it is",
+}
 ABSENT: Mapping[str, int | str] = {
     "weights": "none",
     "grouped": 0,
@@ -199,9 +204,14 @@ def _start_worker(_: int) -> None:
 
 
 def validation_batches(
-    sequences: Samples, micro_batch: int, *, dp: int = 1, rank: int = 0, limit: int | None = None,
+    sequences: Samples,
+    micro_batch: int,
+    *,
+    dp: int = 1,
+    rank: int = 0,
+    limit: int | None = None,
     together: bool = False,
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[Batch]:
     """Yield this rank's micro-batches over all sequences, or `limit` of them at most: as many on every rank.
 
     Sources of a mixture come one after another; each has the limit.

@@ -47,8 +47,9 @@ def pyarrow_errors(path: Path, format: str) -> Iterator[None]:
     try:
         yield
     except ArrowException as error:
-        raise DataError(f"{path} is not {'a parquet' if format == 'parquet' else 'an Arrow'} file that can be read: "
-                        f"{error}") from error  # fmt: skip
+        raise DataError(
+            f"{path} is not {'a parquet' if format == 'parquet' else 'an Arrow'} file that can be read: {error}"
+        ) from error
 
 
 def open_arrow(path: Path) -> Any:

@@ -65,8 +65,10 @@ def from_messages(value: list[Any], given: Any = None) -> tuple[Messages, Images
         first["content"] = [{"type": "image"}] * len(others) + first["content"]
         images, others = others, []
     if others:
-        raise Malformed(f"{_count(count, 'image')} in images, and {count - len(others)} of its parts name none: they "
-                        "must be as many")  # fmt: skip
+        raise Malformed(
+            f"{_count(count, 'image')} in images, and {count - len(others)} of its parts name none: they "
+            "must be as many"
+        )
     return messages, tuple(images)
 
 

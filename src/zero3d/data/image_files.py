@@ -35,8 +35,15 @@ FORMATS = (
     "AVIF",
 )  # as far as Pillow was built with them
 ORIENTATION = 0x0112  # a tag of EXIF
-TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
-         8: "ROTATE_90"}  # fmt: skip
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 LONGEST = 4096  # characters of a name, as of any path
 ACROSS = 5  # from here on width and height change places
 
@@ -135,8 +142,10 @@ def _source(folder: Path, image: str | Mapping[str, Any]) -> tuple[Path | BytesI
     if isinstance(image, Mapping) and image.get("bytes") is not None:
         return BytesIO(image["bytes"]), f"the image {short(name)} of the data" if name else "an image of the data"
     if "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise BadImage(f"the image {short(name)} is not named within {folder}: set data.images to the folder of the "
-                       "images, and write names from there")  # fmt: skip
+        raise BadImage(
+            f"the image {short(name)} is not named within {folder}: set data.images to the folder of the "
+            "images, and write names from there"
+        )
     path = folder / name
     if len(name) > LONGEST or not os.path.isfile(path):
         why = "is no regular file" if os.path.exists(path) else "does not exist"

@@ -35,7 +35,7 @@ class ImageSequences(Sequences):
 
     def __init__(
         self, store: TokenStore, documents: Documents, length: int, pad: int, multiple: int, images: ImageSource
-    ) -> None:  # fmt: skip
+    ) -> None:
         kept = KeptImages(store.folder)
         starts = numpy.asarray(store.documents().starts)
         at = numpy.searchsorted(starts, documents.starts)

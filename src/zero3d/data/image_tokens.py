@@ -25,7 +25,9 @@ class ImageTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, vision: Vision, folder: Path, files: bool = True) -> None:
-        self.folder, self.vision, self._files = folder, vision, files
+        self.folder = folder
+        self.vision = vision
+        self._files = files
         if isinstance(tokenizer, HfTokenizer):  # the processor's own may know more special tokens
             tokenizer = HfTokenizer(vision.tokenizer, tokenizer.name, tokenizer.fingerprint)
         self._template = ChatTemplate(tokenizer, vision.template)

@@ -59,9 +59,14 @@ class KeptImages:
     """The images of a store's documents. Raises OSError and ValueError for a folder that has none."""
 
     def __init__(self, folder: Path) -> None:
-        read: dict[str, NDArray[Any]] = {name: numpy.memmap(folder / name, kind, "r") for name, kind in FILES.items()
-                                         if (folder / name).stat().st_size}  # fmt: skip
-        self._starts, self._counts, self.ends = read["image_starts"], read["image_counts"], read["image_ends"]
+        read: dict[str, NDArray[Any]] = {
+            name: numpy.memmap(folder / name, kind, "r")
+            for name, kind in FILES.items()
+            if (folder / name).stat().st_size
+        }
+        self._starts = read["image_starts"]
+        self._counts = read["image_counts"]
+        self.ends = read["image_ends"]
         self._sizes = read.get("image_sizes", numpy.zeros(0, "int32")).reshape(-1, 2)
         names = folder / "image_names"
         self._names: Any = numpy.memmap(names, "uint8", "r") if names.stat().st_size else numpy.zeros(0, "uint8")

@@ -40,7 +40,10 @@ class Patience:
     def limited(self) -> Iterator[None]:
         """Raise TookTooLong inside, in this thread, after too many seconds."""
         if self._process != os.getpid():
-            self._process, self.lock, self.began, self.told = os.getpid(), threading.Lock(), {}, set()
+            self._process = os.getpid()
+            self.lock = threading.Lock()
+            self.began = {}
+            self.told = set()
             threading.Thread(target=_watch, args=(weakref.ref(self), self.seconds / 4), daemon=True).start()
         self.began[threading.get_ident()] = time.thread_time()
         try:

@@ -94,9 +94,12 @@ class Sequences:
     def identity(self) -> dict[str, int | str]:
         """What decides each sequence's tokens: equal for the same sequences, wherever they are kept."""
         return {
-            "length": self.length, "packing": self.packing, "sequences": len(self), "documents": self.documents,
+            "length": self.length,
+            "packing": self.packing,
+            "sequences": len(self),
+            "documents": self.documents,
             "digest": self._store.meta.digest,
-        }  # fmt: skip
+        }
 
     @property
     def lengths(self) -> Ints:

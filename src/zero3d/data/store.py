@@ -179,9 +179,7 @@ def _open(folder: Path, verify: bool = True) -> TokenStore | None:
     return store
 
 
-def _build(
-    folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str, how: Tokenizing
-) -> None:  # fmt: skip
+def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str, how: Tokenizing) -> None:
     root = folder.parent
     with ExitStack() as stack:
         with _cache_errors(root):
@@ -230,7 +228,9 @@ class _Writer:
 
     def __enter__(self) -> _Writer:
         self._files = ExitStack()
-        self._tokens, self._offsets, self._examples = map(self._create, ("tokens", "offsets", "examples"))
+        self._tokens = self._create("tokens")
+        self._offsets = self._create("offsets")
+        self._examples = self._create("examples")
         self._offsets.write(numpy.int64(0).tobytes())
         self._images = ImageWriter(self._create) if self._takes_images else None
         return self

@@ -125,8 +125,10 @@ class _Lines:
         self.count = 0
         with path.open("rb") as file:
             if file.read(LOOK).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-                raise ConfigError(f"{path} is one JSON list, and data.streaming reads a record a line: write it as "
-                                  "lines, or set data.streaming=false.")  # fmt: skip
+                raise ConfigError(
+                    f"{path} is one JSON list, and data.streaming reads a record a line: write it as "
+                    "lines, or set data.streaming=false."
+                )
             file.seek(0)
             offset = 0
             for line, (raw, length) in enumerate(raw_lines(file), 1):

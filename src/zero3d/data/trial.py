@@ -39,9 +39,7 @@ TEXTS = (
     *(character * LONG for character in "aZx0 _-=.\n\u00e9\u4e2d"),
     *(both * (LONG // 2) for both in ("ab", "a ", "1.", " \n")),
 )
-SYSTEM, ASKED, ANSWERED = (
-    {"role": role, "content": f"{role} says so"} for role in ("system", "user", "assistant")
-)  # fmt: skip
+SYSTEM, ASKED, ANSWERED = ({"role": role, "content": f"{role} says so"} for role in ("system", "user", "assistant"))
 CONVERSATIONS = ([ASKED, ANSWERED], [SYSTEM, ASKED, ANSWERED, ASKED, ANSWERED])
 
 
@@ -105,9 +103,14 @@ def _fate(task: str, _content: str) -> str | None:
     asked = json.dumps({"seconds": SECONDS, "memory": MEMORY})
     try:
         done = subprocess.run(
-            [sys.executable, "-c", start, asked], input=task, capture_output=True, text=True, errors="replace",
-            timeout=20 * SECONDS, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", start, asked],
+            input=task,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20 * SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"did not end in {20 * SECONDS} s"
     except OSError:

@@ -141,21 +141,30 @@ def of_tree(tree: Mapping[str, Any]) -> DeadRun:
         if _whole(entry.get("rank")) is not None
     ]
     return DeadRun(
-        words(tree.get("kind")), words(tree.get("time")), words(tree.get("host")), words(tree.get("cause")),
+        words(tree.get("kind")),
+        words(tree.get("time")),
+        words(tree.get("host")),
+        words(tree.get("cause")),
         _whole(tree.get("step")),
-        _real(tree.get("timeout")), tuple(ranks), tuple(waits),
+        _real(tree.get("timeout")),
+        tuple(ranks),
+        tuple(waits),
         tuple(filter(None, (words(each) for each in _list(tree.get("advice"))[:FRAMES]))),
-    )  # fmt: skip
+    )
 
 
 def _rank(entry: Mapping[str, Any]) -> Rank:
     texts = {key: words(entry.get(key)) for key in ("host", "state", "phase", "axis", "op", "unit")}
     texts["unit"] = texts["unit"] if texts["unit"] != NO_UNIT else ""
     return Rank(
-        rank=int(entry["rank"]), pid=_whole(entry.get("pid")), number=_whole(entry.get("number")),
-        step=_whole(entry.get("step")), seconds=_real(entry.get("seconds")),
-        stack=_main_thread(entry.get("stack")), **texts,
-    )  # fmt: skip
+        rank=int(entry["rank"]),
+        pid=_whole(entry.get("pid")),
+        number=_whole(entry.get("number")),
+        step=_whole(entry.get("step")),
+        seconds=_real(entry.get("seconds")),
+        stack=_main_thread(entry.get("stack")),
+        **texts,
+    )
 
 
 def _main_thread(stack: object) -> tuple[str, ...]:

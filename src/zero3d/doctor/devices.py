@@ -175,9 +175,14 @@ def outcome_of(backend: str, ranks: int, seconds: float, disable: bool) -> Outco
     variables |= {"NCCL_P2P_DISABLE": "1"} if disable else {}
     try:
         done = subprocess.run(
-            command(backend, ranks, seconds), env=variables, capture_output=True, timeout=seconds + 12, text=True,
-            errors="replace", stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command(backend, ranks, seconds),
+            env=variables,
+            capture_output=True,
+            timeout=seconds + 12,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
         return Outcome(**json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return Outcome(

@@ -42,9 +42,11 @@ class Examined:
 
 
 def examine(
-    probes: Sequence[Probe], request: Request, module: str = "zero3d.doctor.probe",
+    probes: Sequence[Probe],
+    request: Request,
+    module: str = "zero3d.doctor.probe",
     report: Callable[[str], None] = lambda name: None,
-) -> dict[str, Examined]:  # fmt: skip
+) -> dict[str, Examined]:
     """Run all probes and return what they found, in their order. report: told of each that is done.
 
     Raises ConfigError for what the user gave (a folder that is none).

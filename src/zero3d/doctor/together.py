@@ -69,10 +69,13 @@ def together(probes: Sequence[Probe], request: Request) -> dict[str, Finding] | 
     address = own_address(request)
     listening = answer_time(address) if first else None
     me = {
-        "host": socket.gethostname(), "first": first, "address": address,
+        "host": socket.gethostname(),
+        "first": first,
+        "address": address,
         "port": listening.getsockname()[1] if listening is not None else 0,
-        "python": platform.python_version(), **{name: installed(name) for name in PACKAGES},
-    }  # fmt: skip
+        "python": platform.python_version(),
+        **{name: installed(name) for name in PACKAGES},
+    }
     store.set(f"doctor/rank/{rank}", json.dumps(me))
     if not first:
         return None
@@ -84,9 +87,11 @@ def together(probes: Sequence[Probe], request: Request) -> dict[str, Finding] | 
         reduced = reduce_across(store, sorted(leaders), rank, request) if len(ranks) == world else None
         found = {name: each.finding.as_dict() for name, each in examined.result().items()}
     told = {
-        "host": me["host"], "findings": found, "trips": {str(peer): vars(trip) for peer, trip in trips.items()},
+        "host": me["host"],
+        "findings": found,
+        "trips": {str(peer): vars(trip) for peer, trip in trips.items()},
         "reduced": reduced.as_dict() if reduced is not None else None,
-    }  # fmt: skip
+    }
     store.set(f"doctor/found/{rank}", json.dumps(told))
     if rank != 0:
         return None
@@ -184,9 +189,12 @@ def reduce_across(store: Any, ranks: list[int], rank: int, request: Request) -> 
 
         try:
             dist.init_process_group(
-                "gloo", store=PrefixStore("doctor/across", store), rank=ranks.index(rank), world_size=len(ranks),
+                "gloo",
+                store=PrefixStore("doctor/across", store),
+                rank=ranks.index(rank),
+                world_size=len(ranks),
                 timeout=timedelta(seconds=REDUCE),
-            )  # fmt: skip
+            )
             results.append(timed_sum(dist.all_reduce, torch.empty(BYTES // 4), rank, ranks, REPEATS))
         except Exception as error:  # noqa: BLE001 (a finding)
             results.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")

@@ -73,9 +73,12 @@ def show_run(run: DeadRun, console: Console) -> None:
 
 
 def as_json(
-    findings: Mapping[str, Finding], symptoms: Mapping[str, str], taken: Mapping[str, float], seconds: float,
+    findings: Mapping[str, Finding],
+    symptoms: Mapping[str, str],
+    taken: Mapping[str, float],
+    seconds: float,
     runs: Sequence[DeadRun] = (),
-) -> str:  # fmt: skip
+) -> str:
     """Return everything as a line of JSON. taken: seconds of each probe."""
     tree: dict[str, Any] = {
         "version": 1,

@@ -6,6 +6,7 @@ presets.py       configs of well-known models, by name
 build.py         a config -> a module without weights; new weights
 load.py          weights of a folder, by slices
 foreign_code.py  no code of a model's folder runs
+bases.py         what a model is made of: base, language model, numbers of its config
 blocks.py        the repeated blocks, and which parameters form a unit
 chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks

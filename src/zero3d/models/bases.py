@@ -40,3 +40,10 @@ def language_model(model: nn.Module) -> str:
     decoder: nn.Module = base_of(model_of(model)).get_decoder()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     return names[decoder]
+
+
+def config_number(model: nn.Module, name: str) -> int | None:
+    """Return a number of the text model's configuration, or None where the model has none."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, name, None)

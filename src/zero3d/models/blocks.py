@@ -140,9 +140,11 @@ def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
 
 
 def partition(
-    model: nn.Module, units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype,
+    model: nn.Module,
+    units: Sequence[type[nn.Module] | str] | None,
+    dtype: torch.dtype,
     experts: Collection[nn.Parameter] = (),
-) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:  # fmt: skip
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
     """Divide all parameters into units, in model order, but for the input embeddings, which are first.
 
     experts  parameters that are in units apart from others of their module
@@ -221,9 +223,11 @@ def _input_embeddings(model: nn.Module) -> set[nn.Parameter]:
 
 
 def partition_all(
-    roots: Iterable[nn.Module], units: Sequence[type[nn.Module] | str] | None, dtype: torch.dtype,
+    roots: Iterable[nn.Module],
+    units: Sequence[type[nn.Module] | str] | None,
+    dtype: torch.dtype,
     experts: Collection[nn.Parameter] = (),
-) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:  # fmt: skip
+) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
     """Divide the parameters of all model chunks of this rank into units, as `partition` does for each."""
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}

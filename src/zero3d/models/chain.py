@@ -190,7 +190,9 @@ class _TrialBlock(Placeholder):
 
     def __init__(self, module: nn.Module, index: int, record: _TrialRecord, tuples: bool) -> None:
         super().__init__(module)
-        self._index, self._record, self._tuples = index, record, tuples
+        self._index = index
+        self._record = record
+        self._tuples = tuples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         record, index = self._record, self._index

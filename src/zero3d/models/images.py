@@ -25,8 +25,12 @@ from zero3d.nested import tensors_in
 
 SIDE = 448  # pixels of an image for towers that take any size
 INPUTS = (  # what towers read
-    "pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw", "image_position_ids"
-)  # fmt: skip
+    "pixel_values",
+    "pixel_attention_mask",
+    "image_sizes",
+    "image_grid_thw",
+    "image_position_ids",
+)
 TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 

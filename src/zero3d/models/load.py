@@ -94,7 +94,9 @@ class FileWeights:
 
     def close(self) -> None:
         """Let go of the open file and of what was converted last."""
-        self._open, self._read, self._latest = ("", None), 0, (None, (0, None), {})
+        self._open = ("", None)
+        self._read = 0
+        self._latest = (None, (0, None), {})
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -174,8 +176,12 @@ class FileWeights:
     def _check_dtypes(self) -> None:
         """Refuse integers and quantised values, which mean nothing as weights. Raises ConfigError."""
         dtypes = {name: t.dtype for name, t in self._model.state_dict(keep_vars=True).items()}
-        keys = {key: None for name, recipe in self._recipes.items() if dtypes[name].is_floating_point
-                for _, key in recipe.sources}  # fmt: skip
+        keys = {
+            key: None
+            for name, recipe in self._recipes.items()
+            if dtypes[name].is_floating_point
+            for _, key in recipe.sources
+        }
         wrong = [f"{key} is {kind}" for key in keys if (kind := self._dtype(key)) not in FLOATS]
         if wrong:
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

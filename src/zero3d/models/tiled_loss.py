@@ -59,7 +59,9 @@ class DeferredLogits:
     """Stands for logits that nobody has computed: notes what a model does to them, and refuses to be read."""
 
     def __init__(self, head: nn.Linear, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
-        self.head, self.hidden, self.steps = head, hidden, steps
+        self.head = head
+        self.hidden = hidden
+        self.steps = steps
         self.device, self.shape = hidden.device, torch.Size((*hidden.shape[:-1], head.out_features))
 
     def _then(self, step: Step) -> DeferredLogits:

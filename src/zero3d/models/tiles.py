@@ -58,7 +58,9 @@ class TiledForward:
     """The forward of a linear layer whose weight is in tiles. adds_bias: whether that is its own to add."""
 
     def __init__(self, tiles: Sequence[RowTile], linear: nn.Linear, adds_bias: bool) -> None:
-        self._tiles, self._linear, self._adds_bias = tiles, linear, adds_bias
+        self._tiles = tiles
+        self._linear = linear
+        self._adds_bias = adds_bias
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.cat([tile(x.view_as(x)) for tile in self._tiles], -1)

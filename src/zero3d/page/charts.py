@@ -125,9 +125,14 @@ class Stretch(NamedTuple):
 
 
 def areas(
-    name: str, title: str, times: Sequence[float], rows: Sequence[Sequence[float]], stretches: Sequence[Stretch],
-    phases: Sequence[str], unit: str,
-) -> Markup:  # fmt: skip
+    name: str,
+    title: str,
+    times: Sequence[float],
+    rows: Sequence[Sequence[float]],
+    stretches: Sequence[Stretch],
+    phases: Sequence[str],
+    unit: str,
+) -> Markup:
     """Draw series on top of each other, each value kept until the next time; the highest sum marked; phases below.
 
     rows: per time a value per series

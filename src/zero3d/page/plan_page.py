@@ -25,7 +25,7 @@ from zero3d.page.plan_text import (
     places_lines,
     settings,
     short,
-)  # fmt: skip
+)
 from zero3d.page.text import size
 from zero3d.plan.ladder import RULE, differs
 from zero3d.plan.search import Row
@@ -95,11 +95,18 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         yield (
-            place, mesh(plan), plan.stage, f"{plan.micro_batch} x {plan.accumulate}", settings(plan),
-            f"{memory.device / GB:.1f}", f"{memory.host / GB:,.0f}", *disk_column(disks, f"{memory.disk / GB:,.0f}"),
-            f"{_digits(seconds.mid)} ({_between(seconds)})", f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
+            place,
+            mesh(plan),
+            plan.stage,
+            f"{plan.micro_batch} x {plan.accumulate}",
+            settings(plan),
+            f"{memory.device / GB:.1f}",
+            f"{memory.host / GB:,.0f}",
+            *disk_column(disks, f"{memory.disk / GB:,.0f}"),
+            f"{_digits(seconds.mid)} ({_between(seconds)})",
+            f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
             row.reason,
-        )  # fmt: skip
+        )
 
 
 # --- memory against time ------------------------------------------------------------------------
@@ -198,12 +205,15 @@ def _series(rows: Sequence[Bar]) -> list[str]:
 def _ladder(answer: Answer) -> Markup:
     rows = [
         (
-            rung.name, f"{rung.estimate.memory.states / GB:.1f}", f"{rung.estimate.memory.device / GB:.1f}",
-            f"{rung.estimate.memory.host / GB:,.0f}", _digits(rung.estimate.seconds.mid),
+            rung.name,
+            f"{rung.estimate.memory.states / GB:.1f}",
+            f"{rung.estimate.memory.device / GB:.1f}",
+            f"{rung.estimate.memory.host / GB:,.0f}",
+            _digits(rung.estimate.seconds.mid),
             "yes" if rung.fits else tag("span", "no", class_="bad"),
         )
         for rung in answer.ladder
-    ]  # fmt: skip
+    ]
     head = ("ZeRO stage", "States GB", "GPU GB", "Host GB", "Step s", "Fits")
     title = f"The ladder for N = {answer.ladder[0].plan.dp} data-parallel ranks, blocks recomputed"
     verdict = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"

@@ -109,11 +109,21 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         rate = row.estimate.tokens / seconds.mid / plan.world
-        table.append((
-            str(place), mesh(plan), str(plan.stage), f"{plan.micro_batch} x {plan.accumulate}", settings(plan),
-            f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}", *disk_column(disks, f"{memory.disk / 1e9:.0f}"),
-            _seconds(seconds), f"{rate:,.0f}", row.reason,
-        ))  # fmt: skip
+        table.append(
+            (
+                str(place),
+                mesh(plan),
+                str(plan.stage),
+                f"{plan.micro_batch} x {plan.accumulate}",
+                settings(plan),
+                f"{memory.device / 1e9:.1f}",
+                f"{memory.host / 1e9:.0f}",
+                *disk_column(disks, f"{memory.disk / 1e9:.0f}"),
+                _seconds(seconds),
+                f"{rate:,.0f}",
+                row.reason,
+            )
+        )
     yield from columns(table, "><<<<>>" + ">" * disks + ">><")
     if rows and rows[0].plan.tiers.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
@@ -174,11 +184,13 @@ def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, host: float) -> l
     mid = row.estimate.seconds.mid
     return [
         (
-            knob.change, f"{knob.memory / 1e9:+.1f} GB", f"{100 * knob.seconds / mid:+.1f} %",
+            knob.change,
+            f"{knob.memory / 1e9:+.1f} GB",
+            f"{100 * knob.seconds / mid:+.1f} %",
             _misfit(knob.estimate.memory, limit, host),
         )
         for knob in knobs
-    ]  # fmt: skip
+    ]
 
 
 def _misfit(memory: Memory, limit: float, host: float) -> str:
@@ -191,10 +203,16 @@ def _ladder(answer: Answer) -> Iterator[str]:
     rows = [("stage", "states GB", "GPU GB", "host GB", "step s", "")]
     for rung in answer.ladder:
         memory = rung.estimate.memory
-        rows.append((
-            rung.name, f"{memory.states / 1e9:.1f}", f"{memory.device / 1e9:.1f}", f"{memory.host / 1e9:.0f}",
-            figure(rung.estimate.seconds.mid), "" if rung.fits else "does not fit",
-        ))  # fmt: skip
+        rows.append(
+            (
+                rung.name,
+                f"{memory.states / 1e9:.1f}",
+                f"{memory.device / 1e9:.1f}",
+                f"{memory.host / 1e9:.0f}",
+                figure(rung.estimate.seconds.mid),
+                "" if rung.fits else "does not fit",
+            )
+        )
     yield from columns(rows, "<>>>><")
     differing = differs(answer.ladder)
     yield f"   {differing or 'the rule of thumb (1, 2, 2 + offload, 3, 3 + offload) holds for this N'}."
@@ -351,8 +369,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
     good = goodput(answer.model, answer.cluster)
     return {
         "model": {
-            "name": answer.model.name, "params": answer.model.params, "trainable": answer.model.trainable,
-            "length": answer.model.length, "blocks": len(answer.model.blocks),
+            "name": answer.model.name,
+            "params": answer.model.params,
+            "trainable": answer.model.trainable,
+            "length": answer.model.length,
+            "blocks": len(answer.model.blocks),
         },
         "gpus": answer.cluster.gpus,
         "gpu": answer.cluster.gpu.name,
@@ -362,20 +383,23 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "tried": answer.result.tried,
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
-            {"reason": r.reason, "plans": r.plans, "excess_bytes": r.excess,
-             "nearest": None if r.nearest is None else plan_json(r.nearest), "of_host": r.sum or None}
+            {
+                "reason": r.reason,
+                "plans": r.plans,
+                "excess_bytes": r.excess,
+                "nearest": None if r.nearest is None else plan_json(r.nearest),
+                "of_host": r.sum or None,
+            }
             for r in answer.result.rejected
         ],
-        "what_if": [
-            {"change": k.change, "memory_bytes": k.memory, "seconds": k.seconds} for k in answer.knobs
-        ],
-        "experts": {
-            name: None if row is None else row_json(row) for name, row in ways(answer.result.rows)
-        } if answer.model.experts else None,
+        "what_if": [{"change": k.change, "memory_bytes": k.memory, "seconds": k.seconds} for k in answer.knobs],
+        "experts": {name: None if row is None else row_json(row) for name, row in ways(answer.result.rows)}
+        if answer.model.experts
+        else None,
         "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
         "gpu_hours_per_billion_tokens": gpu_hours(answer.best.estimate, answer.cluster, 1e9),
         "checkpoint": good._asdict(),
-    }  # fmt: skip
+    }
 
 
 def row_json(row: Row) -> dict[str, Any]:

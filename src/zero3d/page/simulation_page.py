@@ -111,9 +111,14 @@ def _rank_memory(rank: RankResult, points: int) -> Markup:
     marks = [Stretch(mark.event, mark.at.phase) for mark in rank.timeline.marks if mark.at.phase in PHASES]
     title = f"Rank {rank.rank}: pp {rank.pp}, dp {rank.dp}, for {rank.stands_for:,} alike"
     chart = areas(
-        f"memory-{rank.rank}", title, times, [[nbytes / scale for nbytes in row] for row in rows],
-        marks or [Stretch(times[0], PHASES[0])], PHASES, f"{prefix}B",
-    )  # fmt: skip
+        f"memory-{rank.rank}",
+        title,
+        times,
+        [[nbytes / scale for nbytes in row] for row in rows],
+        marks or [Stretch(times[0], PHASES[0])],
+        PHASES,
+        f"{prefix}B",
+    )
     peak = rank.peak
     where = f"{describe(peak.at)}{f' in {peak.at.module}' if peak.at.module else ''}"
     tensors = [
@@ -153,13 +158,17 @@ def _pipeline(simulation: Simulation, chart: Gantt) -> Markup:
     rows = {
         f"pp {stage}": [
             Slot(
-                slot.start / scale, slot.end / scale, KINDS[slot.action.kind],
-                str(slot.action.micro_batch) if named else "", slot.action.chunk // len(chart.rows) % 2,
+                slot.start / scale,
+                slot.end / scale,
+                KINDS[slot.action.kind],
+                str(slot.action.micro_batch) if named else "",
+                slot.action.chunk // len(chart.rows) % 2,
             )
-            for slot in row if slot.end <= end
+            for slot in row
+            if slot.end <= end
         ]
         for stage, row in enumerate(chart.rows)
-    }  # fmt: skip
+    }
     kinds = {slot.action.kind for row in chart.rows for slot in row}
     unit = f"{prefix}FLOP of one rank" if chart.unit == "FLOPs" else "forwards of one part"
     title = f"The pipeline: {simulation.schedule}, idle {100 * float(chart.bubble):.1f} % of the work"
@@ -180,12 +189,16 @@ def _pipeline(simulation: Simulation, chart: Gantt) -> Markup:
 def _states(simulation: Simulation) -> Markup:
     rows = [
         (
-            rank.rank, state.place, state.category, f"{state.held:,}", f"{state.formula:,}",
+            rank.rank,
+            state.place,
+            state.category,
+            f"{state.held:,}",
+            f"{state.formula:,}",
             _difference(state.held - state.formula),
         )
         for rank in simulation.ranks
         for state in (*rank.states, *rank.away)
-    ]  # fmt: skip
+    ]
     head = ("Rank", "Place", "Category", "Held", "By formula", "Difference")
     remark = "Bytes: the arenas' accounts against the formula."
     return frame.card("States", frame.paragraph(remark, "dim"), frame.table("States", head, rows, "><<>>>", low=True))

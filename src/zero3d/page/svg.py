@@ -67,9 +67,11 @@ def drawing(
         tag("title", title, id=f"{name}-title"),
         tag("desc", description, id=f"{name}-desc"),
         *body,
-        viewBox=f"0 0 {width:g} {height:g}", role="img", aria_labelledby=f"{name}-title {name}-desc",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_labelledby=f"{name}-title {name}-desc",
         style=f"aspect-ratio:{width:g}/{height:g}",
-    )  # fmt: skip
+    )
 
 
 def label(x: float, y: float, words: object, anchor: str = "start", class_: str | None = None) -> Markup:

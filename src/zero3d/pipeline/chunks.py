@@ -24,11 +24,17 @@ class Chunks:
     """
 
     def __init__(
-        self, modules: Mapping[int, Any], last: int, failures: Failures, loss: Callable[[Any, Any], SumAndWeight],
+        self,
+        modules: Mapping[int, Any],
+        last: int,
+        failures: Failures,
+        loss: Callable[[Any, Any], SumAndWeight],
         takes: frozenset[str] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.modules, self.last = modules, last
-        self._failures, self._loss, self._takes = failures, loss, takes
+        self._failures = failures
+        self._loss = loss
+        self._takes = takes
         self._any: Any = next(iter(modules.values()))
         self.routes = bool(getattr(getattr(self._any, "config", None), "output_router_logits", False))
 
@@ -77,7 +83,10 @@ class Chunks:
         config: Any = getattr(self._any, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
-        tables = [(m.num_embeddings * m.embedding_dim, m.num_embeddings) for m in self._any.modules()
-                  if hasattr(m, "num_embeddings")]  # fmt: skip
+        tables = [
+            (m.num_embeddings * m.embedding_dim, m.num_embeddings)
+            for m in self._any.modules()
+            if hasattr(m, "num_embeddings")
+        ]
         size: int | None = getattr(config, "vocab_size", max(tables, default=(0, None))[1])
         return size

@@ -32,7 +32,9 @@ class ForwardOnly:
     def __init__(
         self, owners: Sequence[int], axis: Axis, ledger: Ledger, chunks: Chunks, outputs: ChunkOutputs
     ) -> None:
-        self._owners, self._axis, self._ledger = owners, axis, ledger
+        self._owners = owners
+        self._axis = axis
+        self._ledger = ledger
         self._chunks, self._outputs = chunks, outputs
 
     def __call__(self, ids: Tensor, inputs: Mapping[str, Any]) -> Any:

@@ -32,7 +32,9 @@ class ChunkOutputs:
     def __init__(self, modules: Iterable[Any]) -> None:
         modules = list(modules)
         weight = next(p for module in modules for p in module.parameters() if p.is_floating_point())
-        self._dtype, self.device, self._width = weight.dtype, weight.device, modules[0].width
+        self._dtype = weight.dtype
+        self.device = weight.device
+        self._width = modules[0].width
         self.loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.router_logits: dict[int, RouterLogits | None] = {}
 

@@ -62,10 +62,16 @@ class ModelChunk(nn.Module):
     ) -> None:
         super().__init__()
         # The model's own dicts: one set of modules under two roots, so that names get no prefix.
-        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._modules = model._modules
+        self._parameters = model._parameters
+        self._buffers = model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["_model"] = model  # not registered as a child
-        self.chunk, self.chunks, self.tied, self.width, self._tensors = chunk, chunks, list(tied), width, tensors
+        self.chunk = chunk
+        self.chunks = chunks
+        self.tied = list(tied)
+        self.width = width
+        self._tensors = tensors
         if base_of(model) is not None and self.is_last:
             base_of(model).register_forward_hook(partial(_add_routed, tensors))
         self.train(model.training)

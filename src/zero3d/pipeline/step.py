@@ -76,11 +76,20 @@ class Step:
     """
 
     def __init__(
-        self, chunks: Chunks, failures: Failures, callbacks: Callbacks, ledger: Ledger, axis: str,
+        self,
+        chunks: Chunks,
+        failures: Failures,
+        callbacks: Callbacks,
+        ledger: Ledger,
+        axis: str,
         loss_dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        self._chunks, self._failures, self._callbacks = chunks, failures, callbacks
-        self._ledger, self._axis, self._loss_dtype = ledger, axis, loss_dtype
+    ) -> None:
+        self._chunks = chunks
+        self._failures = failures
+        self._callbacks = callbacks
+        self._ledger = ledger
+        self._axis = axis
+        self._loss_dtype = loss_dtype
         self.arena = callbacks.arena
         self._batches: Sequence[Any] = ()
         self._scale = 1.0
@@ -91,7 +100,10 @@ class Step:
     @contextmanager
     def over(self, batches: Sequence[Any], scale: float, observer: Observer | None) -> Iterator[None]:
         """Begin a step over these micro-batches, whose losses are multiplied by `scale`; let go of them at its end."""
-        self._batches, self._scale, self.losses, self.actions = batches, scale, [], []
+        self._batches = batches
+        self._scale = scale
+        self.losses = []
+        self.actions = []
         self._observer = observer
         try:
             yield

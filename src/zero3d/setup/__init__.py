@@ -7,5 +7,4 @@ packages.py      packages that a configuration needs beside zero3d's own
 losses.py        the loss of models that return logits
 optimizer.py     the optimizer that is named, and its parameter groups
 schedule.py      the learning rate over a run, also over one that goes on
-model_config.py  numbers of a Hugging Face model's configuration
 """

@@ -64,10 +64,14 @@ def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for axis, degree, what, of_axis in (
         ("pp", mesh.pp, "pipeline", {"schedule": config.mesh.schedule, "blocks": config.mesh.blocks}),
-        ("tp", mesh.tp, "tensor-parallel axis",
-         {"tp_plan": config.mesh.tp_plan, "sequence_parallel": config.mesh.sequence_parallel}),
+        (
+            "tp",
+            mesh.tp,
+            "tensor-parallel axis",
+            {"tp_plan": config.mesh.tp_plan, "sequence_parallel": config.mesh.sequence_parallel},
+        ),
         ("ep", mesh.ep, "axis of experts", {"ep_plan": config.mesh.ep_plan}),
-    ):  # fmt: skip
+    ):
         unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value]
         if degree > 1:
             options |= of_axis

@@ -27,11 +27,11 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_replay
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.models.bases import config_number
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.model_config import config_number
 from zero3d.setup.packages import check_packages
 from zero3d.setup.vision import open_vision
 

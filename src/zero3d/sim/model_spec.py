@@ -23,11 +23,10 @@ from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import ALL
-from zero3d.models.bases import sees_images
+from zero3d.models.bases import config_number, sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
-from zero3d.setup.model_config import config_number
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.images import find_images, said_of

@@ -26,6 +26,7 @@ from zero3d.data.tokenizers import check_length
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.models.bases import config_number
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing, forward_options
@@ -33,7 +34,6 @@ from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.setup.build import build_engine
-from zero3d.setup.model_config import config_number
 from zero3d.shards.boxes import Box
 from zero3d.sim.group import FakeMesh, fake_group
 from zero3d.sim.images import TEXT_ALONE, find_images, said_of

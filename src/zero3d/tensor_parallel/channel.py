@@ -24,7 +24,9 @@ class Channel:
     """The tensor-parallel axis as modules use it. `name` is the module that communicates; degree 1 moves nothing."""
 
     def __init__(self, axis: Axis, ledger: Ledger) -> None:
-        self.axis, self.rank, self.size = axis, axis.rank, axis.size
+        self.axis = axis
+        self.rank = axis.rank
+        self.size = axis.size
         self._ledger = ledger
         self._algorithm = open_algorithm(axis)
 

@@ -43,10 +43,25 @@ from zero3d.tensor_parallel.shipped import shipped_plan
 
 NONE = "none"
 STYLES = (
-    "colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_split_input",
-    "colwise_rep", "rowwise_rep", "embedding_rowwise", "replicated_with_grad_allreduce", "moe_tp_experts",
-    "all_reduce", "divided", "replicate", "mla_kv_a_proj", "local_params", "own_heads", "added_once",
-)  # fmt: skip
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "colwise_rep",
+    "rowwise_rep",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "moe_tp_experts",
+    "all_reduce",
+    "divided",
+    "replicate",
+    "mla_kv_a_proj",
+    "local_params",
+    "own_heads",
+    "added_once",
+)
 OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "local_params": "replicate"}
 COUNTED = ("packed_colwise", "packed_rowwise", "own_heads")
 CUTS = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")

@@ -18,16 +18,36 @@ from zero3d.models.blocks import find_blocks
 from zero3d.tensor_parallel.shipped import Plan, cut, whole_attention
 
 ATTENTIONS = (  # names of inputs, and of the output, which may be in a module beside
-    ("q_proj k_proj v_proj", "o_proj"), ("q_proj k_proj v_proj", "out_proj"), ("q_proj k_proj v_proj", "dense"),
-    ("self.query self.key self.value", "output.dense"), ("query key value", "out_proj"), ("query_key_value", "dense"),
-    ("qkv_proj", "o_proj"), ("qkv_proj", "out_proj"), ("Wqkv", "out_proj"), ("c_attn", "c_proj"), ("q k v", "o"),
-    ("Wq Wk Wv", "Wo"), ("wq wk wv", "wo"),
-)  # fmt: skip
+    ("q_proj k_proj v_proj", "o_proj"),
+    ("q_proj k_proj v_proj", "out_proj"),
+    ("q_proj k_proj v_proj", "dense"),
+    ("self.query self.key self.value", "output.dense"),
+    ("query key value", "out_proj"),
+    ("query_key_value", "dense"),
+    ("qkv_proj", "o_proj"),
+    ("qkv_proj", "out_proj"),
+    ("Wqkv", "out_proj"),
+    ("c_attn", "c_proj"),
+    ("q k v", "o"),
+    ("Wq Wk Wv", "Wo"),
+    ("wq wk wv", "wo"),
+)
 MLPS = (
-    ("gate_proj up_proj", "down_proj"), ("up_proj", "down_proj"), ("w1 w3", "w2"), ("fc1", "fc2"), ("fc_in", "fc_out"),
-    ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj"), ("gate up", "down"), ("up", "down"), ("lin1", "lin2"),
-    ("linear1", "linear2"), ("intermediate.dense", "output.dense"), ("wi_0 wi_1", "wo"), ("wi", "wo"),
-)  # fmt: skip
+    ("gate_proj up_proj", "down_proj"),
+    ("up_proj", "down_proj"),
+    ("w1 w3", "w2"),
+    ("fc1", "fc2"),
+    ("fc_in", "fc_out"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("c_fc", "c_proj"),
+    ("gate up", "down"),
+    ("up", "down"),
+    ("lin1", "lin2"),
+    ("linear1", "linear2"),
+    ("intermediate.dense", "output.dense"),
+    ("wi_0 wi_1", "wo"),
+    ("wi", "wo"),
+)
 
 
 def propose(model: nn.Module, roots: Sequence[str]) -> str:

@@ -84,7 +84,9 @@ class CausalLoss:
     """Computes transformers' ForCausalLMLoss from local logits. `whole` is that function, for gathered logits."""
 
     def __init__(self, channel: Channel, name: str, whole: Callable[..., Tensor]) -> None:
-        self._channel, self._name, self._whole = channel, name, whole
+        self._channel = channel
+        self._name = name
+        self._whole = whole
 
     def __call__(
         self,

@@ -37,11 +37,17 @@ EVENTS = MappingProxyType(
 )
 FOREIGN = MappingProxyType(  # events of Hugging Face's Trainer and of Lightning -> ours
     {
-        "on_train_begin": "on_start", "on_train_start": "on_start", "on_train_end": "on_end", "on_fit_end": "on_end",
-        "on_step_end": "on_step", "on_log": "on_step", "on_train_batch_end": "on_step",
-        "on_validation_end": "on_evaluate", "on_save_checkpoint": "on_save",
+        "on_train_begin": "on_start",
+        "on_train_start": "on_start",
+        "on_train_end": "on_end",
+        "on_fit_end": "on_end",
+        "on_step_end": "on_step",
+        "on_log": "on_step",
+        "on_train_batch_end": "on_step",
+        "on_validation_end": "on_evaluate",
+        "on_save_checkpoint": "on_save",
     }
-)  # fmt: skip
+)
 
 
 def open_callbacks(paths: Sequence[str]) -> list[type]:

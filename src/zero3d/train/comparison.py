@@ -26,9 +26,7 @@ from zero3d.train.variants import Variant
 from zero3d.zero.stages import resolve_policies, stage_row
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
-STATES = {
-    "parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "padding": "padding",
-}  # fmt: skip
+STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "padding": "padding"}
 PLACES, TOGETHER = ("device", "host", "disk"), "together"
 ONCE = ("broadcast",)  # sent at the first step only
 ACTIVATIONS = "activations"
@@ -123,12 +121,29 @@ def _row(variant: Variant, result: Result, recompute: Recompute | None, alike: b
     reduced = moment(result)
     apart = alike and not same and reduced != moment(first)
     return Row(
-        variant.label, variant.values, result["ranks"], memory(result), places(result), result["peak_memory"],
-        result["peak_host"], traffic(result),
-        batch["micro_batch"], batch["accumulate"], result["step_seconds"], result["samples_per_s"],
-        last, _minus(last, first_last), held_out, _minus(held_out, first_held_out),
-        same, reduced, apart, result.get("fingerprint"), Busiest.of(result.get("expert_load", {})), recompute,
-    )  # fmt: skip
+        variant.label,
+        variant.values,
+        result["ranks"],
+        memory(result),
+        places(result),
+        result["peak_memory"],
+        result["peak_host"],
+        traffic(result),
+        batch["micro_batch"],
+        batch["accumulate"],
+        result["step_seconds"],
+        result["samples_per_s"],
+        last,
+        _minus(last, first_last),
+        held_out,
+        _minus(held_out, first_held_out),
+        same,
+        reduced,
+        apart,
+        result.get("fingerprint"),
+        Busiest.of(result.get("expert_load", {})),
+        recompute,
+    )
 
 
 def moment(result: Result) -> str:
@@ -215,10 +230,16 @@ def recompute_rows(variants: Sequence[Variant], results: Sequence[Result]) -> li
         extra = None if arithmetic.extra_forward is None else float(arithmetic.extra_forward)
         recomputes.append(
             Recompute(
-                result["layers"], arithmetic.kept_inputs, arithmetic.interiors, arithmetic.attentions, extra,
-                variants[first].label, _predicted(arithmetic, arithmetics[first]), measured,
+                result["layers"],
+                arithmetic.kept_inputs,
+                arithmetic.interiors,
+                arithmetic.attentions,
+                extra,
+                variants[first].label,
+                _predicted(arithmetic, arithmetics[first]),
+                measured,
             )
-        )  # fmt: skip
+        )
     return recomputes
 
 

@@ -77,9 +77,14 @@ def _losses(axes: Any, rows: Sequence[Row], results: Sequence[Result]) -> None:
     for i, (row, result) in enumerate(zip(rows, results, strict=True)):
         values = smooth([float("nan") if loss is None else loss for loss in result["losses"]])
         axes.plot(
-            range(1, len(values) + 1), values, color=LINES[i % len(LINES)], linestyle=STYLES[i % len(STYLES)],
-            linewidth=WIDEST - i * step, label=row.label, marker="o" if len(values) == 1 else None,
-        )  # fmt: skip
+            range(1, len(values) + 1),
+            values,
+            color=LINES[i % len(LINES)],
+            linestyle=STYLES[i % len(STYLES)],
+            linewidth=WIDEST - i * step,
+            label=row.label,
+            marker="o" if len(values) == 1 else None,
+        )
     same = all(row.same_bits for row in rows)
     axes.set_title("loss (nats per token), running average" + (": the same bits" if same else ""), fontsize=10)
     axes.set_xlabel("step")

@@ -103,10 +103,14 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     table = _table(axes, "speed and peaks", columns)
     for row in rows:
         table.add_row(
-            ", ".join(row.values), str(row.ranks), f"{row.micro_batch} x {row.accumulate}",
-            size(row.peak, keep_zero=True), size(row.peak_host, keep_zero=True),
-            f"{row.step_seconds:.3f}", f"{row.samples_per_s:,.1f}",
-        )  # fmt: skip
+            ", ".join(row.values),
+            str(row.ranks),
+            f"{row.micro_batch} x {row.accumulate}",
+            size(row.peak, keep_zero=True),
+            size(row.peak_host, keep_zero=True),
+            f"{row.step_seconds:.3f}",
+            f"{row.samples_per_s:,.1f}",
+        )
     table.caption = (
         "batch: micro_batch x accumulate; s: median from step 2\n"
         "device: most ever held by a rank's (CPU: its process)\n"
@@ -121,9 +125,12 @@ def loss_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         first = row is rows[0]
         table.add_row(
-            ", ".join(row.values), _loss(row.loss), "" if first else _difference(row, row.loss_difference),
-            _loss(row.held_out_loss), "" if first else _difference(row, row.held_out_difference),
-        )  # fmt: skip
+            ", ".join(row.values),
+            _loss(row.loss),
+            "" if first else _difference(row, row.loss_difference),
+            _loss(row.held_out_loss),
+            "" if first else _difference(row, row.held_out_difference),
+        )
     if any(row.apart for row in rows):
         table.caption = "r: gradients are reduced at other moments\nthan in the first run"
     return table
@@ -223,9 +230,15 @@ def reasons(rows: Sequence[Row]) -> Iterator[str]:
 def _table(axes: Sequence[Axis], title: str, columns: Sequence[str], gap: int = 1) -> Table:
     """Make a table: a column of labels, headed by the keys, then columns of figures."""
     table = Table(
-        title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold",
-        padding=(0, gap, 0, 0), pad_edge=False, show_edge=False,
-    )  # fmt: skip
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        padding=(0, gap, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("\n".join(axis.key.replace(".", ".\n") for axis in axes), overflow="fold", vertical="bottom")
     for name in columns:
         table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True, vertical="bottom")

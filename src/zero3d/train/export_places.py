@@ -18,8 +18,11 @@ from pathlib import Path
 from zero3d.errors import ConfigError
 
 HF, ADAPTER = "hf", "adapter"
-KINDS = {"adapter": (("adapter", ADAPTER),), "merged": (("merged", HF),),
-         "both": (("merged", HF), ("adapter", ADAPTER))}  # fmt: skip
+KINDS = {
+    "adapter": (("adapter", ADAPTER),),
+    "merged": (("merged", HF),),
+    "both": (("merged", HF), ("adapter", ADAPTER)),
+}
 NAMES = [form for place in (HF, ADAPTER) for form in (place, f".{place}.new", f".{place}.old")]
 
 

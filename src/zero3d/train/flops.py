@@ -15,9 +15,18 @@ from torch import nn
 
 # Dense bf16 peak in FLOP/s, by a part of the device's name; vendors' data sheets.
 PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "MI300X": 1307e12,
-    "L40S": 362e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12,
-}  # fmt: skip
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "MI300X": 1307e12,
+    "L40S": 362e12,
+    "A6000": 155e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+}
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHOSEN = ("num_experts_per_tok", "top_k")

@@ -119,7 +119,10 @@ class HostWatch(threading.Thread):
 
     def __init__(self, alarm: Callable[[LowMemory], None], root: Path = ROOT) -> None:
         super().__init__(name="zero3d host memory", daemon=True)
-        self._alarm, self._root, self._stop_asked, self._gauge = alarm, root, threading.Event(), Gauge()
+        self._alarm = alarm
+        self._root = root
+        self._stop_asked = threading.Event()
+        self._gauge = Gauge()
 
     def stop(self) -> None:
         """End the watch; an alarm under way goes on."""

@@ -43,7 +43,9 @@ class OwnValues:
     """Owns the function of a run."""
 
     def __init__(self, path: str, engine: Engine) -> None:
-        self._path, self._engine, self._function = path, engine, open_function(path)
+        self._path = path
+        self._engine = engine
+        self._function = open_function(path)
 
     @property
     def _name(self) -> str:

@@ -21,12 +21,12 @@ from zero3d.distributed.determinism import refusals_named
 from zero3d.distributed.ledger import Ledger
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
+from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options
 from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
-from zero3d.setup.model_config import config_number
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
@@ -181,9 +181,14 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
 
 
 def _finish(
-    config: Config, inputs: Inputs, loop: Loop, history: Sequence[Record], activations: Activations, layers: int,
+    config: Config,
+    inputs: Inputs,
+    loop: Loop,
+    history: Sequence[Record],
+    activations: Activations,
+    layers: int,
     progress: Progress,
-) -> Result:  # fmt: skip
+) -> Result:
     """Measure, export, sample and verify after the last step. All ranks take part; rank 0 verifies."""
     engine, folder, tokenizer = loop.engine, loop.folder, inputs.data.tokenizer
     micro_batches = inputs.batch.accumulate
@@ -313,10 +318,15 @@ def _vocabulary(inputs: Inputs) -> str:
 
 def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
-        inputs.data.train, inputs.batch, rank=engine.dp.rank, seed=config.seed, shuffle=config.data.shuffle,
-        workers=config.data.workers, dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
+        inputs.data.train,
+        inputs.batch,
+        rank=engine.dp.rank,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        workers=config.data.workers,
+        dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
         grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
-    )  # fmt: skip
+    )
 
 
 def count_params(engine: Engine) -> int:

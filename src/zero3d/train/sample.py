@@ -8,7 +8,7 @@ from zero3d.config import Config
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.setup.model_config import config_number
+from zero3d.models.bases import config_number
 from zero3d.train.progress import Progress
 
 SAMPLE_LENGTH, TEMPERATURE, TOP_K = 240, 0.7, 40

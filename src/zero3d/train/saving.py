@@ -41,7 +41,10 @@ class Saving:
     def __init__(
         self, config: Checkpoint, engine: Engine, folder: Folder, tell: Callable[[Path], None] = lambda _: None
     ) -> None:
-        self._config, self._engine, self._folder, self._tell = config, engine, folder, tell
+        self._config = config
+        self._engine = engine
+        self._folder = folder
+        self._tell = tell
         self.newest, self.steps = folder.checkpoints, engine.steps
         self.best: Best = None
         self._first = engine.steps  # those of a course that was left go once this one has come further

@@ -21,9 +21,13 @@ class Wandb:
 
         with _refusals_told(project):
             self._run = wandb.init(
-                project=project, dir=str(folder.root), config=to_dict(config), resume="allow",
-                id=folder.run_id or None, name=folder.root.resolve().name,
-            )  # fmt: skip
+                project=project,
+                dir=str(folder.root),
+                config=to_dict(config),
+                resume="allow",
+                id=folder.run_id or None,
+                name=folder.root.resolve().name,
+            )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Log a record under its step."""

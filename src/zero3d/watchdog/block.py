@@ -101,15 +101,18 @@ class Block:
             "your own `zero3d.Mesh(debug=True)` compares them before every gather",
             "": "look at the network between the ranks, and at other hosts' blocks; on NVIDIA GPUs try "
             "NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO",
-        }  # fmt: skip
+        }
         found = [lines[state]] if self.kind != ORPHANS else ["look at why the launcher ended: its host's logs, `dmesg`"]
         if any(state.phase != TRAINING and state.state != GONE for state in self.states) and self.kind == STALL:
             found.append("what is slow on purpose may take health.slow_timeout")
         output = self.facts.output
         saved = output is None or any((output / "checkpoints").glob("step-*"))
         go_on = "goes on from the newest checkpoint" if saved else "starts anew: checkpoint.every has saved none yet"
-        return [*found, "`zero3d doctor` examines this machine, and with --run this run's folder",
-                f"`zero3d train ... --resume auto` {go_on}"]  # fmt: skip
+        return [
+            *found,
+            "`zero3d doctor` examines this machine, and with --run this run's folder",
+            f"`zero3d train ... --resume auto` {go_on}",
+        ]
 
     def text(self) -> str:
         """Return the block as people read it."""

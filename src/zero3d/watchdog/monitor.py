@@ -47,12 +47,18 @@ class Silence:
     """Counts how long one rank has been silent: while all train, while none is slow and moves, and at all."""
 
     def __init__(self) -> None:
-        self.signs, self.training, self.slow, self.total = NO_SIGNS, 0.0, 0.0, 0.0
+        self.signs = NO_SIGNS
+        self.training = 0.0
+        self.slow = 0.0
+        self.total = 0.0
 
     def see(self, signs: Signs, seconds: float, all_train: bool, one_works: bool) -> None:
         """Take note of a look, `seconds` after the last one."""
         if signs != self.signs:
-            self.signs, self.training, self.slow, self.total = signs, 0.0, 0.0, 0.0
+            self.signs = signs
+            self.training = 0.0
+            self.slow = 0.0
+            self.total = 0.0
         else:
             self.total += seconds
             self.training = self.training + seconds if all_train else 0.0
@@ -115,9 +121,23 @@ class Monitor:
             axes = read_facts(self.folder / f"rank-{rank}").get("axes", {})
             silence = self._silences.get(rank, Silence()).total
             found.append(
-                RankState(rank, self.host, beat.pid, state, beat.phase, beat.axis, beat.op, beat.unit, beat.number,
-                                                   beat.step, silence, beat.work, axes, peer=beat.peer)
-            )  # fmt: skip
+                RankState(
+                    rank,
+                    self.host,
+                    beat.pid,
+                    state,
+                    beat.phase,
+                    beat.axis,
+                    beat.op,
+                    beat.unit,
+                    beat.number,
+                    beat.step,
+                    silence,
+                    beat.work,
+                    axes,
+                    peer=beat.peer,
+                )
+            )
         return found
 
     def with_stacks(self, states: list[RankState]) -> list[RankState]:

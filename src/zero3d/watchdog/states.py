@@ -99,7 +99,11 @@ def settle_by_stack(states: Iterable[RankState]) -> None:
             if any(_OF_PIPELINE in frame for frame in frames):
                 state.state = WAITING
             elif found := _FUNCTION.match(frames[0]):
-                state.state, state.axis, state.op, state.unit, state.number = WAITING, TORCH, found[1], "-", 0
+                state.state = WAITING
+                state.axis = TORCH
+                state.op = found[1]
+                state.unit = "-"
+                state.number = 0
                 state.peer = ALL
 
 

@@ -31,9 +31,13 @@ from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_worl
 from zero3d.spec.offload import Offload
 
 OTHERS = (  # what shards or cuts a model in another way
-    "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
     "parallelism_config",
-)  # fmt: skip
+)
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STATES = "zero3d"  # the folder of a saved state that has the engine's checkpoint
 
@@ -99,7 +103,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "
             "before the Accelerator.",
         )
-        self._stage, self._options, self._precision = stage, dict(options or {}), chosen
+        self._stage = stage
+        self._options = dict(options or {})
+        self._precision = chosen
         self.engine: Engine | None = None
         self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
 

@@ -106,7 +106,9 @@ class _Archive:
     """The records of a zip, and the storages in them."""
 
     def __init__(self, mapped: Mapped, start: int, length: int) -> None:
-        self._mapped, self._start, self._length = mapped, start, length
+        self._mapped = mapped
+        self._start = start
+        self._length = length
         self._view = mapped.view[start : start + length]
         self._room = COPIES * length + SMALL
         self._storages: dict[str, torch.UntypedStorage] = {}

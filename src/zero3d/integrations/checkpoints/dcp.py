@@ -128,9 +128,12 @@ def _weights(keys: list[str], trained: set[str]) -> dict[str, str]:
     if trained:
         prefix = fitting[0]
     else:
-        prefix = "model." if all(key.startswith("model.") for key in keys) and any(
-            key.startswith(("model.model.", "model.lm_head.", "model.transformer.")) for key in keys
-        ) else ""  # fmt: skip
+        prefix = (
+            "model."
+            if all(key.startswith("model.") for key in keys)
+            and any(key.startswith(("model.model.", "model.lm_head.", "model.transformer.")) for key in keys)
+            else ""
+        )
     return {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 
 

@@ -81,9 +81,11 @@ class Foreign:
         if not 0 <= self.step < STEPS:
             raise CheckpointError(f"{self.source} has applied {short(self.step)} steps, which no run has.")
         for what, tensors, dtypes in (
-            ("trained weight", self.masters, FLOATING), ("frozen weight", self.frozen, CODES),
-            ("buffer", self.buffers, CODES), *(("moment", moments, FLOATING) for moments in self.moments.values()),
-        ):  # fmt: skip
+            ("trained weight", self.masters, FLOATING),
+            ("frozen weight", self.frozen, CODES),
+            ("buffer", self.buffers, CODES),
+            *(("moment", moments, FLOATING) for moments in self.moments.values()),
+        ):
             for name, values in tensors.items():
                 check_name(name, self.source)
                 if _dtype(values) not in dtypes:

@@ -25,11 +25,20 @@ from zero3d.errors import CheckpointError, short
 DEEPEST = 200  # levels of containers; DeepSpeed's and torch's have fewer than 20
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STORAGES = {
-    "UntypedStorage": torch.uint8, "DoubleStorage": torch.float64, "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64,
-    "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool, "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
-}  # fmt: skip
+    "UntypedStorage": torch.uint8,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
 
 
 class Tensors(Protocol):

@@ -56,9 +56,14 @@ class Batches(Questions):
 
     @torch.no_grad()
     def eval_batch(
-        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
-        reduce_output: str = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
         """Return the mean of all ranks' losses over so many micro-batches, in eval mode, which stays.
 
         Raises ConfigError for what is not that mean.

@@ -42,9 +42,13 @@ class Checkpoints(Questions):
     """Saves and loads the engine, or its weights alone."""
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True, exclude_frozen_parameters: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
         """Write SAVE_DIR/TAG/step-N, a checkpoint of ours, which resumes on any shape. client_state: plain values."""
         if exclude_frozen_parameters:
             raise ConfigError(
@@ -65,10 +69,15 @@ class Checkpoints(Questions):
         return True
 
     def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, load_module_strict: bool = True,
-        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+    ) -> tuple[str | None, dict[str, Any]]:
         """Go on from what `save_checkpoint` wrote; return its path and the client_state, or (None, {}) of none.
 
         load_module_strict  False, with weights alone: parameters that one of both does not have are left out
@@ -103,9 +112,12 @@ class Checkpoints(Questions):
         return str(path), dict(loop["client_state"])
 
     def module_state_dict(
-        self, destination: None = None, prefix: str = "", keep_vars: bool = False,
+        self,
+        destination: None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Return whole weights in the dtype of the forward, in rank 0's host memory; {} on the other ranks."""
         if destination is not None or keep_vars:
             raise ConfigError("module_state_dict(destination=...) and (keep_vars=True) are not here: leave them out.")

@@ -43,8 +43,17 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(  # what others call a key, by it
             "gradient_accumulation_steps",
         ),
         **dict.fromkeys(
-            ("clip", "clip_grad", "grad_clip", "clip_norm", "clip_grad_norm", "max_norm", "max_grad_norm",
-             "gradient_clip_val"), "gradient_clipping",
+            (
+                "clip",
+                "clip_grad",
+                "grad_clip",
+                "clip_norm",
+                "clip_grad_norm",
+                "max_norm",
+                "max_grad_norm",
+                "gradient_clip_val",
+            ),
+            "gradient_clipping",
         ),
         **dict.fromkeys(("half", "float16"), "fp16"),
         **dict.fromkeys(("dtype", "torch_dtype", "precision", "mixed_precision"), "bf16.enabled"),
@@ -58,7 +67,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(  # what others call a key, by it
         "gradient_checkpointing": "activation_checkpointing",
         "torch_compile": "compile",
     }
-)  # fmt: skip
+)
 
 
 class Document(NamedTuple):

@@ -32,9 +32,16 @@ from zero3d.integrations.deepspeed.translate import Translation, translate
 MATTER = ("train.", "optimizer.", "precision", "schedule.")  # keys that nobody else could give where they are "auto"
 LAUNCHED = ("dist_init_required", "distributed_port")  # what the launcher's environment says
 OF_LAUNCHER = {
-    "auto_mpi_discovery": True, "distributed_port": 29500, "verbose": True, "timeout": None, "init_method": None,
-    "dist_init_required": None, "config": None, "rank": -1, "world_size": -1,
-}  # fmt: skip
+    "auto_mpi_discovery": True,
+    "distributed_port": 29500,
+    "verbose": True,
+    "timeout": None,
+    "init_method": None,
+    "dist_init_required": None,
+    "config": None,
+    "rank": -1,
+    "world_size": -1,
+}
 IGNORED = ("auto_mpi_discovery", "distributed_port", "verbose", "dist_init_required", "config")
 
 

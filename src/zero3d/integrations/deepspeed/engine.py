@@ -45,7 +45,9 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self, settings: Config, document: Document, model: nn.Module, optimizer: Any, given: Any = None
     ) -> None:
         mesh = Mesh(tp=settings.mesh.tp)
-        self.config, self._values, self._settings = given, document.values | document.idle, settings
+        self.config = given
+        self._values = document.values | document.idle
+        self._settings = settings
         self._batch = resolve_batch(settings.train, mesh.dp)
         self.is_compiled = settings.train.compile
         if self.is_compiled:

@@ -62,31 +62,29 @@ MAPPED: Mapping[str, str] = MappingProxyType(
 UNITS = "units are gathered, reduced and released one by one, ahead of their use"
 PARTS = "gradients are summed in units, in flat parts of each rank"
 WRITES = "what is offloaded is read and written in parallel by our own threads"
+# Inner keys that say how DeepSpeed does what is done otherwise here, by what is said of them.
+_PARTS = """
+contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients
+legacy_stage1
+"""
+_UNITS = """
+allgather_partitions allgather_bucket_size overlap_comm prefetch_bucket_size stage3_prefetch_bucket_size
+param_persistence_threshold stage3_param_persistence_threshold model_persistence_threshold
+stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters max_reuse_distance
+stage3_max_reuse_distance module_granularity_threshold stage3_module_granularity_threshold
+use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential stage3_allgather_sequential
+log_trace_cache_warnings override_module_apply leaf_module
+"""
+_WRITES = """
+pin_memory buffer_count buffer_size pipeline pipeline_read pipeline_write fast_init super_offload cpuadam_cores_perc
+max_in_cpu
+"""
+
 IDLE: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (f"{ZERO}.{key}" for key in (
-                "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
-                "round_robin_gradients", "legacy_stage1",
-            )), PARTS,
-        ),
-        **dict.fromkeys(
-            (f"{ZERO}.{key}" for key in (
-                "allgather_partitions", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
-                "stage3_prefetch_bucket_size", "param_persistence_threshold", "stage3_param_persistence_threshold",
-                "model_persistence_threshold", "stage3_model_persistence_threshold", "max_live_parameters",
-                "stage3_max_live_parameters", "max_reuse_distance", "stage3_max_reuse_distance",
-                "module_granularity_threshold", "stage3_module_granularity_threshold",
-                "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
-                "stage3_allgather_sequential", "log_trace_cache_warnings", "override_module_apply", "leaf_module",
-            )), UNITS,
-        ),
-        **dict.fromkeys(
-            (f"{OPTIMIZER}.{key}" for key in (
-                "pin_memory", "buffer_count", "buffer_size", "pipeline", "pipeline_read", "pipeline_write", "fast_init",
-                "super_offload", "cpuadam_cores_perc", "max_in_cpu",
-            )), WRITES,
-        ),
+        **dict.fromkeys((f"{ZERO}.{key}" for key in _PARTS.split()), PARTS),
+        **dict.fromkeys((f"{ZERO}.{key}" for key in _UNITS.split()), UNITS),
+        **dict.fromkeys((f"{OPTIMIZER}.{key}" for key in _WRITES.split()), WRITES),
         **dict.fromkeys(
             (f"{PARAM}.{key}" for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")), WRITES
         ),
@@ -152,7 +150,7 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "tensor_parallel.tp_overlap_comm": UNITS,
         "compile.backend": "train.compile uses inductor",
     }
-)  # fmt: skip
+)
 
 
 class Refused(NamedTuple):
@@ -219,12 +217,23 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "false"),
         f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
     }
-)  # fmt: skip
+)
 OPAQUE = frozenset(  # sections whose inner keys are looked at by nobody: without effect, or refused as they are
     {key for key in REFUSED if "." not in key}
-    | {"aio", "activation_checkpointing", "comms_logger", "flops_profiler", "timers", "monitor_config", "csv_monitor",
-       f"{ZERO}.leaf_module", "scheduler.params", "checkpoint.parallel_write", "tensor_parallel.tp"}
-)  # fmt: skip
+    | {
+        "aio",
+        "activation_checkpointing",
+        "comms_logger",
+        "flops_profiler",
+        "timers",
+        "monitor_config",
+        "csv_monitor",
+        f"{ZERO}.leaf_module",
+        "scheduler.params",
+        "checkpoint.parallel_write",
+        "tensor_parallel.tp",
+    }
+)
 DOTTED = frozenset({*MAPPED, *IDLE, *REFUSED})
 SECTIONS = frozenset(
     ".".join(parts[:depth]) for parts in (key.split(".") for key in DOTTED) for depth in range(1, len(parts))

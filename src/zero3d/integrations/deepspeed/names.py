@@ -148,10 +148,7 @@ ENGINE = _table(
         "training_dataloader": "of initialize(training_data=...)",
         "config": "what initialize() was given",
     },
-    {
-        "save_fp16_model": "save_16bit_model",
-        "get_model_parallel_rank": "get_tensor_parallel_rank",
-    },
+    {"save_fp16_model": "save_16bit_model", "get_model_parallel_rank": "get_tensor_parallel_rank"},
     {
         "scale": "use engine.backward(loss), which scales it",
         "coalesce_grad_reduction": "use stage 0 or 1, which reduce once in a step, and no_sync()",
@@ -175,7 +172,7 @@ ENGINE = _table(
         "get_pipeline_parallel_rank": "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)): a JSON has no pipeline here",
     },
     {},
-)  # fmt: skip
+)
 
 UTILS = _table(
     {
@@ -205,7 +202,7 @@ UTILS = _table(
         "instrument_w_nvtx": "use torch.cuda.nvtx.range",
     },
     {"groups": "use zero3d.Mesh, whose axes have their ranks"},
-)  # fmt: skip
+)
 
 ZERO = _table(
     {"GatheredParameters": "parameters are whole inside, and what is written into them is kept"},

@@ -18,10 +18,15 @@ from zero3d.setup.optimizer import adamw, optimizer_of
 
 Build = Callable[[Any], torch.optim.Optimizer]
 CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "lion": Lion, "rmsprop": torch.optim.RMSprop,
-    "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
     "adadelta": torch.optim.Adadelta,
-}  # fmt: skip
+}
 
 
 def optimizer_for(
@@ -51,8 +56,12 @@ def _build(kind: str, settings: Config, document: Document) -> Build:
             choice = settings.optimizer
             return partial(
                 torch.optim.Adam,
-                lr=choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay, fused=True,
-            )  # fmt: skip
+                lr=choice.lr,
+                betas=choice.betas,
+                eps=choice.eps,
+                weight_decay=choice.weight_decay,
+                fused=True,
+            )
         return adamw(settings.optimizer)
     given = {name: values.get(f"optimizer.params.{name}") for name in OPTIONS[kind]}
     options = {name: value for name, value in given.items() if value is not None} | {"lr": settings.optimizer.lr}

@@ -17,9 +17,11 @@ from zero3d.integrations.deepspeed.owners import engine_of
 
 @contextmanager
 def GatheredParameters(
-    params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, fwd_module: None = None,
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: None = None,
     enabled: bool = True,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Have parameters whole inside, with all of the modules that they are in; what is written inside is kept.
 
     modifier_rank  the rank that writes, whose values all take; None: all ranks write the same
@@ -37,9 +39,10 @@ def GatheredParameters(
     if modifier_rank is not None and engine.mesh.tp > 1:
         raise ConfigError("GatheredParameters(modifier_rank=...) over tp would mix slices: write on all ranks.")
     modules = [
-        module for module in engine.module.modules()
+        module
+        for module in engine.module.modules()
         if any(own is p for own in module.parameters(recurse=False) for p in wanted)
-    ]  # fmt: skip
+    ]
     with engine.full_params(modules):
         yield
         if modifier_rank is not None and engine.mesh.world > 1:

@@ -25,9 +25,13 @@ from zero3d.integrations.accelerate.world import refuse_other_world
 NAME = "zero3d"
 LOOP = "lightning.ckpt"  # what Lightning keeps of loops and callbacks, beside the engine's checkpoint
 PRECISIONS = {
-    "32-true": "fp32", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16",
+    "32-true": "fp32",
+    "bf16-true": "bf16",
+    "bf16-mixed": "bf16",
+    "16-true": "fp16",
+    "16-mixed": "fp16",
     "64-true": "fp64",
-}  # fmt: skip
+}
 SHARDED = ("state_dict", "optimizer_states")  # of Lightning's checkpoint: the engine has them
 
 
