@@ -9,6 +9,7 @@ import pytest
 
 from zero3d.account.optimizers import CODE, STATES, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
+from zero3d.account.traffic import NOTHING as NOT_MOVED, Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.state_spans import Span
@@ -118,3 +119,10 @@ def test_a_record_is_updated_in_fp32_of_what_it_has_in_16_bits():
     assert record_scratch(many, "cuda", splits=False, casts=True) == 4 * 2 * many
     assert record_scratch(many, "cpu", splits=False, casts=True) == 4 * 2 * (1 << 18)
     assert record_scratch(many, "cuda", splits=False, rounded=True, casts=True) == 4 * (2 + 2) * many
+
+
+def test_what_is_sent_is_multiplied_and_added_up_by_calls_elements_and_bytes():
+    moved = Moved(calls=2, elements=10, bytes=40)
+    assert moved.times(3) == (6, 30, 120)
+    assert Moved.total([moved, moved.times(3)]) == (8, 40, 160)
+    assert Moved.total([]) == NOT_MOVED == (0, 0, 0)

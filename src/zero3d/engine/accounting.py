@@ -12,6 +12,7 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, unit_bytes
+from zero3d.account.traffic import UnitTraffic
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.tiers import Tiers
@@ -20,7 +21,6 @@ from zero3d.spec.offload import HOST
 from zero3d.spec.sizes import decimal
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.traffic import UnitTraffic
 from zero3d.zero.unit import Unit
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from zero3d.account.traffic import NOTHING, Moved
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation
 from zero3d.errors import ConfigError
@@ -15,7 +16,6 @@ from zero3d.optim.orthogonal import Orthogonal, Seen
 from zero3d.optim.owners import WIRE, Matrix, Owners, matrices_of
 from zero3d.zero.layout import Slot
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
 
@@ -124,7 +124,7 @@ class MatrixSteps:
         total: dict[tuple[str, str, str], Moved] = {}
         for exchange in self._exchanges:
             for key, moved in exchange.traffic().items():
-                total[key] = Moved(*map(sum, zip(total.get(key, Moved(0, 0, 0)), moved, strict=True)))
+                total[key] = Moved.total([total.get(key, NOTHING), moved])
         return total
 
     @property
