@@ -71,7 +71,7 @@ def test_packages_import_each_other_in_no_cycle():
 # Files whose import brings no torch; a name stands for a package with all of its files.
 TORCH_FREE = (
     "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
-    "zero.traffic", "account", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
+    "zero.tokens", "account", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",

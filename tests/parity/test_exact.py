@@ -7,11 +7,12 @@ from pipelines import covering
 from summands import SUMMANDS, Given, loss, summand
 
 import zero3d
+from zero3d.account.traffic import Moved, step_traffic
 from zero3d.activations.recomputation import recompute
 from zero3d.distributed import choice
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.traffic import Moved, count_gathers, step_traffic
+from zero3d.zero.tokens import count_gathers
 
 STEPS, LONG = 2, 6
 STAGES = ((0, "every_step"), (1, "every_step"), (2, "every_micro_batch"), (3, "every_micro_batch"), (2, "every_step"),

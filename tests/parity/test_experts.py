@@ -9,10 +9,11 @@ from mixtures import FAMILIES, curve, engine_of, mixture, own_part, summand
 from models import LiftCasts
 from pipelines import covering
 
+from zero3d.account.traffic import Moved, step_traffic
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.traffic import expert_traffic
-from zero3d.zero.traffic import Moved, count_gathers, step_traffic
+from zero3d.zero.tokens import count_gathers
 
 STEPS = range(2)
 WORLD, FEW = 4, 4  # ranks, and micro-batches of all of them

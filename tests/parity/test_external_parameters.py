@@ -6,8 +6,9 @@ from models import adamw, batch, bits, hf
 from torch.nn import functional
 
 import zero3d
+from zero3d.account.traffic import step_traffic
 from zero3d.activations import recompute
-from zero3d.zero.traffic import count_gathers, step_traffic
+from zero3d.zero.tokens import count_gathers
 
 
 class Fused(torch.nn.Module):

@@ -10,10 +10,10 @@ from models import Net, batch
 from pipelines import build, engine_of, micro_batches
 
 import zero3d
+from zero3d.account.traffic import Moved, step_traffic
 from zero3d.pipeline.actions import bubble
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import pipeline_traffic
-from zero3d.zero.traffic import Moved, step_traffic
 
 M, WIDTH = 4, 24
 

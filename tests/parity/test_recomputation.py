@@ -5,8 +5,9 @@ import torch
 from models import adamw, batch, bits, loss_of, net
 
 import zero3d
+from zero3d.account.traffic import step_traffic
 from zero3d.activations.recomputation import recompute
-from zero3d.zero.traffic import TokenEvent, count_gathers, step_traffic, token_order
+from zero3d.zero.tokens import TokenEvent, count_gathers, token_order
 
 LAYERS = 5
 NAMES = [f"layers.{i}" for i in range(LAYERS)]

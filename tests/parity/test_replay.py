@@ -10,7 +10,7 @@ from torch import nn
 import zero3d
 from zero3d.errors import ConfigError, CorruptionError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.traffic import count_gathers
+from zero3d.zero.tokens import count_gathers
 
 WIDTH, ROWS, MICRO = 24, 6, 2
 

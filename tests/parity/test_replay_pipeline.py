@@ -12,7 +12,7 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import CorruptionError
 from zero3d.precision import LossScaling, Precision
-from zero3d.zero.traffic import count_gathers
+from zero3d.zero.tokens import count_gathers
 
 LONG = pytest.mark.long
 STEPS = 4

@@ -5,7 +5,8 @@ import torch
 from models import LiftCasts, adamw, batch, bits, build, clone, loss_of, planned_bytes, train_engine
 
 import zero3d
-from zero3d.zero.traffic import count_gathers, step_traffic
+from zero3d.account.traffic import step_traffic
+from zero3d.zero.tokens import count_gathers
 
 STEPS = 2
 

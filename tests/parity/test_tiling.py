@@ -8,9 +8,10 @@ from meshes import STEPS, engine_of, mesh_of, micro_batches, model_of, oracle, o
 from models import LiftCasts, adamw, batch, bits, loss_of, net
 
 import zero3d
+from zero3d.account.traffic import step_traffic
 from zero3d.activations.recomputation import recompute
 from zero3d.zero.stages import WINDOW
-from zero3d.zero.traffic import count_gathers, step_traffic
+from zero3d.zero.tokens import count_gathers
 
 
 def trained(case, precision, *settings):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import adamw, batch, build, loss_of
 
 import zero3d
+from zero3d.account.traffic import step_traffic
 from zero3d.distributed import collectives
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -20,7 +21,7 @@ from zero3d.engine.foundation import Axes
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.sim.group import FakeAxis
-from zero3d.zero.traffic import count_gathers, step_traffic
+from zero3d.zero.tokens import count_gathers
 
 SHARD = 64
 

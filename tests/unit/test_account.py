@@ -7,8 +7,18 @@ from fractions import Fraction
 
 import pytest
 
-from zero3d.account.optimizers import CODE, STATES, OptimizerBytes, master_width, segments, state_spans, state_width
+from zero3d.account.optimizers import (
+    CODE,
+    STATES,
+    OptimizerBytes,
+    master_width,
+    segments,
+    state_spans,
+    state_width,
+    states_of,
+)
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
+from zero3d.account.traffic import NOTHING as NOT_MOVED, Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.state_spans import Span
@@ -43,6 +53,11 @@ def test_adamw_has_two_states_of_all_and_muon_two_of_the_norm_and_one_of_the_mat
     muon, cut = bytes_of("muon")
     assert muon == OptimizerBytes(4, 8 * 256 + 4 * 512, 4 * 15_616)
     assert cut == [(256, 2), (16_128, 1)]
+
+
+def test_a_matrix_has_one_state_with_muon_and_all_else_has_two():
+    found = {name: (states_of(name, matrix=True), states_of(name, matrix=False)) for name in STATES}
+    assert found == {"adamw": (2, 2), "adamw8bit": (2, 2), "muon": (1, 2)}
 
 
 def test_a_shard_of_padding_has_no_states_but_room_for_all_of_them_in_a_record():
@@ -118,3 +133,10 @@ def test_a_record_is_updated_in_fp32_of_what_it_has_in_16_bits():
     assert record_scratch(many, "cuda", splits=False, casts=True) == 4 * 2 * many
     assert record_scratch(many, "cpu", splits=False, casts=True) == 4 * 2 * (1 << 18)
     assert record_scratch(many, "cuda", splits=False, rounded=True, casts=True) == 4 * (2 + 2) * many
+
+
+def test_what_is_sent_is_multiplied_and_added_up_by_calls_elements_and_bytes():
+    moved = Moved(calls=2, elements=10, bytes=40)
+    assert moved.times(3) == (6, 30, 120)
+    assert Moved.total([moved, moved.times(3)]) == (8, 40, 160)
+    assert Moved.total([]) == NOT_MOVED == (0, 0, 0)

@@ -13,7 +13,7 @@ import zero3d
 from zero3d.activations.policy import recompute_arithmetic
 from zero3d.activations.recomputation import recompute
 from zero3d.train.measure import Activations
-from zero3d.zero.traffic import count_gathers
+from zero3d.zero.tokens import count_gathers
 
 
 @pytest.mark.parametrize("policy", ["full", "every:1", "every:2", "every:3", "every:9"])

@@ -84,6 +84,29 @@ def test_states_are_counted_as_each_rank_has_them(ranks, name):
         assert need == held
 
 
+def gradients_with_experts(stage, experts):
+    """Bytes of gradients that an engine whose two ranks share experts out needs, and has planned."""
+    engine = zero3d.Engine(
+        build("qwen3_moe"),
+        stage=stage,
+        mesh=zero3d.Mesh(dp=2, ep=2),
+        experts=experts,
+        precision="bf16",
+        optimizer=adamw,
+    )
+    base = engine._assembly.base
+    stacked = base.division.experts.parameters()
+    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype, stacked)
+    (held,) = (entry for entry in engine.memory if entry.category == "gradients")
+    return bytes_needed(base, specs).others["gradients"], held.planned
+
+
+@pytest.mark.parametrize("experts", ["exact", "fast"])
+def test_gradients_of_experts_are_counted_for_every_rank_whose_tokens_came(ranks, experts):
+    for need, held in ranks(2, gradients_with_experts, 1, experts):
+        assert need == held
+
+
 def test_an_optimizer_of_fewer_states_does_not_leave_and_one_of_more_does(monkeypatch):
     """There is room for two moments of each parameter, beside fp32 masters, and not for three; and for what Muon has."""
     for fits, leaves in (("AdamW", "amsgrad"), ("Muon", "AdamW"), ("momentum", "AdamW"), ("SGD", "momentum")):

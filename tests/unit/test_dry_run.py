@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
-from zero3d.zero.traffic import count_gathers, step_traffic
+from zero3d.account.traffic import step_traffic
+from zero3d.zero.tokens import count_gathers
 
 
 @pytest.fixture

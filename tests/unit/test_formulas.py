@@ -5,9 +5,10 @@ from fractions import Fraction
 import pytest
 
 from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, per_parameter
+from zero3d.account.traffic import UnitTraffic, step_traffic, traffic_elements
 from zero3d.errors import ConfigError
 from zero3d.zero.stages import resolve_policies, stage_row
-from zero3d.zero.traffic import TokenEvent, UnitTraffic, count_gathers, step_traffic, token_order, traffic_elements
+from zero3d.zero.tokens import TokenEvent, count_gathers, token_order
 
 
 def test_paper_figures_for_7_5b_on_64_gpus():

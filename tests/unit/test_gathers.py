@@ -8,7 +8,7 @@ from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import Lane
-from zero3d.zero.traffic import ROOT_TURN, TURN
+from zero3d.zero.tokens import ROOT_TURN, TURN
 
 CPU = Arena(torch.device("cpu"))
 

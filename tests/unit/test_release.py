@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.zero.stages import WINDOW
-from zero3d.zero.traffic import count_gathers
+from zero3d.zero.tokens import count_gathers
 
 RECOMPUTATION = ["none", "non-reentrant", "reentrant"]
 

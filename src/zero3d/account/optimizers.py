@@ -67,6 +67,11 @@ def segments(optimizer: str, spans: Sequence[Span], elements: int) -> list[tuple
     return [(stop - start, sum(span.start <= start < span.stop for span in spans)) for start, stop in pairwise(cuts)]
 
 
+def states_of(optimizer: str, matrix: bool) -> int:
+    """Return how many states a parameter has; matrix: it is one."""
+    return sum(of in (ALL, MATRICES if matrix else REST) for of in STATES[optimizer])
+
+
 class OptimizerBytes(NamedTuple):
     """Bytes of a unit's masters and optimizer states on one rank, padding among them.
 

@@ -12,6 +12,7 @@ import torch
 
 from zero3d.account.optimizers import OptimizerBytes
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, unit_bytes
+from zero3d.account.traffic import UnitTraffic
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
@@ -20,7 +21,7 @@ from zero3d.spec.offload import HOST
 from zero3d.spec.sizes import decimal
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.traffic import UnitTraffic
+from zero3d.zero.state_spans import Span
 from zero3d.zero.unit import Unit
 
 
@@ -138,5 +139,14 @@ class Accounts:
         if unit.grads is None:
             return unit_bytes(share, Sums(self._policy.release), unit.layout, OptimizerBytes(0))
         sums = Sums(self._policy.release, self._policy.reduce, unit.grads.micro_batches, self._exact)
-        optimizer = OptimizerBytes(self._optimizer.state_bytes(unit), *self._optimizer.states_of_some(unit))
-        return unit_bytes(share, sums, unit.layout, optimizer)
+        return unit_bytes(share, sums, unit.layout, self._optimizer_of(unit))
+
+    def _optimizer_of(self, unit: Unit) -> OptimizerBytes:
+        """Return what is stored of a unit's masters beside weights, and its states; what is in records is apart."""
+        stored, states = unit.weights.masters.stored, list[tuple[Span, Fraction]]()
+        for name, key, flat in self._optimizer.flat_states():
+            span = self._optimizer.span(unit, key) if name == unit.name else None
+            if span is not None:
+                states.append((span, Fraction(flat.numel() * flat.element_size(), span.stop - span.start)))
+        master = 0 if stored is None else stored.element_size()
+        return OptimizerBytes.of(master, states, len(unit.weights.shard_or_full))

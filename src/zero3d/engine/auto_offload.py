@@ -39,6 +39,7 @@ from zero3d.offload.auto_place import (
     choose_executor,
 )
 from zero3d.offload.states import StateKinds, trains
+from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
 
@@ -143,7 +144,8 @@ def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held,
     """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
     policy, layout = base.resolved.policy, lay_out(base, spec)
     comm = base.axes.edp if spec.experts else base.axes.dp
-    share = UnitShare(policy.stage.number, comm.size, spec.dtype.itemsize, trains(spec))
+    sources = base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
+    share = UnitShare(policy.stage.number, comm.size, spec.dtype.itemsize, trains(spec), sources)
     sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)
     if not share.trainable:
         return unit_bytes(share, sums, layout, OptimizerBytes(0)), 0

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero3d import spec
+from zero3d.account.traffic import UnitTraffic
 from zero3d.checkpoint.background import SaveFigures
 from zero3d.checkpoint.slots import Note
 from zero3d.distributed.mesh import Mesh
@@ -52,7 +53,6 @@ from zero3d.precision import Precision
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
-from zero3d.zero.traffic import UnitTraffic
 
 T = TypeVar("T")
 

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import nn
 
 if TYPE_CHECKING:
+    from zero3d.account.traffic import Moved
     from zero3d.distributed.mesh import Mesh
     from zero3d.engine.foundation import Foundation
     from zero3d.engine.options import Options
     from zero3d.engine.replay.passages import Again, InStep
     from zero3d.engine.runtime import Runtime
     from zero3d.zero.optimizer import Outcome
-    from zero3d.zero.traffic import Moved
 
     Compute = Callable[[Again], None]  # forward and backward, scaled as in a step, of a micro-batch that is in none
 

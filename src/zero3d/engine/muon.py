@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Self
 
+from zero3d.account.traffic import NOTHING, Moved
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.feature import Built, Feature
 from zero3d.errors import ConfigError
@@ -16,7 +17,6 @@ from zero3d.optim.orthogonal import Orthogonal, Seen
 from zero3d.optim.owners import WIRE, Matrix, Owners, matrices_of
 from zero3d.zero.layout import Slot
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class MatrixSteps(Feature):
         total: dict[tuple[str, str, str], Moved] = {}
         for exchange in self._exchanges:
             for key, moved in exchange.traffic().items():
-                total[key] = Moved(*map(sum, zip(total.get(key, Moved(0, 0, 0)), moved, strict=True)))
+                total[key] = Moved.total([total.get(key, NOTHING), moved])
         return total
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zero3d.zero.traffic import Moved
+from zero3d.account.traffic import Moved
 
 COUNT = 8  # bytes
 

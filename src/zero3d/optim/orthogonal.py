@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.account.traffic import Moved
 from zero3d.distributed.axis import DONE
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.optim.matrices import Form, Split
 from zero3d.optim.muon_optimizer import MuonWithAdamW
-from zero3d.optim.owners import WIRE, Owners
+from zero3d.optim.owners import Owners
 from zero3d.shards.cuts import Cut
-from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
 NAME, OF_EXPERTS = "matrices", "matrices of experts"  # in the ledger
@@ -85,12 +85,8 @@ class Orthogonal:
     def traffic(self) -> dict[tuple[str, str, str], Moved]:
         """Return by (axis, operation, unit) what a step moves."""
         comm, tp = self._comm, self._tp
-        there, over_tp = self.owners.moved(comm.rank), self.owners.moved_over_tp(comm.rank, tp.rank, tp.size)
-        moved = {
-            (comm.axis, "all_gather" if self.owners.whole else "pass_rows", self.name): there,
-            (tp.axis, "pass_rows", self.name): over_tp if tp.size > 1 else (0, 0),
-        }
-        return {key: Moved(calls, elements, WIRE * elements) for key, (calls, elements) in moved.items() if calls}
+        sent = self.owners.traffic(comm.rank, tp.rank, tp.size)
+        return {(tp.axis if over_tp else comm.axis, op, self.name): moved for (over_tp, op), moved in sent.items()}
 
     # --- what rounds ask -------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
+from zero3d.account.traffic import Moved
 from zero3d.distributed.agreement import exchange_texts
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
@@ -39,7 +40,6 @@ from zero3d.pipeline.stage import ScheduledChunk, Stage
 from zero3d.pipeline.step import Callbacks, Observer, Step
 from zero3d.pipeline.traffic import pipeline_traffic
 from zero3d.pipeline.waits import Waits
-from zero3d.zero.traffic import Moved
 
 
 class StepShape(NamedTuple):

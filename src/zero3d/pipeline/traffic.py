@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from zero3d.account.traffic import Moved
 from zero3d.pipeline.actions import Action
-from zero3d.zero.traffic import ROOT_TURN, TURN, Moved, TokenEvent, backward_tokens, count_gathers, forward_tokens
+from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent, backward_tokens, count_gathers, forward_tokens
 
 
 class ChunkUnits(NamedTuple):
-    """The units of one model chunk, as `zero.traffic.token_order` takes them."""
+    """The units of one model chunk, as `zero.tokens.token_order` takes them."""
 
     forward: Sequence[str]
     root: str | None = None
@@ -94,5 +95,5 @@ def pipeline_traffic(
                 elements = sum(numel for numel, _ in cuts[cut])
                 size = sum(numel * itemsize for numel, itemsize in cuts[cut])
                 moved = len(cuts[cut]), elements, size
-                traffic[operation, f"part {chunk}"] = Moved(*(micro_batches * figure for figure in moved))
+                traffic[operation, f"part {chunk}"] = Moved(*moved).times(micro_batches)
     return traffic

@@ -64,12 +64,10 @@ def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float
     """Return the bytes that the first dp rank of a pipeline stage sends in a step, by "operation axis"."""
     sent: dict[str, float] = {}
     for axis, owners in owners_of(model, owners_key(plan), stage) if plan.optimizer == MUON else ():
-        operation = "all_gather" if owners.whole else "pass_rows"
-        for key, (_, elements) in {
-            f"{operation} {axis}": owners.moved(0), "pass_rows tp": owners.moved_over_tp(0, 0, plan.tp)
-        }.items():  # fmt: skip
-            if elements:
-                sent[key] = sent.get(key, 0.0) + WIRE * elements
+        for (over_tp, operation), moved in owners.traffic(0, 0, plan.tp).items():
+            if moved.bytes:
+                key = f"{operation} {'tp' if over_tp else axis}"
+                sent[key] = sent.get(key, 0.0) + moved.bytes
     return sent
 
 

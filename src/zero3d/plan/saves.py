@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero3d.account.optimizers import state_width
+from zero3d.account.optimizers import state_width, states_of
 from zero3d.account.states import WIDTHS
 from zero3d.memory.blocks import padded
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
-from zero3d.spec.optimizer import MUON
 
 
 def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0) -> int:
@@ -30,10 +29,10 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])
         for unit in units:
-            slots, matrices = unit.layout.slots, dict(unit.forms) if plan.optimizer == MUON else {}
+            slots, matrices = unit.layout.slots, dict(unit.forms)
             own = [piece for piece in unit.layout.pieces(dp_rank) if slots[piece.slot].name not in copies]
             for piece in own:
-                trained = (1 + plan.averages) * wide + moment * (1 if piece.slot in matrices else 2)
+                trained = (1 + plan.averages) * wide + moment * states_of(plan.optimizer, piece.slot in matrices)
                 total += (piece.stop - piece.start) * (trained if unit.trainable else unit.itemsize)
     return padded(total)
 

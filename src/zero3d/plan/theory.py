@@ -11,12 +11,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero3d.account.states import StateBytes, engine_bytes, paper_bytes
-from zero3d.zero.stages import STAGES
-from zero3d.zero.traffic import traffic_elements
+from zero3d.account.states import WIDTHS, StateBytes, engine_bytes, paper_bytes
+from zero3d.account.traffic import gathered_width, traffic_elements
+from zero3d.zero.stages import STAGES, stage_row
 
-K = 12  # optimizer bytes per parameter: fp32 master, m and v
-HALF, FULL = 2, 4  # bytes of fp16 or bf16, and of fp32
+HALF, FULL, K = WIDTHS["bf16"]  # bytes of fp16 or bf16, of fp32, of the optimizer per parameter: fp32 master, m and v
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # the paper's names of stages 0-3
 EXAMPLES = (("7B", 7 * 10**9), ("1.5B", 15 * 10**8))  # a common size, and the paper's GPT-2 (section 3.1)
 
@@ -79,7 +78,6 @@ def stage_theory(stage: int, params: int, gpus: int) -> StageTheory:
     """Compute everything the formulas say about one stage."""
     moved = traffic_elements(stage, params, gpus)
     reduced, gathered = moved["reduce_scatter"], moved["all_gather"]
-    gathered_width = FULL if stage == 0 else HALF  # stage 0 gathers reduced gradients, the others weights
     return StageTheory(
         stage,
         NAMES[stage],
@@ -88,7 +86,7 @@ def stage_theory(stage: int, params: int, gpus: int) -> StageTheory:
         reduced,
         gathered,
         HALF * (reduced + gathered),
-        FULL * reduced + gathered_width * gathered,
+        FULL * reduced + gathered_width(stage_row(stage), HALF, FULL) * gathered,
     )
 
 

@@ -1,10 +1,10 @@
 """Bytes that a rank sends in a step, by operation and axis: the sum that the ledger's formulas give. No torch.
 
 ep   expert_parallel/traffic.py of as many tokens for every expert as for any other; only a router knows how many
-dp   zero/traffic.py of the rank's units, of experts over edp, padding included; at stage 3 gathers are counted in the
-     order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes blocks;
-     that what backwards of weights leave is reduced once more, where a schedule with such reduces every micro-batch,
-     is left out
+dp   account/traffic.py of the rank's units, of experts over edp, padding included; at stage 3 gathers are counted in
+     the order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes
+     blocks; that what backwards of weights leave is reduced once more, where a schedule with such reduces every
+     micro-batch, is left out
      Muon's matrices go to their owners and back, over tp, too (matrices.py)
 pp   pipeline/traffic.py: whole hidden states on every tp rank
 tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.account.states import WIDTHS
+from zero3d.account.traffic import Moved, UnitTraffic, step_traffic
 from zero3d.activations.policy import Policy
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
@@ -41,9 +42,9 @@ from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
-from zero3d.tensor_parallel.traffic import Region, loss_region, tensor_traffic
+from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
 from zero3d.zero.layout import ROOT
-from zero3d.zero.traffic import Moved, UnitTraffic, backward_tokens, count_gathers, forward_tokens, step_traffic
+from zero3d.zero.tokens import backward_tokens, count_gathers, forward_tokens
 
 
 def busiest_traffic(model: ModelSpec, plan: ParallelPlan) -> dict[str, float]:
@@ -71,7 +72,7 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
         for (operation, _), volume in moved.items():
             traffic[f"{operation} tp"] = traffic.get(f"{operation} tp", 0.0) + volume.bytes
         if partial:
-            traffic["exchange tp"] = float((plan.tp - 1) * partial * WIDTHS[plan.precision].reduced)
+            traffic["exchange tp"] = float(partial_traffic(partial, plan.tp, WIDTHS[plan.precision].reduced).bytes)
     if plan.ep > 1:
         for operation, moved_rows in _expert_traffic(model, plan, stage).items():
             traffic[f"{operation} ep"] = float(moved_rows.bytes)

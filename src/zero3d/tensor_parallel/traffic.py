@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero3d.zero.traffic import Moved
+from zero3d.account.traffic import Moved
 
 LOSS, FP32 = 2, 4  # numbers per token and rank; bytes of each, or 8 under fp64
 
@@ -30,6 +30,11 @@ class Region(NamedTuple):
 def loss_region(name: str, size: int) -> Region:
     """Return what a loss of local logits sends: two numbers per token to each of the other ranks (vocabulary.py)."""
     return Region(name, "all_gather", "", LOSS * size, FP32)
+
+
+def partial_traffic(elements: int, n: int, width: int) -> Moved:
+    """Return what an exchange of so many partial gradients, of `width` bytes each, sends to each of n - 1 tp ranks."""
+    return Moved(1, elements * (n - 1), elements * (n - 1) * width)
 
 
 def tensor_traffic(

@@ -17,16 +17,16 @@ Evaluations and checkpoints are taken out on both sides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from zero3d.account.traffic import NOTHING, Moved, step_traffic
 from zero3d.engine.engine import Engine
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
-from zero3d.tensor_parallel.traffic import tensor_traffic
-from zero3d.zero.traffic import Moved, count_gathers, step_traffic
+from zero3d.tensor_parallel.traffic import partial_traffic, tensor_traffic
+from zero3d.zero.tokens import count_gathers
 
-NOTHING = Moved(0, 0, 0)
 LOSS_VALUES = 2  # of train_batch's exchange: sum of losses, sum of weights
 
 
@@ -47,7 +47,8 @@ class TrainingTraffic:
 
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
-        self._ledger, self._tokens, self._dispatches = engine.traffic, engine.gathers, engine.experts.dispatches
+        self._ledger, self._tokens = engine.traffic, engine.gathers
+        self._dispatches = engine.experts.dispatches
         self._excluded: Counter[tuple[str, str, str, str]] = Counter()
         self._begun, self._last = self._all_passed(), 0
         engine.traffic.reset()
@@ -130,7 +131,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
         actual = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
         formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
-        rows.append(TrafficRow(op, _total(formula.values()), _total(actual.values()), actual == formula))
+        rows.append(TrafficRow(op, Moved.total(formula.values()), Moved.total(actual.values()), actual == formula))
     return rows
 
 
@@ -155,7 +156,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
     for (op, unit), moved in step.items():
         every = op != "all_gather" or policy.stage.shards_parameters or not policy.stage.shards_optimizer
         steps = counts.steps if every else counts.applied
-        planned[op, unit] = Moved(*(steps * figure for figure in moved))
+        planned[op, unit] = moved.times(steps)
     trainable = sum(unit.trainable for unit in units)
     planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
     return planned
@@ -169,9 +170,7 @@ def planned_pipeline(engine: Engine, counts: SessionCounts) -> dict[tuple[str, s
     for unit in engine.model_group.traded:
         shard = unit.gradients.shard
         step["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
-    return {
-        (_on("pp", op), unit): Moved(*(counts.steps * figure for figure in moved)) for (op, unit), moved in step.items()
-    }
+    return {(_on("pp", op), unit): moved.times(counts.steps) for (op, unit), moved in step.items()}
 
 
 def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
@@ -189,7 +188,7 @@ def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> dict[tuple[
         moved = expert_traffic(passed[name], dispatch.hidden, width, dispatch.layer.experts, engine.mesh.ep)
         planned[_on("ep", "pass_rows"), name] = moved["pass_rows"]
         before = planned.get((_on("ep", "exchange"), "-"), NOTHING)
-        planned[_on("ep", "exchange"), "-"] = Moved(*map(sum, zip(before, moved["exchange"], strict=True)))
+        planned[_on("ep", "exchange"), "-"] = Moved.total([before, moved["exchange"]])
     return planned
 
 
@@ -199,7 +198,7 @@ def planned_features(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]
     moved = [each for feature in engine.features for each in feature.traffic().items()]
     for (axis, op, unit), figures in moved:
         before = planned.get((_on(axis, op), unit), NOTHING)
-        planned[_on(axis, op), unit] = Moved(*(a + steps * b for a, b in zip(before, figures, strict=True)))
+        planned[_on(axis, op), unit] = Moved.total([before, figures.times(steps)])
     return planned
 
 
@@ -217,16 +216,11 @@ def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Mov
         values *= mesh.pp * mesh.tp - 1
         planned[_on(mesh.model_parallel.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
     if group.summed:
-        values = steps * group.summed * (mesh.tp - 1)
         before = planned.get((_on("tp", "exchange"), "-"), NOTHING)
-        added = Moved(steps, values, values * engine.policy.master.itemsize)
-        planned[_on("tp", "exchange"), "-"] = Moved(*map(sum, zip(before, added, strict=True)))
+        partial = partial_traffic(group.summed, mesh.tp, engine.policy.master.itemsize)
+        planned[_on("tp", "exchange"), "-"] = Moved.total([before, partial.times(steps)])
     return planned
 
 
 def _on(axis: str, op: str) -> str:
     return op if axis in ("dp", "edp") else f"{op} ({axis})"
-
-
-def _total(moved: Iterable[Moved]) -> Moved:
-    return Moved(*(sum(figures) for figures in zip(NOTHING, *moved, strict=True)))

@@ -1,6 +1,6 @@
 """The core: ZeRO stages 0-3 as one code path.
 
-stages, layout, traffic            the stage table and its bytes; where parameters lie; what a step sends
+stages, layout, tokens             the stage table; where parameters lie; which uses of units gather them
 policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both

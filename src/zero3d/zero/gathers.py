@@ -21,7 +21,7 @@ from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import Lane
-from zero3d.zero.traffic import ROOT_TURN, TURN, TokenEvent
+from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
 
 OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written

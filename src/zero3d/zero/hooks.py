@@ -52,7 +52,7 @@ from zero3d.zero.gathers import OPENED, STEP, Gathers, Order
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.saved import SavedWeights
-from zero3d.zero.traffic import ROOT_TURN, TURN
+from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
 GRAPH = "graph"  # a graph of a backward may read it until the step

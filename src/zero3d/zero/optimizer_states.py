@@ -244,28 +244,6 @@ class OptimizerStates:
         if not self._adopted or any(_differs(*states) for states in self._adopted):
             self.adopt()
 
-    def state_bytes(self, unit: Unit) -> Fraction | int:
-        """Return a unit's optimizer bytes per parameter: what is stored of its masters beside weights, and states."""
-        stored = unit.weights.masters.stored  # what is in records is counted there
-        beside = 0 if stored is None else stored.dtype.itemsize
-        return beside + sum(width for span, width in self._states(unit) if span.covers(unit.weights.shard_or_full))
-
-    def states_of_some(self, unit: Unit) -> tuple[Fraction, Fraction]:
-        """Return the bytes of states that some of its parameters have alone, and those of their padding."""
-        used = padding = Fraction(0)
-        for span, width in self._states(unit):
-            if not span.covers(unit.weights.shard_or_full):
-                used += span.used * width
-                padding += (span.stop - span.start - span.used) * width
-        return used, padding
-
-    def _states(self, unit: Unit) -> Iterator[tuple[Span, Fraction]]:
-        """Yield the span of each state of a unit, and bytes of an element."""
-        for (name, key), flat in self._flat.items():
-            span = self.span(unit, key) if name == unit.name else None
-            if span is not None:
-                yield span, Fraction(flat.numel() * flat.dtype.itemsize, span.stop - span.start)
-
 
 def _count_in_groups(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -10,7 +10,7 @@ out one by one with their biases, all elements have room for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -23,10 +23,6 @@ class Span(NamedTuple):
     start: int
     stop: int
     used: Fraction | int
-
-    def covers(self, elements: Sized) -> bool:
-        """Return whether all elements have the state."""
-        return self.stop - self.start == len(elements)
 
 
 def span_of(pieces: Sequence[Piece], has: Callable[[int], bool], elements: int, used: Fraction | int) -> Span | None:

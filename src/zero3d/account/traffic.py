@@ -1,20 +1,38 @@
-"""What a step sends over the dp axis, by formula: elements by the paper; calls, elements, bytes exactly. No torch.
+"""Traffic: what operations send, and the formula of the dp axis: elements by the paper; calls, bytes exactly. No torch.
 
 Optimizer states appear in no formula: every rank updates the slice whose states it holds, and only
 gradients go in and parameters come out. Source: Rajbhandari et al., "ZeRO" (2020), section 7.
+Other axes' formulas lie with what they describe: tensor_parallel/, pipeline/, expert_parallel/, optim/owners.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from zero3d.zero.layout import CANONICAL
-from zero3d.zero.stages import resolve_policies, stage_row
+from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
-TURN, ROOT_TURN = "turn", "root turn"  # tokens that the units used last in a forward, and the root, keep
+
+class Moved(NamedTuple):
+    """What a rank sends in calls of one operation."""
+
+    calls: int
+    elements: int
+    bytes: int
+
+    def times(self, count: int) -> Moved:
+        """Return what so many alike ones send."""
+        return Moved(*(count * figure for figure in self))
+
+    @classmethod
+    def total(cls, moved: Iterable[Moved]) -> Moved:
+        """Return the sum."""
+        return cls(*(sum(figures) for figures in zip(NOTHING, *moved, strict=True)))
+
+
+NOTHING = Moved(0, 0, 0)
 
 
 def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
@@ -31,58 +49,9 @@ def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) ->
     }
 
 
-class TokenEvent(NamedTuple):
-    """A user of a unit starts (acquire) or stops needing its full parameters."""
-
-    unit: str
-    token: object
-    acquire: bool
-
-
-def count_gathers(events: Iterable[TokenEvent]) -> Counter[str]:
-    """Count gathers per unit: how often its set of users goes from empty to non-empty."""
-    users: dict[str, set[object]] = {}
-    gathers: Counter[str] = Counter()
-    for unit, token, acquire in events:
-        holders = users.setdefault(unit, set())
-        if acquire:
-            gathers[unit] += not holders
-            holders.add(token)
-        else:
-            holders.discard(token)
-    return gathers
-
-
-def token_order(forward: Sequence[str], root: str | None = None, no_backward: Iterable[str] = ()) -> list[TokenEvent]:
-    """Return the tokens of one micro-batch in which units are used in the order `forward`.
-
-    The root unit is used from its forward to the end of backward. The unit used last keeps
-    its turn token, so its backward finds it gathered. Units in `no_backward` (embeddings: their
-    backward needs indices only) are used in forward alone.
-    """
-    return forward_tokens(forward, root) + backward_tokens(forward, root, frozenset(no_backward))
-
-
-def forward_tokens(forward: Sequence[str], root: str | None) -> list[TokenEvent]:
-    """Return the tokens of a forward: what it used last, and the root unit, keep one."""
-    events = [TokenEvent(root, ROOT_TURN, True)] if root else []
-    turn: str | None = None
-    for i, unit in enumerate(forward):
-        if turn not in (None, unit):
-            events.append(TokenEvent(str(turn), TURN, False))
-        events += [TokenEvent(unit, ("forward", i), True), TokenEvent(unit, TURN, True)]
-        events.append(TokenEvent(unit, ("forward", i), False))
-        turn = unit
-    return events
-
-
-def backward_tokens(forward: Sequence[str], root: str | None, no_backward: frozenset[str]) -> list[TokenEvent]:
-    """Return the tokens of a backward, in reverse; the root unit's ends last."""
-    events = [TokenEvent(root, "backward", True)] if root else []
-    for i, unit in reversed(list(enumerate(forward))):
-        if unit not in no_backward:
-            events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
-    return events + ([TokenEvent(root, "backward", False)] if root else [])
+def gathered_width(row: Stage, weight: int, reduced: int) -> int:
+    """Return the bytes of an element that is gathered behind a reduction: of a weight, at stage 0 of a gradient."""
+    return weight if row.shards_optimizer else reduced
 
 
 class UnitTraffic(NamedTuple):
@@ -101,12 +70,6 @@ class UnitTraffic(NamedTuple):
     wire: int
     trainable: bool
     ranks: int | None = None
-
-
-class Moved(NamedTuple):
-    calls: int
-    elements: int
-    bytes: int
 
 
 ORDERS = 2  # values per rank and axis of units: the orders of gathers and reductions
@@ -139,7 +102,7 @@ def step_traffic(
         if row.shards_parameters:
             add("all_gather", unit, gathers.get(unit.name, 0), unit.weight)
         elif unit.trainable:
-            add("all_gather", unit, 1, unit.weight if row.shards_optimizer else unit.reduced)
+            add("all_gather", unit, 1, gathered_width(row, unit.weight, unit.reduced))
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
             add("all_to_all" if exact and n > 1 else "reduce_scatter", unit, calls, unit.wire)
