@@ -314,7 +314,7 @@ def without_matrices_here():
     rule = muon(lr=0.02, match="model.layers.0.*")
     engine = meshes.engine_of(meshes.model_of("llama", (1, 1, 2)), meshes.mesh_of((1, 1, 2)), optimizer=rule, stage=1)
     meshes.step(engine, 0, 2)
-    return engine.optimizer.orthogonal.held, engine.optimizer.orthogonal.traffic()
+    return engine.optimizer.orthogonal.scratch, engine.optimizer.orthogonal.traffic()
 
 
 def test_a_stage_without_matrices_holds_nothing_for_them(ranks):

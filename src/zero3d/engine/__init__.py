@@ -9,11 +9,17 @@ division.py          the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open
 runtime.py           units over dp, with what gathers, reduces and updates them
-muon.py              matrices of units and their owners
+feature.py           what a run may have beside training itself: a method for each moment that may concern it
+features.py          the features of an engine, one row each
 summation.py         the order of sums: by ranks, or exact
 execution.py         the way through the model: direct, or through pipeline stages
 step.py              when a step is due, and what follows from it
-health.py            values that are not finite: counted, traced to the first unit
+statistics.py        a feature: running statistics of normalisation layers, alike on all ranks
+health.py            a feature: values that are not finite are counted, and traced to the first unit
+muon.py              a feature: matrices of units and their owners
+averages.py          a feature: exponential moving averages of weights
+replay/              a feature: a micro-batch computed twice
+expert_bias.py       a feature: counts of experts' tokens, and the bias that levels them
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase
 state.py             what checkpoints take

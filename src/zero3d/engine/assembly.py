@@ -6,6 +6,7 @@ foundation  options, checked                                         options.py,
             the order of sums                                        summation.py
 guards      from here on a failure leaves a model that refuses use   guards.py
 runtime     units, optimizer, gathers, reductions, hooks             runtime.py, zero/
+features    averages, replay, Muon's exchange, ...                   features.py
 step        when it is due, and what follows                         step.py
 execution   direct, or through pipeline stages                       execution.py, pipeline/
 """
@@ -22,40 +23,39 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zero3d.activations.kept_inputs import KeptInputs
+from zero3d.activations.host_slots import HostSlots
+from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
 from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
-from zero3d.engine.activations import keep_inputs
 from zero3d.engine.auto_offload import Settled, room_of, settle_gradients, settle_place
 from zero3d.engine.autocast import in_autocast, out_of_autocast
-from zero3d.engine.averages import Averages, open_averages
 from zero3d.engine.base import note_writes, open_base
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.features import open_features
+from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
-from zero3d.engine.options import Options
-from zero3d.engine.replay.replay import Replay
+from zero3d.engine.options import Options, parts_activations
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
-from zero3d.engine.statistics import RunningStatistics
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
-from zero3d.expert_parallel.load import ExpertLoad
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
 from zero3d.spec.offload import DEVICE
 from zero3d.spec.sizes import decimal
+from zero3d.tensor_parallel.channel import Channel
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
@@ -69,11 +69,10 @@ class Assembly:
 
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
+    features   what there is beside training itself, in the order in which it is called
     execution  how micro-batches go through the model; `pipeline` where there is one
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
-    replay     computes a micro-batch of some steps once more; None without
-    expert_load  counts of tokens by expert
     frozen_base  the folder whose values frozen weights have; None without
     originals  values of frozen parameters in the dtype in which they came
     changes    what the model's modules were before
@@ -81,6 +80,7 @@ class Assembly:
 
     base: Foundation
     runtime: Runtime
+    features: Sequence[Feature]
     stepper: Stepper
     whole_parameters: WholeParameters
     accounts: Accounts
@@ -88,11 +88,8 @@ class Assembly:
     execution: Execution
     kept_inputs: KeptInputs | None
     offload: Settled
-    replay: Replay | None
     frozen_base: FrozenBase | None
     originals: FrozenOriginals
-    averages: Averages | None
-    expert_load: ExpertLoad
     changes: Changes
 
     @property
@@ -217,7 +214,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base = Foundation.of(model, mesh, options)
     originals = _originals(model, base, options)
     axes, resolved, module = base.axes, base.resolved, base.division.module
-    kept = keep_inputs(base)
+    kept = _keep_inputs(base)
     specs, uses = partition_all(
         base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters()
     )
@@ -240,29 +237,14 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
     frozen_base = open_base(base, options.model.weights)
-    whole = WholeParameters(
-        runtime.units, runtime.gathers, axes.dp, runtime.model_group, axes.arena,
-        partial(note_writes, base, frozen_base), originals,
-    )  # fmt: skip
-    averages = open_averages(base.options.optimizer.ema, runtime.optimizer, axes.arena)
-    load = ExpertLoad(
-        base.division.chunks, base.division.expert_layers, axes.dp, base.options.optimizer.expert_bias_rate
-    )
-    runtime.optimizer.tally = load.tally if load.values else None
-    stepper = _stepper(base, runtime, averages, load)
+    whole = WholeParameters(base.axes, runtime, partial(note_writes, base, frozen_base), originals)
+    stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
+    features = stepper.features = open_features(Parts(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
-    every = options.step.replay
-    replay = Replay(every, base, runtime, lambda: stepper.count) if every else None
     if pipeline is None:
-        direct = Direct(
-            module, losses, runtime.accumulation, runtime.loss_scale, stepper.abandon, only,
-            resolved.mesh.heartbeat.work, replay,
-        )  # fmt: skip
-        direct.examine = runtime.hooks[0].refuse_released
-        direct.explain = runtime.hooks[0].refuse_unsaved
-        execution: Execution = direct
+        execution: Execution = Direct(base, runtime, losses, stepper, only)
     else:
-        execution = Pipelined(pipeline, axes.pp.size, runtime.loss_scale, only, replay)
+        execution = Pipelined(pipeline, base, runtime, stepper, only)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
@@ -272,9 +254,36 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(
-        base, runtime, stepper, whole, _accounts(base, runtime, kept), pipeline, execution, kept,
-        _settled(base, tiers, why), replay, frozen_base, originals, averages, load, before.changes(),
-    )  # fmt: skip
+        base=base,
+        runtime=runtime,
+        features=features,
+        stepper=stepper,
+        whole_parameters=whole,
+        accounts=_accounts(base, runtime, kept),
+        pipeline=pipeline,
+        execution=execution,
+        kept_inputs=kept,
+        offload=_settled(base, tiers, why),
+        frozen_base=frozen_base,
+        originals=originals,
+        changes=before.changes(),
+    )
+
+
+def _keep_inputs(base: Foundation) -> KeptInputs | None:
+    """Have recomputed blocks keep their inputs in parts over tp, or on the host, if options say so."""
+    options, mesh, chunks = base.options, base.resolved.mesh, base.division.chunks
+    offload, partition, slots = options.offload, None, None
+    if parts_activations(options.mesh):
+        channel = Channel(mesh.axis("tp"), base.axes.ledger)
+        partition = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
+    if offload.activations == "host":
+        slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), host_share(base))
+    if partition is None and slots is None:
+        return None
+    kept = KeptInputs(partition, slots)
+    kept.install(chunks.values())
+    return kept
 
 
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
@@ -298,22 +307,10 @@ def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Set
     return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
-def _stepper(base: Foundation, runtime: Runtime, averages: Averages | None, load: ExpertLoad) -> Stepper:
-    return Stepper(
-        base.axes.dp, base.axes.world, base.order, runtime.accumulation, runtime.gathers, runtime.reductions,
-        runtime.hooks,
-        runtime.optimizer, bind_scheduler(base.options.optimizer.scheduler, runtime.optimizer.torch),
-        runtime.loss_scale, runtime.health, base.resolved.policy.master, load,
-        RunningStatistics(base.division.chunks.values(), base.axes.dp), averages,
-    )  # fmt: skip
-
-
 def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
     policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
     inputs = None if kept is None else kept.slots
-    return Accounts(
-        runtime.units, runtime.optimizer, policy, axes.arena, axes.dp, exact, runtime.tiers, inputs
-    )  # fmt: skip
+    return Accounts(runtime.units, runtime.optimizer, policy, axes.arena, axes.dp, exact, runtime.tiers, inputs)
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:
@@ -329,6 +326,11 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         arena=base.axes.arena,
     )
     return Pipeline(
-        base.division.chunks, base.resolved.schedule, base.resolved.mesh.axis("pp"), base.axes.ledger, callbacks,
-        losses.sum_and_weight, losses.takes,
-    )  # fmt: skip
+        base.division.chunks,
+        base.resolved.schedule,
+        base.resolved.mesh.axis("pp"),
+        base.axes.ledger,
+        callbacks,
+        losses.sum_and_weight,
+        losses.takes,
+    )

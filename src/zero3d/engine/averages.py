@@ -1,8 +1,8 @@
 """Exponential moving average of weights, kept in the masters' dtype beside them, in shards like them.
 
-    begin     average = master                                       at the start, or where a checkpoint has none
-    update    average = average + (1 - decay) * (master - average)   after every applied step
-    shown     master <-> average, and weights of what is master now  to evaluate and to export
+    loaded        average = master                                       at the start, or where a checkpoint has none
+    after_update  average = average + (1 - decay) * (master - average)   after every applied step
+    shown         master <-> average, and weights of what is master now  to evaluate and to export
 
 An average is one more state of the optimizer's pieces: checkpoints, resharding, fingerprints and the account of memory
 have it with the moments. Its three operations are rounded one by one, so that its bits do not depend on how a unit is
@@ -11,36 +11,55 @@ cut. Nothing of training reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from zero3d.checkpoint.manifest import AVERAGE
+from zero3d.checkpoint.resume_contract import EMA
+from zero3d.engine.feature import Feature, Parts
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket, update_scratch
 from zero3d.precision import Halves, join_master, joined
-from zero3d.zero.optimizer import ShardedOptimizer
+from zero3d.zero.optimizer import APPLIED, Outcome, ShardedOptimizer
 from zero3d.zero.optimizer_states import state_names
 from zero3d.zero.unit import Unit
 
 
-class Averages:
+class Averages(Feature):
     """Owns the averages of an engine's masters, which are in flat buffers of its optimizer.
 
     decay  share of the old average in the new one
     """
 
+    name = "ema"
+    trains_unfrozen = False
+
     def __init__(self, decay: float, optimizer: ShardedOptimizer, arena: Arena) -> None:
         _check(decay, optimizer)
-        self.decay, self._optimizer, self._arena = decay, optimizer, arena
-        self.are_shown = False
-        self.begin()
+        self.decay, self.are_shown = decay, False
+        self._optimizer, self._arena = optimizer, arena
+        self.loaded()
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        decay = parts.base.options.optimizer.ema
+        return None if decay is None else cls(decay, parts.runtime.optimizer, parts.base.axes.arena)
+
+    def refuse(self, call: str) -> None:
+        """Raise ConfigError where weights are averages."""
+        if self.are_shown:
+            raise ConfigError(f"{call} inside averaged(), where weights are averages: leave the block first.")
+
+    def about(self) -> Mapping[str, Any]:
+        return {EMA: f"{self.decay:g}"}
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def loaded(self) -> None:
         """Begin with what masters are, where there is no average yet."""
         for owned in self._optimizer.pieces:
             state = self._optimizer.torch.state[owned.master]
@@ -49,9 +68,9 @@ class Averages:
                 state[AVERAGE].copy_(joined(owned.read()))
 
     @torch.no_grad()
-    def update(self) -> None:
+    def after_update(self, outcome: Outcome) -> None:
         """Take the masters of an applied step into the averages. Moves nothing between ranks."""
-        for average, master, scratch in self._ranges():
+        for average, master, scratch in self._ranges() if outcome.reason == APPLIED else ():
             torch.sub(master, average, out=scratch).mul_(1.0 - self.decay)
             average.add_(scratch)
 
@@ -97,10 +116,13 @@ class Averages:
                 yield average, stored, here
             self._arena.give_back("wire", scratch)
 
-
-def open_averages(decay: float | None, optimizer: ShardedOptimizer, arena: Arena) -> Averages | None:
-    """Return what keeps averages, if they are asked for. Raises ConfigError."""
-    return None if decay is None else Averages(decay, optimizer, arena)
+    @property
+    def scratch(self) -> int:
+        shards = [unit.weights.shard_or_full.numel() for unit in self._optimizer.units]
+        if not shards:
+            return 0
+        wide = self._optimizer.units[0].weights.masters.dtype.itemsize
+        return wide * update_scratch(max(shards), self._arena.device.type)
 
 
 def _check(decay: float, optimizer: ShardedOptimizer) -> None:

@@ -32,15 +32,20 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, frozen_entry, notes_memory
 from zero3d.engine.assembly import assemble
+from zero3d.engine.averages import Averages
 from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts, refuse_none
 from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
+from zero3d.engine.expert_bias import ExpertBias
+from zero3d.engine.features import find, required
 from zero3d.engine.freezing import Freezing
 from zero3d.engine.generation import Ending, check_options, generate
+from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
 from zero3d.engine.registry import Registry
+from zero3d.engine.replay.replay import Replay
 from zero3d.engine.saving import copy_entry, open_saves
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
@@ -175,16 +180,19 @@ class Engine:
         self.arena, self.traffic, self.tp, self.dp, self.world = axes.arena, axes.ledger, axes.tp, axes.dp, axes.world
         self.module, self.chunks, self.experts = division.module, division.chunks, division.experts
         self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
-        self.units, self.model_group, self.expert_load = runtime.units, runtime.model_group, assembly.expert_load
+        self.features = features = assembly.features
+        self.expert_load, self.health = required(features, ExpertBias).load, required(features, Health)
+        self.averages, self.replay = find(features, Averages), find(features, Replay)
+        self.units, self.model_group = runtime.units, runtime.model_group
         self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
         self.offload, self.offload_why = assembly.offload
-        self.optimizer, self.loss_scale, self.health = runtime.optimizer, runtime.loss_scale, runtime.health
-        self.pipeline, self.summands, self.replay = assembly.pipeline, base.order.summands, assembly.replay
-        self._freezing = Freezing(base, runtime)
+        self.optimizer, self.loss_scale = runtime.optimizer, runtime.loss_scale
+        self.pipeline, self.summands = assembly.pipeline, base.order.summands
+        self._freezing = Freezing(base, runtime, features)
         self._registry, self._counts = Registry(division.module), Counts(resolved.mesh)
         self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
         self.last_step: StepResult | None = None
-        self.resumed, self._saves, self.averages = "", open_saves(base), assembly.averages
+        self.resumed, self._saves = "", open_saves(base)
         self._unsharded: list[Unit] = []
         self._shows_masters = False
         self._resized: dict[str, Tensor] = {}  # data of another shape, by name, for close() to keep
@@ -203,7 +211,7 @@ class Engine:
         where some rank has no room for the whole model; ConfigError inside full_params() and averaged(); and what a
         save with `wait=False` raised.
         """
-        self._refuse_averages("close()")
+        self._refuse("close()")
         self._assembly.check_close()
         if self._unsharded:
             self._resized |= self._assembly.take_resized(self._unsharded)
@@ -292,7 +300,7 @@ class Engine:
         if self.accumulation.reached:
             with self.mesh.heartbeat.phase("save"):
                 self._saves.await_copy()
-        self._refuse_averages("step()")
+        self._refuse("step()")
         self._registry.check()
         self._freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
@@ -496,7 +504,7 @@ class Engine:
         """
         if self.averages is None:
             raise ConfigError("there are no averages of the weights: build the engine with ema=0.999 (train.ema).")
-        self._refuse_averages("averaged()")
+        self._refuse("averaged()")
         with self._resharded():
             self._refuse_open("averaged()")
             self._saves.await_copy()
@@ -505,9 +513,10 @@ class Engine:
                 yield
                 self.gathers.drop(lambda token: token == KEEP)
 
-    def _refuse_averages(self, call: str) -> None:
-        if self.averages is not None and self.averages.are_shown:
-            raise ConfigError(f"{call} inside averaged(), where weights are averages: leave the block first.")
+    def _refuse(self, call: str) -> None:
+        """Raise ConfigError where a feature cannot have this method called now."""
+        for feature in self.features:
+            feature.refuse(call)
 
     def whole_state_dict(self, trained_only: bool = False) -> dict[str, Tensor]:
         """Return a copy of the weights as `module.state_dict()` names them, in rank 0's host memory; {} on the others.
@@ -535,7 +544,7 @@ class Engine:
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
-        self._refuse_averages("save()")
+        self._refuse("save()")
         self._registry.check()
         if self.accumulation.count:
             raise CheckpointError(
@@ -588,7 +597,7 @@ class Engine:
 
     def _load(self, directory: Path) -> Any:
         self._refuse_open("load()")
-        self._refuse_averages("load()")
+        self._refuse("load()")
         with self.mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = engine_state(self._assembly)
@@ -596,9 +605,8 @@ class Engine:
         self.optimizer.settle()  # it writes masters, which may be what is sent
         self._stepper.reset()
         self._stepper.count, loop, self.resumed = restore.load(checked, state)
-        self.health.in_a_row = 0
-        if self.averages is not None:
-            self.averages.begin()
+        for feature in self.features:
+            feature.loaded()
         return loop
 
     def _refuse_window(self, call: str) -> None:
@@ -624,7 +632,9 @@ class Engine:
         note, store = agree(self.world.patient, self._left)
         self._stepper.reset()
         self.resumed = load_slots(note, engine_state(self._assembly), store)
-        self._stepper.count, self.health.in_a_row = note.step, 0
+        self._stepper.count = note.step
+        for feature in self.features:
+            feature.loaded()
         return note.loop
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:

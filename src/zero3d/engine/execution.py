@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zero3d.engine.features import having
+from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import next_logits
 from zero3d.engine.losses import Losses
 from zero3d.engine.replay.passages import Again
-from zero3d.engine.replay.replay import Replay
+from zero3d.engine.runtime import Runtime
+from zero3d.engine.step import Stepper
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
-from zero3d.precision import LossScale, at_least_fp32
-from zero3d.zero.accumulation import Accumulation, Contribution
+from zero3d.precision import at_least_fp32
+from zero3d.zero.accumulation import Contribution
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.hooks import Hooks
 
@@ -61,25 +64,20 @@ class Execution(Protocol):
 class Direct:
     """Runs micro-batches through the whole model, one after another.
 
-    abandon   forgets the step after a backward that died
-    only      the option that has a forward make logits of the last position alone
-    announce  tells the heartbeat what comes next
-    replay    computes a micro-batch of some steps once more
-    examine   is shown a loss that is NaN, on the CPU: raises where it knows why
-    explain   is shown a loss and the error that its backward raised: raises where it knows why
+    stepper  forgets the step after a backward that died, and knows the features
+    only     the option that has a forward make logits of the last position alone
     """
 
     vocabulary = None
-    examine: Callable[[Tensor], None] | None = None
-    explain: Callable[[Tensor, BaseException], None] | None = None
 
     def __init__(
-        self, module: nn.Module, losses: Losses, accumulation: Accumulation, loss_scale: LossScale,
-        abandon: Callable[[], None], only: Mapping[str, int], announce: Callable[[bytes], None], replay: Replay | None,
-    ) -> None:  # fmt: skip
-        self._announce = announce
-        self._module, self._losses, self._accumulation = module, losses, accumulation
-        self._loss_scale, self._abandon, self._only, self._replay = loss_scale, abandon, only, replay
+        self, base: Foundation, runtime: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]
+    ) -> None:
+        self._module, self._heartbeat = base.division.module, base.resolved.mesh.heartbeat
+        self._accumulation, self._loss_scale = runtime.accumulation, runtime.loss_scale
+        self._hooks = runtime.hooks[0]
+        self._losses, self._only = losses, only
+        self._stepper, self._around = stepper, having(stepper.features, "around")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
@@ -96,35 +94,37 @@ class Direct:
         self.backward_sum(loss, weight, last)
 
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
-        self._announce(b"a backward")
+        self._heartbeat.work(b"a backward")
         total = self._scaled(total)
         weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         nan = self._accumulation.note_loss(total, weight)
         try:
             on_host = total.device.type == "cpu" and not isinstance(total, FakeTensor)  # else to look would be to wait
-            if self.examine is not None and on_host and nan.tolist():
-                self.examine(total)
+            if on_host and nan.tolist():
+                self._hooks.refuse_released(total)
             with self._accumulation.counting(Contribution(weight, last)):
                 total.backward()  # type: ignore[no-untyped-call]
         except BaseException as error:
-            self._abandon()
-            if self.explain is not None:
-                self.explain(total, error)
+            self._stepper.abandon()
+            self._hooks.refuse_unsaved(total, error)
             raise
 
     def _scaled(self, total: Tensor) -> Tensor:
         return total if self._loss_scale.value == 1.0 else at_least_fp32(total) * self._loss_scale.value
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        sums, replay = [], self._replay
-        watched = None if replay is None else replay.watched(len(micro_batches))
-        for i, batch in enumerate(micro_batches):
-            with nullcontext() if replay is None else replay.around(watched, i, batch, self._compute):
+        sums, features = [], self._stepper.features
+        for feature in features:
+            feature.begin(len(micro_batches))
+        for k, batch in enumerate(micro_batches):
+            with ExitStack() as around:
+                for feature in self._around:
+                    around.enter_context(feature.around(k, batch, self._compute))
                 total, weight = self._losses.sum_and_weight(self._losses.forward(self._module, batch), batch)
                 sums.append((total.detach(), weight))
-                self.backward_sum(total, weight, last=i == len(micro_batches) - 1)
-        if replay is not None:
-            replay.compare(self._compute)
+                self.backward_sum(total, weight, last=k == len(micro_batches) - 1)
+        for feature in features:
+            feature.before_update(self._compute)
         return sums
 
     def _compute(self, again: Again) -> None:
@@ -148,16 +148,14 @@ class Direct:
 
 
 class Pipelined:
-    """Runs micro-batches through this rank's model chunks and those of the other pipeline stages.
-
-    replay  computes a micro-batch of some steps once more, when all have been through
-    """
+    """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
 
     def __init__(
-        self, pipeline: Pipeline, stages: int, loss_scale: LossScale, only: Mapping[str, int], replay: Replay | None
+        self, pipeline: Pipeline, base: Foundation, runtime: Runtime, stepper: Stepper, only: Mapping[str, int]
     ) -> None:
-        self._pipeline, self._stages, self._loss_scale, self._only = pipeline, stages, loss_scale, only
-        self._replay = replay
+        self._pipeline, self._stages = pipeline, base.axes.pp.size
+        self._loss_scale, self._features = runtime.loss_scale, stepper.features
+        self._only = only
 
     @property
     def vocabulary(self) -> int | None:
@@ -179,12 +177,12 @@ class Pipelined:
         )
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
-        scale, replay = self._loss_scale.value, self._replay
-        watched = None if replay is None else replay.watched(len(micro_batches))
-        sums = self._pipeline.run(micro_batches, scale, watched)
-        if replay is not None and watched is not None:
-            replay.repeat(watched, self._compute)
-            replay.compare(self._compute)
+        for feature in self._features:
+            feature.begin(len(micro_batches))
+        passage = next((feature.passage for feature in self._features if feature.passage is not None), None)
+        sums = self._pipeline.run(micro_batches, self._loss_scale.value, passage)
+        for feature in self._features:
+            feature.before_update(self._compute)
         return sums
 
     def _compute(self, again: Again) -> None:

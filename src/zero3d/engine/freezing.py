@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from zero3d.engine.feature import Feature
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
@@ -24,8 +25,9 @@ from zero3d.zero.unit import Unit
 class Freezing:
     """Owns what is done to an engine's units when parameters are frozen or unfrozen."""
 
-    def __init__(self, base: Foundation, runtime: Runtime) -> None:
+    def __init__(self, base: Foundation, runtime: Runtime, features: Sequence[Feature]) -> None:
         self._base, self._runtime = base, runtime
+        self._features = features
 
     def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
         """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
@@ -77,15 +79,15 @@ class Freezing:
     def _refuse_frozen(self, frozen: str | None) -> None:
         if frozen is None:
             return
-        for what, remedy, there in (
-            ("states off the device", "offload='none'", self._runtime.tiers is not None),
-            ("Muon", "AdamW", bool(self._base.resolved.matrices)),
-        ):
-            if there:
-                raise ConfigError(
-                    f"parameter {frozen!r} is frozen after the engine was built, which does not go together with "
-                    f"{what}: freeze it before the Engine is built, or pass {remedy}."
-                )
+        hindering = [(each.name, each.instead_of_it) for each in self._features if each.instead_of_it is not None]
+        if self._runtime.tiers is not None:
+            hindering.insert(0, ("states off the device", "offload='none'"))
+        if hindering:
+            what, remedy = hindering[0]
+            raise ConfigError(
+                f"parameter {frozen!r} is frozen after the engine was built, which does not go together with "
+                f"{what}: freeze it before the Engine is built, or pass {remedy}."
+            )
 
     def _trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         units = [unit for unit in self._runtime.units if unit.grads is not None]
@@ -100,16 +102,15 @@ class Freezing:
             f"pp={axes.pp.size}": axes.pp.size > 1,
             f"ep={axes.ep.size}": axes.ep.size > 1,
             "states or weights off the device": self._runtime.tiers is not None,
-            "Muon": bool(self._base.resolved.matrices),
-            "ema": options.optimizer.ema is not None,
-            "replay": options.step.replay > 0,
+            **{feature.name: True for feature in self._features if not feature.trains_unfrozen},
             "gather_budget": bool(self._base.division.full_model.tiles),
         }
         if why := next((reason for reason, there in reasons.items() if there), None):
             name = unit.layout.slots[0].name
             later = f"build it trained, and freeze it with engine.freeze({name!r}) until then."
             anew = "export the model, and build a new Engine on that."
+            fixed = self._runtime.tiers or any(feature.instead_of_it for feature in self._features)
             raise ConfigError(
                 f"parameter {name!r} was frozen when the engine was built, and unfreezing such a one does not go "
-                f"together with {why}: {anew if self._runtime.tiers or self._base.resolved.matrices else later}"
+                f"together with {why}: {anew if fixed else later}"
             )

@@ -1,6 +1,6 @@
 """Values that are not finite: steps counted, gradients traced to the first unit, weights found.
 
-    ordinary step     nothing but the norm, which the boundary reads anyway; `count` counts the steps it skips in a row
+    ordinary step     nothing but the norm, which the boundary reads anyway; steps skipped in a row are counted
     last attempt      inside `tracing` every local gradient is looked at as autograd hands it over, on the device
     afterwards        `fail` reads what was seen; ranks compare, and the one where it began tells all
 
@@ -13,16 +13,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
+from zero3d.engine.feature import Feature, Parts
 from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.precision import NAMES, LossScale, is_finite
-from zero3d.zero.optimizer import APPLIED, OVERFLOW
+from zero3d.zero.optimizer import APPLIED, OVERFLOW, Outcome
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.unit import Unit
 
@@ -70,12 +71,13 @@ class Trace:
         places = everyone.read(torch.stack(list(self._first.values())), [NEVER] * len(self._first))
         firsts = [
             NonFinite(-_chunk_of(unit, chunks), place, f"unit {unit.name!r}, parameter {unit.slot_of(index).name}")
-            for (unit, index), place in zip(self._first, places, strict=True) if place < NEVER
-        ]  # fmt: skip
+            for (unit, index), place in zip(self._first, places, strict=True)
+            if place < NEVER
+        ]
         return min(firsts, default=NOTHING)
 
 
-class Health:
+class Health(Feature):
     """Counts the non-finite steps of an engine.
 
     in_a_row  of them up to now; a step without targets neither counts nor ends them
@@ -84,15 +86,24 @@ class Health:
     def __init__(
         self, everyone: Comm, reductions: Reductions, scale: LossScale, chunks: Mapping[int, nn.Module]
     ) -> None:
-        self._everyone, self._reductions, self._scale, self._chunks = everyone, reductions, scale, chunks
+        self._everyone, self._chunks = everyone, chunks
+        self._reductions, self._scale = reductions, scale
         self._trace = Trace()
         self.in_a_row = 0
 
-    def count(self, reason: str) -> None:
+    @classmethod
+    def opened(cls, parts: Parts) -> Self:
+        base, runtime = parts.base, parts.runtime
+        return cls(base.axes.world, runtime.reductions, runtime.loss_scale, base.division.chunks)
+
+    def loaded(self) -> None:
+        self.in_a_row = 0
+
+    def after_update(self, outcome: Outcome) -> None:
         """Count a boundary, before the loss scale hears of its overflow."""
-        if reason == APPLIED:
+        if outcome.reason == APPLIED:
             self.in_a_row = 0
-        elif reason == OVERFLOW and not self._scale.can_fall:
+        elif outcome.reason == OVERFLOW and not self._scale.can_fall:
             self.in_a_row += 1
             self._warn()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import TYPE_CHECKING, Self
 
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.feature import Feature, Parts
 from zero3d.errors import ConfigError
 from zero3d.optim.find import describe
 from zero3d.optim.matrices import Range, ranges
@@ -18,12 +19,17 @@ from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.traffic import Moved
 from zero3d.zero.unit import Unit
 
+if TYPE_CHECKING:
+    from zero3d.engine.foundation import Foundation
 
-def open_orthogonal(base: Foundation, optimizer: ShardedOptimizer) -> MatrixSteps:
-    """Return what makes matrices orthogonal in a step. Raises ConfigError for what is gathered in tiles."""
-    rule, torch_optimizer = base.options.optimizer.optimizer, optimizer.torch
+
+def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: MuonWithAdamW) -> list[Orthogonal]:
+    """Return what makes matrices orthogonal, for each axis that cuts some, and tell torch's optimizer of its pieces.
+
+    Raises ConfigError for matrices that are gathered in tiles.
+    """
+    rule = base.options.optimizer.optimizer
     assert isinstance(rule, MuonRule)
-    assert isinstance(torch_optimizer, MuonWithAdamW)
     full = base.division.full_model
     torch_optimizer.table = describe(full.shapes, full.trainable, base.resolved.matrices)
     seen = Seen(base.resolved.matrices, base.division.cuts)
@@ -40,17 +46,23 @@ def open_orthogonal(base: Foundation, optimizer: ShardedOptimizer) -> MatrixStep
     batches = base.axes.arena.device.type != "cpu" and not base.options.zero.exact
     exchanges = [
         Orthogonal(
-            torch_optimizer, units, _owners(units, seen, comm, rule.options["ns_steps"]), seen, comm, base.axes.tp,
-            base.axes.arena, batches,
+            torch_optimizer,
+            units,
+            _owners(units, seen, comm, rule.options["ns_steps"]),
+            seen,
+            comm,
+            base.axes.tp,
+            base.axes.arena,
+            batches,
         )
         for comm, units in by_comm.items()
-    ]  # fmt: skip
+    ]
     for owned in optimizer.pieces:
         if owned.name in seen.forms:
             slot = owned.unit.layout.slots[owned.piece.slot]
             span = owned.piece.start, owned.piece.start + owned.master.numel()
             torch_optimizer.ranges[owned.master] = list(_factors(slot, seen, rule, span))
-    return MatrixSteps(optimizer, torch_optimizer, exchanges)
+    return exchanges
 
 
 def _owners(units: dict[int, Unit], seen: Seen, comm: Comm, steps: int) -> Owners:
@@ -95,11 +107,29 @@ def _ranges(slot: Slot, seen: Seen) -> Sequence[Range]:
     return list(ranges(here, form.split.dim, owners, form.split.parts((whole[0], whole[1]))))
 
 
-class MatrixSteps:
-    """Takes gradients of matrices into their momenta, and makes them orthogonal momentum."""
+class MatrixSteps(Feature):
+    """Takes gradients of matrices into their momenta, and makes them orthogonal momentum.
+
+    It is called by the optimizer, in the middle of its step: gradients must be clipped, and not yet used.
+    """
+
+    name = "Muon"
+    instead_of_it = "AdamW"
+    trains_unfrozen = False
 
     def __init__(self, optimizer: ShardedOptimizer, muon: MuonWithAdamW, exchanges: Sequence[Orthogonal]) -> None:
-        self._optimizer, self._muon, self._exchanges = optimizer, muon, exchanges
+        self._optimizer, self._muon = optimizer, muon
+        self._exchanges = exchanges
+        optimizer.orthogonal = self
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        base, optimizer = parts.base, parts.runtime.optimizer
+        if not base.resolved.matrices:
+            return None
+        muon = optimizer.torch
+        assert isinstance(muon, MuonWithAdamW)
+        return cls(optimizer, muon, _exchanges(base, optimizer, muon))
 
     def __call__(self) -> None:
         """Do so, when gradients are final."""
@@ -128,6 +158,6 @@ class MatrixSteps:
         return total
 
     @property
-    def held(self) -> int:
-        """The most bytes that travel at once."""
+    def scratch(self) -> int:
+        """Return the most bytes that travel at once."""
         return WIRE * max((exchange.owners.held(exchange.comm.rank) for exchange in self._exchanges), default=0)

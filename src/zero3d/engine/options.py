@@ -21,14 +21,13 @@ from zero3d.engine.checks import (
     check_experts,
     check_model,
     check_moments,
-    check_replay,
     check_step,
     reduce_dtype_of,
 )
+from zero3d.engine.features import FEATURES
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, parse_budget
-from zero3d.expert_parallel.load import check_bias
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
 from zero3d.optim.find import find_matrices, groups_of
@@ -133,8 +132,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
-    check_replay(step.replay, mesh)
-    check_bias(model, options.optimizer.expert_bias_rate, step.replay)
+    for feature in FEATURES:
+        feature.check(model, mesh, options)
     check_model(model, options.model.weights)
     check_adapters(model, row.shards_parameters, mesh.pp)
     if row.shards_parameters and mesh.dp > 1:

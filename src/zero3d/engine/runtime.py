@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from zero3d.activations.kept_inputs import recorders_of
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
-from zero3d.engine.health import Health
-from zero3d.engine.muon import open_orthogonal
 from zero3d.engine.tiers import Tiers, open_tiers
 from zero3d.models.bases import sees_images
 from zero3d.models.blocks import UnitSpec
@@ -51,7 +49,6 @@ class Runtime:
     accumulation: Accumulation
     hooks: list[Hooks]
     loss_scale: LossScale
-    health: Health
 
 
 def build_units(base: Foundation, specs: Sequence[UnitSpec], source: Source | None) -> tuple[list[Unit], Tiers | None]:
@@ -113,23 +110,24 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     pipelined = axes.pp.size > 1
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
-        units, base.division.places, resolved.groups.build, resolved.groups.groups, axes.dp, axes.arena,
-        base.options.optimizer.clip_norm, model_group,
-    )  # fmt: skip
+        units,
+        base.division.places,
+        resolved.groups.build,
+        resolved.groups.groups,
+        axes.dp,
+        axes.arena,
+        base.options.optimizer.clip_norm,
+        model_group,
+    )
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
-    if resolved.matrices:
-        optimizer.orthogonal = open_orthogonal(base, optimizer)
     gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
     everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
     reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)
     reductions.updates = optimizer.updates
     loss_scale = LossScale(precision)
-    health = Health(axes.world, reductions, loss_scale, chunks)
-    accumulation = Accumulation(
-        base.options.step.accumulate, policy.reduce == "every_micro_batch", precision.scales_loss,
-        None if pipelined else order.draw,
-    )  # fmt: skip
+    per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw
+    accumulation = Accumulation(base.options.step.accumulate, per_micro_batch, precision.scales_loss, draw)
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
     for module, needed in used.items():
@@ -151,9 +149,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)
-    return Runtime(
-        units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale, health,
-    )  # fmt: skip
+    return Runtime(units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale)
 
 
 def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero3d.checkpoint.resume_contract import BACKEND, EMA
+from zero3d.checkpoint.resume_contract import BACKEND
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
@@ -55,22 +55,29 @@ def _about(assembly: Assembly) -> dict[str, Any]:
     device, mesh = base.axes.arena.device, base.resolved.mesh
     cpu = device.type == "cpu"
     summands = base.order.summands
-    return {
-        "stage": policy.stage.number, "reduce": policy.reduce, "accumulate": assembly.runtime.accumulation.usual,
-        **mesh.degrees._asdict(), "experts": base.options.mesh.experts if mesh.ep > 1 else "exact",
-        "precision": base.resolved.precision.name, "wire": str(policy.wire).removeprefix("torch."),
-        "algorithm": base.axes.dp.algorithm, "torch": torch.__version__,
-        "kernels": torch.backends.cpu.get_cpu_capability() if cpu
+    about: dict[str, Any] = {
+        "stage": policy.stage.number,
+        "reduce": policy.reduce,
+        "accumulate": assembly.runtime.accumulation.usual,
+        **mesh.degrees._asdict(),
+        "experts": base.options.mesh.experts if mesh.ep > 1 else "exact",
+        "precision": base.resolved.precision.name,
+        "wire": str(policy.wire).removeprefix("torch."),
+        "algorithm": base.axes.dp.algorithm,
+        "torch": torch.__version__,
+        "kernels": torch.backends.cpu.get_cpu_capability()
+        if cpu
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
         "moments": base.options.offload.moments if base.resolved.groups.block == GROUP else "int8",
         "updates": _updates(assembly),
-        "tiled_loss": base.options.step.tiled_loss, "gather_budget": base.options.gather_budget,
-        **({} if assembly.averages is None else {EMA: f"{assembly.averages.decay:g}"}),
-        **({} if cpu else who_adds(assembly)),
-        **device_facts(device, mesh.everyone.backend, mesh.local_world),
-    }  # fmt: skip
+        "tiled_loss": base.options.step.tiled_loss,
+        "gather_budget": base.options.gather_budget,
+    }
+    for feature in assembly.features:
+        about |= feature.about()
+    return about | ({} if cpu else who_adds(assembly)) | device_facts(device, mesh.everyone.backend, mesh.local_world)
 
 
 def _updates(assembly: Assembly) -> str:

@@ -7,28 +7,34 @@ evaluation, exports and checkpoints then have one model, whichever rank they ask
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero3d.distributed.collectives import Comm
+from zero3d.engine.feature import Feature, Parts
+from zero3d.zero.optimizer import Outcome
 
 
-class RunningStatistics:
-    """Shares those of a model's modules."""
+class RunningStatistics(Feature):
+    """Shares those of a model's layers."""
 
-    def __init__(self, roots: Iterable[nn.Module], dp: Comm) -> None:
+    def __init__(self, layers: Sequence[nn.Module], dp: Comm) -> None:
+        self._layers, self._dp = layers, dp
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        dp, roots = parts.base.axes.dp, parts.base.division.chunks.values()
         modules = dict.fromkeys(module for root in roots for module in root.modules())
-        self._layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
-        self._dp = dp
+        layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
+        return cls(layers, dp) if layers and dp.size > 1 else None
 
     @torch.no_grad()
-    def share(self) -> None:
+    def after_update(self, outcome: Outcome) -> None:
         """Take rank 0's: a broadcast for each dtype, 8 bytes a channel and 8 a layer."""
-        if self._dp.size == 1:
-            return
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for layer in self._layers:
             for buffer in layer._buffers.values():

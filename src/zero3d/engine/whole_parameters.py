@@ -12,22 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import FullModel
-from zero3d.distributed.collectives import Comm
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.errors import LayoutError
-from zero3d.memory.arena import Arena
 from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
-from zero3d.zero.gathers import OPENED, Gathers
-from zero3d.zero.model_group import ModelGroup
+from zero3d.zero.gathers import OPENED
 from zero3d.zero.policy import parameter_views
 from zero3d.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from zero3d.engine.foundation import Axes
+    from zero3d.engine.runtime import Runtime
 
 EXPORT, CHUNK = "export", "whole"  # tokens of a unit's users
 
@@ -45,10 +47,11 @@ class WholeParameters:
     """
 
     def __init__(
-        self, units: Sequence[Unit], gathers: Gathers, dp: Comm, group: ModelGroup, arena: Arena,
-        note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals,
-    ) -> None:  # fmt: skip
-        self._units, self._gathers, self._dp, self._group, self._arena = units, gathers, dp, group, arena
+        self, axes: Axes, runtime: Runtime, note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals
+    ) -> None:
+        self._units, self._gathers = runtime.units, runtime.gathers
+        self._dp, self._group = axes.dp, runtime.model_group
+        self._arena = axes.arena
         self._note_writes, self._originals = note_writes, originals
 
     @property

@@ -30,7 +30,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.engine import Engine
-from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.memory.blocks import padded
@@ -210,23 +209,9 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             WINDOW * moving + adding,
             4 * scratch_of(masters, engine.mesh.device.type),
             update,
-            _of_averages(engine),
-            _of_matrices(engine),
+            *(feature.scratch for feature in engine.features),
         ),
     }
-
-
-def _of_matrices(engine: Engine) -> int:
-    """Return the bytes of pieces of matrices on their way to owners and back (Muon)."""
-    matrices = engine.optimizer.orthogonal
-    return matrices.held if isinstance(matrices, MatrixSteps) else 0
-
-
-def _of_averages(engine: Engine) -> int:
-    """Return the bytes of the scratch in which averages of weights are updated and shown."""
-    shards = [unit.weights.shard_or_full.numel() for unit in engine.optimizer.units]
-    wide = engine.policy.master.itemsize
-    return wide * update_scratch(max(shards), engine.mesh.device.type) if engine.averages and shards else 0
 
 
 def _to_host(engine: Engine) -> int:

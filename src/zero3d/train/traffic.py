@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zero3d.engine.engine import Engine
-from zero3d.engine.muon import MatrixSteps
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
 from zero3d.tensor_parallel.traffic import tensor_traffic
 from zero3d.zero.traffic import Moved, count_gathers, step_traffic
@@ -125,7 +124,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
             | planned_tensor(engine, counts)
             | planned_model_group(engine, counts.steps)
             | planned_experts(engine, traffic.passed)
-            | planned_matrices(engine, counts.applied)
+            | planned_features(engine, counts.applied)
         )
     rows = []
     for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
@@ -194,12 +193,11 @@ def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> dict[tuple[
     return planned
 
 
-def planned_matrices(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, unit): pieces of matrices to their owners and back (Muon), in applied steps."""
-    matrices = engine.optimizer.orthogonal
-    moved = matrices.traffic() if isinstance(matrices, MatrixSteps) else {}
+def planned_features(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
+    """Return by (operation, unit): what features send in applied steps, as Muon pieces of matrices."""
     planned: dict[tuple[str, str], Moved] = {}
-    for (axis, op, unit), figures in moved.items():
+    moved = [each for feature in engine.features for each in feature.traffic().items()]
+    for (axis, op, unit), figures in moved:
         before = planned.get((_on(axis, op), unit), NOTHING)
         planned[_on(axis, op), unit] = Moved(*(a + steps * b for a, b in zip(before, figures, strict=True)))
     return planned

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import platform
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.degrees import Place
-from zero3d.engine.foundation import Foundation
+from zero3d.engine.checks import check_replay
+from zero3d.engine.feature import Feature, Parts
 from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
 from zero3d.engine.replay.inputs import Surroundings
 from zero3d.engine.replay.passages import Again, Given, InStep
 from zero3d.engine.replay.verdict import Reason, Verdict, judge, partner_of, third_of
-from zero3d.engine.runtime import Runtime
 from zero3d.engine.whole_parameters import units_of
 from zero3d.errors import CorruptionError
 from zero3d.zero.gathers import STEP, Order
 
+if TYPE_CHECKING:
+    from zero3d.distributed.mesh import Mesh
+    from zero3d.engine.feature import Compute
+    from zero3d.engine.options import Options
+
 NEVER = 1 << 62  # the place of no gradient
 PLACES = 1 << 32  # of a model chunk: more than it has gradients
-Compute = Callable[[Again], None]  # forward and backward of a micro-batch, scaled as in a step
 
 
 class Round(NamedTuple):
@@ -52,92 +56,112 @@ class Finding(NamedTuple):
     owner: int
 
 
-class Replay:
+class Replay(Feature):
     """Owns the comparison of gradients in every K-th step of `train_batch`.
 
     clean   applied steps before the last comparison in which nothing differed; None before the first one
     count   comparisons so far
+    passage  looks at the micro-batch of this step that is computed twice, on its way through the model
     compute, in methods: runs a micro-batch
     """
 
-    def __init__(self, every: int, base: Foundation, runtime: Runtime, applied: Callable[[], int]) -> None:
-        self._every, self._applied = every, applied
-        self._axes, self._mesh, self._chunks = base.axes, base.resolved.mesh, base.division.chunks
-        self._device, self._draw = base.axes.arena.device, base.order.draw
-        self._gathers, self._reductions, self._hooks = runtime.gathers, runtime.reductions, runtime.hooks
+    name = "replay"
+    trains_unfrozen = False
+
+    def __init__(self, every: int, parts: Parts) -> None:
+        base, runtime = parts.base, parts.runtime
+        self._every, self._applied = every, parts.applied
+        self._base, self._runtime = base, runtime
+        self._device = base.axes.arena.device
         self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
         trainable = [unit for unit in runtime.units if unit.grads is not None]
-        self._units = {number: units_of(chunk, trainable) for number, chunk in self._chunks.items()}
+        self._units = {number: units_of(chunk, trainable) for number, chunk in self._base.division.chunks.items()}
         self._parameters: list[Parameter] = [(u, i) for u in trainable for i in range(len(u.weights.params))]
         self._hashed: list[Hashed] = [*self._parameters]
         if self._last:
-            self._hashed += [Boundary(chunk, way) for chunk in self._chunks for way in (False, True)]
+            self._hashed += [Boundary(chunk, way) for chunk in self._base.division.chunks for way in (False, True)]
         self._with_partner = self._all_alike()
         self._round: Round | None = None
         self.clean: int | None = None
         self.count = 0
 
+    @classmethod
+    def check(cls, model: nn.Module, mesh: Mesh, options: Options) -> None:
+        check_replay(options.step.replay, mesh)
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        every = parts.base.options.step.replay
+        return cls(every, parts) if every else None
+
     def _all_alike(self) -> bool:
         """Return whether ranks give the same bits: machines are alike, and no kernel was chosen by its time on one."""
-        device, world = self._device, self._axes.world
+        device, world = self._device, self._base.axes.world
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         kind = f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
         compiled = device.type != "cpu" and any(
-            is_compiled(inner) for chunk in self._chunks.values() for inner in chunk.modules()
+            is_compiled(inner) for chunk in self._base.division.chunks.values() for inner in chunk.modules()
         )
         kinds = world.exchange(torch.tensor([zlib.crc32(f"{kind} {torch.__version__}".encode()), compiled]))
         return bool((kinds == kinds[0]).all()) and not compiled
 
     # --- in a step ----------------------------------------------------------------------------------
 
-    def watched(self, micro_batches: int) -> InStep | None:
-        """Return what is to see a micro-batch of a step that begins; None for a step without a replay."""
-        self._round = None
+    def begin(self, micro_batches: int) -> None:
+        """Choose the micro-batch of a step that is computed twice, if one of this step is."""
+        self._round, self.passage = None, None
         turn, left = divmod(self._applied() + 1, self._every)
-        if left:
-            return None
-        return InStep(turn // 2 % micro_batches, self._chunks, self._device, self._reductions)
+        if not left:
+            chunks, reductions = self._base.division.chunks, self._runtime.reductions
+            self.passage = InStep(turn // 2 % micro_batches, chunks, self._device, reductions)
 
     @contextmanager
-    def around(self, watched: InStep | None, k: int, batch: Any, compute: Compute) -> Iterator[None]:
+    def around(self, k: int, batch: Any, compute: Compute) -> Iterator[None]:
         """Run a step's k-th micro-batch inside, without a pipeline; before the one watched a partner's is computed."""
+        watched = self.passage
         if watched is None or k != watched.micro_batch:
             yield
             return
-        if self._draw is not None:
-            self._draw(k)
+        if self._base.order.draw is not None:
+            self._base.order.draw(k)
         watched.enters(0, batch, ())
-        self.repeat(watched, compute, first=k == 0)
+        self._repeat(watched, compute, first=k == 0)
         with watched.backward(0):
             yield
 
-    def repeat(self, watched: InStep, compute: Compute, first: bool = False) -> None:
+    def _repeat(self, watched: InStep, compute: Compute, first: bool = False) -> None:
         """Compute a partner's micro-batch, which computes this rank's. first: no unit is held for the step yet."""
-        dp, given = self._axes.dp, None
+        dp, given = self._base.axes.dp, None
         turn = (self._applied() + 1) // self._every
         partner = partner_of(dp.rank, dp.size, turn) if self._with_partner else dp.rank
         if partner != dp.rank:
-            with self._axes.ledger.apart():
+            with self._base.axes.ledger.apart():
                 given = self._trade(watched.began, partner)
         again = self._compute(given or watched.began, compute, first)
         self._round = Round(dp.rank if given is None else partner, watched, given or watched.began, again)
 
+    def abandoned(self) -> None:
+        self._round, self.passage = None, None
+
     def _trade(self, own: Given, peer: int) -> Given | None:
         """Send a micro-batch to a dp rank, and return its own; None on both where they are not alike."""
-        traded = {chunk: inputs.trade(self._axes.dp, peer) for chunk, inputs in own.items()}
+        traded = {chunk: inputs.trade(self._base.axes.dp, peer) for chunk, inputs in own.items()}
         given = {chunk: inputs for chunk, inputs in traded.items() if inputs is not None}
         return given if len(given) == len(own) else None
 
-    def compare(self, compute: Compute) -> None:
+    def before_update(self, compute: Compute) -> None:
         """Compare the step's gradients with those computed again. Raises CorruptionError on all ranks.
 
         2 numbers for each parameter to the partner, and 2 of every rank to all. Reads the device once.
         """
+        if self._last and self.passage is not None:  # in a pipeline the partner's comes behind the schedule
+            self._repeat(self.passage, compute)
+        self.passage = None
         found, self._round = self._round, None
         if found is None:
             return
-        with self._axes.ledger.apart():
-            dp, world = self._axes.dp, self._axes.world
+        with self._base.axes.ledger.apart():
+            dp, world = self._base.axes.dp, self._base.axes.world
             again, theirs = (each.table(self._hashed, self._device) for each in (found.again, found.own.hashes))
             if found.partner != dp.rank:
                 theirs = dp.trade(theirs, found.partner, "-")
@@ -171,13 +195,14 @@ class Replay:
 
     def _compute(self, given: Given, compute: Compute, first: bool) -> GradientHashes:
         """Compute a micro-batch of which nothing stays but its hashes. first: no unit is held for the step yet."""
-        surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in self._chunks.items()}
-        again, gathers = Again(given, surroundings, self._parameters), self._gathers
+        chunks = self._base.division.chunks
+        surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in chunks.items()}
+        again, gathers = Again(given, surroundings, self._parameters), self._runtime.gathers
         events, gathers.events = gathers.events, None
-        for hooks in self._hooks:
+        for hooks in self._runtime.hooks:
             hooks.aside = again.hashes.take
         try:
-            with self._axes.ledger.apart():
+            with self._base.axes.ledger.apart():
                 if self._last:  # the next step gathers ahead what this one has used
                     gathers.begin_forward(Order())
                 compute(again)
@@ -187,7 +212,7 @@ class Replay:
             gathers.events = events
             if self._last:
                 gathers.end_forward()
-            for hooks in self._hooks:
+            for hooks in self._runtime.hooks:
                 hooks.aside = None
             again.restore()
         return again.hashes
@@ -196,14 +221,17 @@ class Replay:
 
     def _accuse(self, found: Round, findings: Sequence[Finding], places: Tensor, compute: Compute) -> None:
         """Raise CorruptionError on all ranks, told by the one that found it."""
-        world, finding = self._axes.world, min(findings)
-        partner = self._mesh.degrees.place(finding.finder).dp
+        world, finding = self._base.axes.world, min(findings)
+        partner = self._base.resolved.mesh.degrees.place(finding.finder).dp
         verdict = self._judge(found, finding.owner, partner, compute)
         # The tp ranks on whose gradients it showed first: from there it spread to the others.
-        columns = [each.finder for each in findings if each.place == finding.place and
-                   self._mesh.degrees.place(each.finder).dp == partner]  # fmt: skip
+        columns = [
+            each.finder
+            for each in findings
+            if each.place == finding.place and self._base.resolved.mesh.degrees.place(each.finder).dp == partner
+        ]
         hosts = exchange_texts(world, f"{platform.node()}, {self._device}")
-        degrees = self._mesh.degrees
+        degrees = self._base.resolved.mesh.degrees
         ranks = [degrees.rank(degrees.place(column)._replace(dp=dp)) for dp in verdict.ranks for column in columns]
         accused = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
         index = int(world.read(places.argmin().view(1), [0])[0])
@@ -225,7 +253,7 @@ class Replay:
 
     def _judge(self, found: Round, owner: int, partner: int, compute: Compute) -> Verdict:
         """Have the micro-batch of a dp rank computed by all who have a say, and say who is wrong."""
-        dp, hashed, device = self._axes.dp, self._hashed, self._device
+        dp, hashed, device = self._base.axes.dp, self._hashed, self._device
         third = third_of(owner, partner, dp.size)
         here = found.own.hashes if dp.rank == owner else found.again
         again = found.again
@@ -238,8 +266,8 @@ class Replay:
                 given = traded or given if dp.rank == third else given
             again = self._compute(given, compute, first=False)
         row = torch.cat([digest(hashes.table(hashed, device)) for hashes in (here, again)])
-        rows = self._axes.world.exchange(row)
-        read = self._axes.world.read(rows.flatten(), [0] * rows.numel())
+        rows = self._base.axes.world.exchange(row)
+        read = self._base.axes.world.read(rows.flatten(), [0] * rows.numel())
         results = [tuple(read[4 * rank : 4 * rank + 4]) for rank in range(len(rows))]
         groups = {rank: [results[each] for each in self._group(rank)] for rank in range(dp.size)}
         first = {rank: tuple(result[:2] for result in groups[rank]) for rank in (owner, partner)}
@@ -248,7 +276,7 @@ class Replay:
 
     def _group(self, dp: int) -> list[int]:
         """Return the ranks of the model-parallel group that is a dp rank."""
-        return self._mesh.degrees.model_parallel(self._mesh.degrees.rank(Place(0, dp, 0)))
+        return self._base.resolved.mesh.degrees.model_parallel(self._base.resolved.mesh.degrees.rank(Place(0, dp, 0)))
 
 
 def _told(accused: Sequence[str], reason: Reason) -> str:

@@ -1,0 +1,117 @@
+"""Feature: what a run may have beside training itself, as one class with a method for each moment that may concern it.
+
+    the Engine is built    check           refuse what cannot be, before anything is allocated
+                           opened          build it where options ask for it, with its states, buffers and hooks
+    train_batch            begin           a step begins
+                           around          around forward and backward of each of its micro-batches
+                           passage         looks at one of them on its way through a pipeline, which takes one such
+                           before_update   gradients of all its micro-batches are there
+    step                   after_update    the step was applied or skipped
+    a step that died       abandoned       its micro-batches are forgotten
+    save                   about           what the bits of the run depend on
+    load, load_slots       loaded          the engine has other states than before
+    any other call         refuse          refuse it where it cannot be now
+    the report             scratch         bytes that it borrows in a step
+                           traffic         what it sends in a step
+
+Every method does nothing unless a feature overrides it. `features.py` has the rows, and what their order means. To add
+a feature: its file, its option (options.py, and the section of a file that has it), its row.
+
+No feature: what a step cannot do without (gradients, the norm, the loss scale, the schedule, recomputed inputs,
+states off the device), since each takes part in the order of collectives or buffers at more moments than these; and
+what only one other part asks (a model's frozen originals: `close`; the folder of its frozen base: checkpoints).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from zero3d.distributed.mesh import Mesh
+    from zero3d.engine.foundation import Foundation
+    from zero3d.engine.options import Options
+    from zero3d.engine.replay.passages import Again, InStep
+    from zero3d.engine.runtime import Runtime
+    from zero3d.zero.optimizer import Outcome
+    from zero3d.zero.traffic import Moved
+
+    Compute = Callable[[Again], None]  # forward and backward, scaled as in a step, of a micro-batch that is in none
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What features are built of: the engine so far. applied: returns the count of applied steps."""
+
+    base: Foundation
+    runtime: Runtime
+    applied: Callable[[], int]
+
+
+class Feature:
+    """Does nothing at any moment.
+
+    name              what refusals call it
+    instead_of_it     what to pass in its place to freeze parameters after the engine is built; None: they may be frozen
+    trains_unfrozen   whether parameters that were frozen when the engine was built may be trained from some step on
+    passage           what looks at a micro-batch of this step on its way through a pipeline
+    """
+
+    name: ClassVar[str] = ""
+    instead_of_it: ClassVar[str | None] = None
+    trains_unfrozen: ClassVar[bool] = True
+    passage: InStep | None = None
+
+    @classmethod
+    def check(cls, model: nn.Module, mesh: Mesh, options: Options) -> None:
+        """Refuse options that cannot be, with a ConfigError; nothing is allocated yet."""
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        """Return the feature where options ask for it; all ranks call it. Raises ConfigError."""
+        return None
+
+    # --- a step, of train_batch -----------------------------------------------------------------
+
+    def begin(self, micro_batches: int) -> None:
+        """Begin a step of so many micro-batches."""
+
+    def around(self, k: int, batch: Any, compute: Compute) -> AbstractContextManager[None]:
+        """Return what is put around forward and backward of the k-th micro-batch, where there is no pipeline."""
+        return nullcontext()
+
+    def before_update(self, compute: Compute) -> None:
+        """Look at a step all of whose micro-batches have been through the model."""
+
+    # --- a step, of either call -----------------------------------------------------------------
+
+    def after_update(self, outcome: Outcome) -> None:
+        """Follow a step that was applied or skipped, before the loss scale and the schedule do."""
+
+    def abandoned(self) -> None:
+        """Forget the micro-batches of a step that is not going to be applied."""
+
+    # --- other calls ----------------------------------------------------------------------------
+
+    def refuse(self, call: str) -> None:
+        """Raise ConfigError where this method of the engine cannot be called now."""
+
+    def about(self) -> Mapping[str, Any]:
+        """Return what checkpoints note of it, for what the bits of the run depend on."""
+        return {}
+
+    def loaded(self) -> None:
+        """Go on from the states of a checkpoint, or of slots."""
+
+    @property
+    def scratch(self) -> int:
+        """Return the most bytes of buffers that it borrows at once in a step."""
+        return 0
+
+    def traffic(self) -> Mapping[tuple[str, str, str], Moved]:
+        """Return by (axis, operation, unit) what it sends in an applied step, beside the core's."""
+        return {}

@@ -1,0 +1,57 @@
+"""The features of an engine, one row each (feature.py).
+
+The order is that in which they are checked, opened, and called at each moment. It is semantics where
+
+    all ranks   of dp have the same rows at the same places: what sends or waits then meets its own on every rank.
+                After an update running statistics are the only ones that send
+    Replay      is checked before ExpertBias, which refuses it
+    health      counts an overflow, as all rows do what they do after an update, before the loss scale falls because of
+                it (step.py): a scale that can fall no further is what makes an overflow count
+
+Else it is free: no row reads what another one writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from zero3d.engine.averages import Averages
+from zero3d.engine.expert_bias import ExpertBias
+from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.health import Health
+from zero3d.engine.muon import MatrixSteps
+from zero3d.engine.replay.replay import Replay
+from zero3d.engine.statistics import RunningStatistics
+
+FEATURES: tuple[type[Feature], ...] = (
+    RunningStatistics,  # always, where there are any
+    Health,  # always
+    MatrixSteps,  # optimizer=zero3d.optim.muon(...)
+    Averages,  # ema
+    Replay,  # replay
+    ExpertBias,  # expert_bias_rate; always counts, where there are experts
+)
+
+F = TypeVar("F", bound=Feature)
+
+
+def open_features(parts: Parts) -> tuple[Feature, ...]:
+    """Return those that an engine has, in the order of the rows. Raises ConfigError."""
+    opened = (feature.opened(parts) for feature in FEATURES)
+    return tuple(feature for feature in opened if feature is not None)
+
+
+def find(features: Sequence[Feature], kind: type[F]) -> F | None:
+    """Return the feature of a kind; None where there is none."""
+    return next((feature for feature in features if isinstance(feature, kind)), None)
+
+
+def required(features: Sequence[Feature], kind: type[F]) -> F:
+    """Return the feature of a kind that every engine has."""
+    return next(feature for feature in features if isinstance(feature, kind))
+
+
+def having(features: Sequence[Feature], moment: str) -> list[Feature]:
+    """Return those that have something to do at a moment, by the name of its method."""
+    return [feature for feature in features if getattr(type(feature), moment) is not getattr(Feature, moment)]
