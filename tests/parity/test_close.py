@@ -570,13 +570,13 @@ def test_masters_of_a_model_in_parts_are_not_shown(ranks):
 
 def test_a_model_without_room_changes_nothing(monkeypatch):
     from zero3d import OutOfBudget
-    from zero3d.engine import assembly
+    from zero3d.engine import unshard
     from zero3d.memory.auto_place import Room
 
     model = nn.Linear(4, 4)
     engine = Engine(model, precision="fp32", accumulate=2)
     engine.backward(engine(torch.ones(1, 4)).sum())
-    monkeypatch.setattr(assembly, "room_of", lambda *_: Room(10, None, False))
+    monkeypatch.setattr(unshard, "room_of", lambda *_: Room(10, None, False))
     for call in (engine.close, engine.unshard):
         with pytest.raises(OutOfBudget, match="has room for 10 B"):
             call()

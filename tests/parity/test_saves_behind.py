@@ -236,7 +236,7 @@ def test_a_host_without_room_for_the_copy_is_named_before_anything_is_written(tm
     from zero3d.memory.budget import Bound, HostBudget
 
     engine = make()
-    engine._saves._copy._budget = lambda: HostBudget((Bound(4096, "of available memory"),), 1)
+    engine.checkpoints._saves._copy._budget = lambda: HostBudget((Bound(4096, "of available memory"),), 1)
     with pytest.raises(zero3d.Zero3dError, match=r"may take 4\.10 kB.*checkpoint\.asynchronous=false"):
         engine.save(tmp_path, wait=False)
     assert list(tmp_path.iterdir()) == []

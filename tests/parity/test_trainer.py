@@ -508,7 +508,7 @@ def test_memory_after_several_trainers_is_that_after_one(ranks, tmp_path):
 def without_room(folder):
     from unittest import mock
 
-    from zero3d.engine import assembly
+    from zero3d.engine import unshard
     from zero3d.integrations.transformers import Trainer
     from zero3d.memory.auto_place import Room
 
@@ -516,7 +516,7 @@ def without_room(folder):
         model = hf("llama")
         trainer = Trainer(model, arguments(folder, max_steps=2), stage=3, train_dataset=Rows(16))
         with (
-            mock.patch.object(assembly, "room_of", return_value=Room(1000, None, False)),
+            mock.patch.object(unshard, "room_of", return_value=Room(1000, None, False)),
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")

@@ -155,7 +155,7 @@ def _warn_of_unverified(note: Note, world: Comm, verified: bool) -> None:
         warnings.warn(
             f"step {note.step} in {note.path.parent} was written by an older zero3d, without checksums of its records: "
             "nobody can say whether they are what was written. Checkpoints have checksums, and so has the next step.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -1,6 +1,7 @@
 """The public class, and what it is made of.
 
-engine.py            `Engine`: forward, backward, step, train_batch, evaluate, generate, full_params, save, load, export
+engine.py            `Engine`: forward, backward, step, train_batch, evaluate, generate, full_params; its public names
+checkpoints.py       `engine.checkpoints`: save, load, slots of a disk, fingerprint, export
 options.py           its keywords as records, and what they mean for a model on a mesh
 checks.py            what is refused before anything is allocated
 assembly.py          its parts, built in the order in which they need each other
@@ -22,6 +23,7 @@ replay/              a feature: a micro-batch computed twice
 expert_bias.py       a feature: counts of experts' tokens, and the bias that levels them
 losses.py            what a batch gives the model, and what the output weighs
 whole_parameters.py  full_params, export, a pipeline's weight phase
+unshard.py           whole parameters until `reshard`, also with their masters' values
 state.py             what checkpoints take
 slots.py             which step in slots of a disk all ranks can go back to
 accounting.py        bytes and traffic by formula

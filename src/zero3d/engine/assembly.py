@@ -13,7 +13,6 @@ execution   direct, or through pipeline stages                       execution.p
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,14 +24,12 @@ from torch import Tensor, nn
 
 from zero3d.activations.host_slots import HostSlots
 from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
-from zero3d.checkpoint.frozen_base import FrozenBase
+from zero3d.checkpoint.frozen_base import FolderSource, FrozenBase
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
-from zero3d.engine.auto_offload import Settled, room_of, settle_gradients, settle_place
-from zero3d.engine.autocast import in_autocast, out_of_autocast
-from zero3d.engine.base import note_writes, open_base
+from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -49,13 +46,13 @@ from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
 from zero3d.engine.whole_parameters import WholeParameters, is_open
-from zero3d.errors import ConfigError, LayoutError, OutOfBudget
+from zero3d.errors import ConfigError
 from zero3d.models.blocks import partition_all
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.pipeline.step import Callbacks
 from zero3d.spec.offload import DEVICE
-from zero3d.spec.sizes import decimal
 from zero3d.tensor_parallel.channel import Channel
+from zero3d.zero.initial_weights import Source
 from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
@@ -97,59 +94,6 @@ class Assembly:
         """True where the model is cut over dp alone, not over tp, pp or ep."""
         return _is_whole(self.base)
 
-    def check_close(self) -> None:
-        """Raise OutOfBudget on all ranks where some rank has no room for the whole model."""
-        if self.has_whole_model:
-            shapes, dtypes = self.base.division.full_model.shapes, self.changes.dtypes
-            self.check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
-
-    def shown_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtypes in which whole parameters can show their masters, by the names that they have here.
-
-        They are those in which parameters came, where casting that to weights gives the weights: from the masters' on.
-        Tiles of a weight stay as they are.
-        """
-        full_model, came, master = self.base.division.full_model, self.changes.dtypes, self.base.resolved.policy.master
-        names = {slot.name: unit for unit in self.runtime.units for slot in unit.layout.slots}
-        found = {name: came.get(full_model.owner(name)) for name in names if name not in full_model.tiles}
-        return {
-            name: dtype
-            for name, dtype in found.items()
-            if dtype is not None and dtype.itemsize >= master.itemsize > names[name].dtype.itemsize
-        }
-
-    def room_of_shown(self) -> int:
-        """Return the bytes of parameters that show their masters, and of one unit's masters on the way."""
-        dtypes, master = self.shown_dtypes(), self.base.resolved.policy.master
-        layouts = [unit.layout for unit in self.runtime.units]
-        shown = sum(s.numel * dtypes[s.name].itemsize for layout in layouts for s in layout.slots if s.name in dtypes)
-        return shown + max(layout.total for layout in layouts) * master.itemsize if shown else 0
-
-    def show_masters(self, units: Sequence[Unit]) -> None:
-        """Have open parameters show their masters; the model's own forward then runs in autocast."""
-        dtypes, resolved = self.shown_dtypes(), self.base.resolved
-        if not dtypes:
-            return
-        self.whole_parameters.show_masters(units, dtypes)
-        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
-            in_autocast(root, resolved.mesh.device.type, resolved.precision.dtype)
-            hooks.shows_masters = True
-
-    def hide_masters(self) -> None:
-        """Let forwards compute in the dtype of weights again."""
-        for root, hooks in zip(self.base.division.chunks.values(), self.runtime.hooks, strict=True):
-            out_of_autocast(root)
-            hooks.shows_masters = False
-
-    def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""
-        found = self.whole_parameters.take_resized(units)
-        if parts := [name for name in found if name in self.base.division.full_model.tiles]:
-            raise LayoutError(
-                f"{parts[0]!r} is a part of a layer's weight, and keeps its shape: resize it after engine.close()."
-            )
-        return found
-
     def close(self, resized: Mapping[str, Tensor]) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
 
@@ -178,24 +122,6 @@ class Assembly:
         give_back_optimizer(self.runtime.optimizer.torch, groups)
         if not self.has_whole_model:
             guard_rest(model, set(), CLOSED_IN_PARTS)
-
-    def check_room(self, needed: int, what: str) -> None:
-        """Raise OutOfBudget on all ranks where some rank has no room for so many bytes of whole weights."""
-        world, offload = self.base.axes.world, self.base.options.offload
-
-        def check() -> None:
-            device = self.base.resolved.mesh.device
-            if device.type != "cpu":
-                torch.get_device_module(device).empty_cache()  # what the allocator keeps of training counts as taken
-            room = room_of(self.base.resolved.mesh, offload).device
-            if needed > room:
-                raise OutOfBudget(
-                    f"{what} takes {decimal(needed)} on every rank for the whole model, and rank {world.rank} has room "
-                    f"for {decimal(room)}: read weights inside `with engine.full_params(modules):`, or write them with "
-                    "engine.export(directory)."
-                )
-
-        agree(world, check)
 
 
 CLOSED_IN_PARTS = (
@@ -236,8 +162,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
-    frozen_base = open_base(base, options.model.weights)
-    whole = WholeParameters(base.axes, runtime, partial(note_writes, base, frozen_base), originals)
+    frozen_base = _frozen_base(base, options.model.weights)
+    whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
     stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
     features = stepper.features = open_features(Parts(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
@@ -284,6 +210,26 @@ def _keep_inputs(base: Foundation) -> KeptInputs | None:
     kept = KeptInputs(partition, slots)
     kept.install(chunks.values())
     return kept
+
+
+def _frozen_base(base: Foundation, weights: Source | None) -> FrozenBase | None:
+    """Return the folder of frozen weights; None where nothing is frozen or no folder is known. Raises ConfigError.
+
+    weights  where the engine's came from; it has been read
+    Rank 0 takes the digest, before anybody can change the files.
+    """
+    full_model, world = base.division.full_model, base.axes.world
+    frozen = [name for name in full_model.shapes if name not in full_model.trainable]
+    if not frozen or not isinstance(weights, FolderSource) or weights.folder is None:
+        return None
+    return agree(world.patient, lambda: FrozenBase.of(weights, frozen, world.rank == 0))
+
+
+def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequence[Unit]) -> None:
+    """Take note that units have other values than the folder of frozen weights."""
+    if frozen_base is not None:
+        owner = base.division.full_model.owner
+        frozen_base.changed(owner(slot.name) for unit in written for slot in unit.layout.slots)
 
 
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:

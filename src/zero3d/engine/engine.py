@@ -1,5 +1,7 @@
 """Engine: a plain module trained with ZeRO on a mesh. Its parts are built in assembly.py; each has its own file.
 
+Saving, loading, slots and exports are checkpoints.py's; here are their names and promises.
+
 forward    hooks gather units just before use            (zero/hooks.py, zero/gathers.py)
 backward   gradients go to unit buffers and are reduced  (zero/gradients.py, zero/reductions.py)
 step       norm, clip, update of shards, refresh         (step.py, zero/optimizer.py)
@@ -16,23 +18,20 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero3d import spec
-from zero3d.checkpoint import restore
 from zero3d.checkpoint.background import SaveFigures
-from zero3d.checkpoint.export import export
-from zero3d.checkpoint.fingerprint import fingerprint
-from zero3d.checkpoint.slots import Note, load_slots
-from zero3d.distributed.agreement import agree
+from zero3d.checkpoint.slots import Note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry, frozen_entry, notes_memory
-from zero3d.engine.assembly import assemble
+from zero3d.engine.assembly import Assembly, assemble
 from zero3d.engine.averages import Averages
+from zero3d.engine.checkpoints import Checkpoints, open_saves
 from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts, refuse_none
 from zero3d.engine.division import share_random_state
@@ -46,12 +45,9 @@ from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
 from zero3d.engine.registry import Registry
 from zero3d.engine.replay.replay import Replay
-from zero3d.engine.saving import copy_entry, open_saves
-from zero3d.engine.slots import Slots
-from zero3d.engine.state import engine_state
 from zero3d.engine.step import StepFigures
-from zero3d.errors import CheckpointError, ConfigError, Zero3dError
-from zero3d.memory.record_store import RecordStore
+from zero3d.engine.unshard import Unsharded
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
 from zero3d.precision import Precision
@@ -59,7 +55,24 @@ from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
 from zero3d.zero.traffic import UnitTraffic
-from zero3d.zero.unit import Unit
+
+T = TypeVar("T")
+
+
+class Part(Generic[T]):
+    """A part of an engine under a name of its own: reads it from the assembly, which alone keeps it."""
+
+    def __init__(self, of: Callable[[Assembly], T]) -> None:
+        self._of = of
+
+    @overload
+    def __get__(self, engine: None, owner: type[Engine]) -> Self: ...
+
+    @overload
+    def __get__(self, engine: Engine, owner: type[Engine]) -> T: ...
+
+    def __get__(self, engine: Engine | None, owner: type[Engine]) -> Self | T:
+        return self if engine is None else self._of(engine._assembly)
 
 
 class Engine:
@@ -122,6 +135,43 @@ class Engine:
     `full_params()` are not seen.
     """
 
+    # what was asked for, and what it became
+    stage = Part(lambda parts: parts.base.options.zero.stage)
+    mesh = Part(lambda parts: parts.base.resolved.mesh)
+    precision = Part(lambda parts: parts.base.resolved.precision)
+    policy = Part(lambda parts: parts.base.resolved.policy)
+    offload = Part(lambda parts: parts.offload.offload)
+    offload_why = Part(lambda parts: parts.offload.why)
+    # axes, and what counts on them
+    arena = Part(lambda parts: parts.base.axes.arena)
+    traffic = Part(lambda parts: parts.base.axes.ledger)
+    tp = Part(lambda parts: parts.base.axes.tp)
+    dp = Part(lambda parts: parts.base.axes.dp)
+    world = Part(lambda parts: parts.base.axes.world)
+    model_group = Part(lambda parts: parts.runtime.model_group)
+    # this rank's share of the model
+    module = Part(lambda parts: parts.base.division.module)
+    chunks = Part(lambda parts: parts.base.division.chunks)
+    experts = Part(lambda parts: parts.base.division.experts)
+    full_model = Part(lambda parts: parts.base.division.full_model)
+    regions = Part(lambda parts: parts.base.division.regions)
+    kept_inputs = Part(lambda parts: parts.kept_inputs)
+    pipeline = Part(lambda parts: parts.pipeline)
+    # what works in every step
+    units = Part(lambda parts: parts.runtime.units)
+    gathers = Part(lambda parts: parts.runtime.gathers)
+    reductions = Part(lambda parts: parts.runtime.reductions)
+    accumulation = Part(lambda parts: parts.runtime.accumulation)
+    summands = Part(lambda parts: parts.base.order.summands)
+    optimizer = Part(lambda parts: parts.runtime.optimizer)
+    loss_scale = Part(lambda parts: parts.runtime.loss_scale)
+    # features
+    features = Part(lambda parts: parts.features)
+    averages = Part(lambda parts: find(parts.features, Averages))
+    replay = Part(lambda parts: find(parts.features, Replay))
+    health = Part(lambda parts: required(parts.features, Health))
+    expert_load = Part(lambda parts: required(parts.features, ExpertBias).load)
+
     def __init__(
         self,
         model: nn.Module,
@@ -174,28 +224,13 @@ class Engine:
             StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
-        base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
-        axes, division, resolved = base.axes, base.division, base.resolved
-        self.stage, self.mesh, self.precision, self.policy = stage, resolved.mesh, resolved.precision, resolved.policy
-        self.arena, self.traffic, self.tp, self.dp, self.world = axes.arena, axes.ledger, axes.tp, axes.dp, axes.world
-        self.module, self.chunks, self.experts = division.module, division.chunks, division.experts
-        self.full_model, self.regions, self.kept_inputs = division.full_model, division.regions, assembly.kept_inputs
-        self.features = features = assembly.features
-        self.expert_load, self.health = required(features, ExpertBias).load, required(features, Health)
-        self.averages, self.replay = find(features, Averages), find(features, Replay)
-        self.units, self.model_group = runtime.units, runtime.model_group
-        self.gathers, self.reductions, self.accumulation = runtime.gathers, runtime.reductions, runtime.accumulation
-        self.offload, self.offload_why = assembly.offload
-        self.optimizer, self.loss_scale = runtime.optimizer, runtime.loss_scale
-        self.pipeline, self.summands = assembly.pipeline, base.order.summands
-        self._freezing = Freezing(base, runtime, features)
-        self._registry, self._counts = Registry(division.module), Counts(resolved.mesh)
-        self._order, self._execution, self._stepper = base.order, assembly.execution, stepper
+        base, runtime = assembly.base, assembly.runtime
+        self._registry, self._counts = Registry(base.division.module), Counts(base.resolved.mesh)
+        self._freezing = Freezing(base, runtime, assembly.features)
+        saves = open_saves(base)
+        self._unsharded = Unsharded(assembly, self._registry, self._freezing, saves)
+        self.checkpoints = Checkpoints(assembly, self._registry, self._unsharded, saves)
         self.last_step: StepResult | None = None
-        self.resumed, self._saves = "", open_saves(base)
-        self._unsharded: list[Unit] = []
-        self._shows_masters = False
-        self._resized: dict[str, Tensor] = {}  # data of another shape, by name, for close() to keep
         self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
 
     def close(self) -> None:
@@ -212,21 +247,13 @@ class Engine:
         save with `wait=False` raised.
         """
         self._refuse("close()")
-        self._assembly.check_close()
-        if self._unsharded:
-            self._resized |= self._assembly.take_resized(self._unsharded)
-            with torch.no_grad():  # what was unfrozen meanwhile is not to be trained here
-                self._assembly.whole_parameters.shut(self._unsharded)
-            self._unsharded = []
-            self._shows_masters = False
-            self._assembly.hide_masters()
-        self._refuse_open("close()")
+        self._unsharded.shut_for_close()
         self.saved()
-        self._stepper.abandon()
+        self._assembly.stepper.abandon()
         with torch.no_grad():
             self.release()
         self.optimizer.wait()
-        self._assembly.close(self._resized)
+        self._assembly.close(self._unsharded.resized)
         mesh = self.mesh if self._opened else None
         if self._last is not None:
             self._last.detach()
@@ -256,7 +283,7 @@ class Engine:
     @notes_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Under pp > 1 there is no such thing (ConfigError)."""
-        return self._execution.call(*args, **kwargs)
+        return self._assembly.execution.call(*args, **kwargs)
 
     @notes_memory
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool | None = None) -> None:
@@ -266,7 +293,7 @@ class Engine:
         equals the big batch, padding included. `last` overrides `accumulate`. An exception on the
         way forgets the step so far.
         """
-        self._execution.backward(loss, weight, last)
+        self._assembly.execution.backward(loss, weight, last)
 
     @notes_memory
     def backward_sum(self, total: Tensor, weight: float | Tensor = 1.0, last: bool | None = None) -> None:
@@ -275,11 +302,11 @@ class Engine:
         The step's gradient is that of all sums divided by all weights. With weight 1 for the last micro-batch of every
         rank and 0 for those before, sums are added up on a rank and averaged over ranks: DistributedDataParallel's.
         """
-        self._execution.backward_sum(total, weight, last)
+        self._assembly.execution.backward_sum(total, weight, last)
 
     def zero_grad(self) -> None:
         """Forget the gradients and micro-batches of this step so far. All ranks call it, or none."""
-        self._stepper.abandon()
+        self._assembly.stepper.abandon()
 
     @notes_memory
     def step(self) -> StepResult:
@@ -295,16 +322,15 @@ class Engine:
 
     def _step(self, besides: Tensor | None = None) -> StepResult:
         """Step, read `besides` on the host with what it reads itself, and leave new weights on their way."""
-        self._refuse_open("step()")
-        self._resized = {}  # of a close() that failed: training has gone on
+        self._unsharded.refuse_open("step()")
+        self._unsharded.resized = {}  # of a close() that failed: training has gone on
         if self.accumulation.reached:
-            with self.mesh.heartbeat.phase("save"):
-                self._saves.await_copy()
+            self.checkpoints.await_copy()
         self._refuse("step()")
         self._registry.check()
         self._freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
-        return self._stepper.step(besides)
+        return self._assembly.stepper.step(besides)
 
     @notes_memory
     def train_batch(
@@ -326,19 +352,20 @@ class Engine:
         is on its way: to read a parameter is then for all ranks to do together.
         After a failure on some rank of a pipeline every further call raises Zero3dError.
         """
-        self._refuse_open("train_batch()")
+        self._unsharded.refuse_open("train_batch()")
         batches = list(micro_batches)
-        self._execution.check()
+        order, execution, stepper = self._assembly.base.order, self._assembly.execution, self._assembly.stepper
+        execution.check()
         self._counts.check(batches)
         refuse_none(len(batches), "train_batch")
-        self._order.begin(batches)
-        with self._execution.together():
+        order.begin(batches)
+        with execution.together():
             try:
-                sums = self._execution.train(batches)
-                mean = self._mean(self._order.sum_of(sums, len(batches), trained=True))
+                sums = execution.train(batches)
+                mean = self._mean(order.sum_of(sums, len(batches), trained=True))
                 parts = [mean.view(1)] if besides is None else [mean.view(1), besides()]
             except BaseException:
-                self._stepper.abandon()
+                stepper.abandon()
                 raise
             self.last_step = self._step(torch.cat(parts))
             if wait:
@@ -353,13 +380,13 @@ class Engine:
         Ranks run equally many micro-batches; on CPUs a ConfigError on all of them says so where they do not.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
-        number = count()
-        self._execution.check()
-        with self.mesh.heartbeat.phase("evaluate"), self._execution.together(), self._evaluating(keep_full=False):
+        number, execution = count(), self._assembly.execution
+        execution.check()
+        with self.mesh.heartbeat.phase("evaluate"), execution.together(), self._evaluating(keep_full=False):
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
-            sums = self._execution.evaluate(counted)
+            sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
-            return self._mean(self._order.sum_of(sums, run, trained=False))
+            return self._mean(self._assembly.base.order.sum_of(sums, run, trained=False))
 
     def _mean(self, of_dp: Tensor) -> Tensor:
         """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""
@@ -379,16 +406,17 @@ class Engine:
         ids = input_ids.to(self.mesh.device)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
-        with self.mesh.heartbeat.phase("generate"), self._execution.together(), self._evaluating(keep_full):
+        execution = self._assembly.execution
+        with self.mesh.heartbeat.phase("generate"), execution.together(), self._evaluating(keep_full):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:
                 synced = {} if alone else {"synced_gpus": True}
                 out: Tensor = of_model(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
-            check_options(options, self._execution.vocabulary)
+            check_options(options, execution.vocabulary)
             ending = Ending.of(next(iter(self.chunks.values())), early=alone)
-            return generate(self._execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
+            return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
         self.optimizer.settle()
@@ -407,19 +435,13 @@ class Engine:
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
         this rank's weights is held inside, where they are not gathered from a shard.
         """
-        units = self._open(modules)
+        units = self._unsharded.open(modules)
         try:
             yield
             self._registry.check()
             self._freezing.adopt_unfrozen()
         finally:
             self._assembly.whole_parameters.shut(units)
-
-    def _open(self, modules: nn.Module | Sequence[nn.Module] | None) -> list[Unit]:
-        self._registry.check()
-        self._saves.await_copy()
-        self.optimizer.settle()
-        return self._assembly.whole_parameters.open(modules)
 
     def unshard(self, masters: bool = False) -> None:
         """Make all parameters whole until `reshard()`, as inside a `full_params()` block.
@@ -433,50 +455,14 @@ class Engine:
         ranks call it. Raises OutOfBudget, and changes nothing, where some rank has no room for them; with `masters`
         ConfigError inside full_params(), and over tp, pp and ep.
         """
-        shown = self._shows_masters
-        if masters and not shown:
-            if not self.has_whole_model:
-                raise ConfigError(
-                    "unshard(masters=True) is for models over dp alone, not over tp, pp or ep: unshard()."
-                )
-            self.reshard()  # what was written is absorbed by the masters first
-            self._refuse_open("unshard(masters=True)")
-        gathered = [unit for unit in self.units if unit.weights.sharded and not unit.users]
-        needed = sum(unit.layout.total * unit.dtype.itemsize for unit in gathered)
-        needed += self._assembly.room_of_shown() if masters and not shown else 0
-        self._assembly.check_room(needed, "unshard(masters=True)" if masters else "unshard()")
-        self._unsharded += self._open(None)
-        if masters and not shown:
-            self._assembly.show_masters(self._unsharded)
-            self._shows_masters = True
+        self._unsharded.unshard(masters)
 
     def reshard(self) -> None:
         """End what `unshard()` began, if it did. What was written into parameters is kept. All ranks call it.
 
         Raises LayoutError, after that, where one was given another shape: it has its old one again.
         """
-        if self._unsharded:
-            self._freezing.adopt_unfrozen()
-            units, self._unsharded = self._unsharded, []  # they are released also where it raises
-            self._shows_masters = False
-            self._assembly.hide_masters()
-            self._assembly.whole_parameters.shut(units)
-
-    @contextmanager
-    def _resharded(self) -> Iterator[None]:
-        """Take what was written since `unshard()` into the masters for a block, and unshard again after it."""
-        again, masters = bool(self._unsharded), self._shows_masters
-        self.reshard()
-        yield
-        if again:
-            self.unshard(masters)
-
-    def _refuse_open(self, call: str) -> None:
-        if self._assembly.whole_parameters.any_open:
-            raise ConfigError(
-                f"{call} inside full_params() would be undone on leaving it: leave the block first (after unshard(): "
-                "call reshard())."
-            )
+        self._unsharded.reshard()
 
     def freeze(self, pattern: str) -> None:
         """Freeze the parameters that a pattern of names matches ("model.layers.0.*|*norm*"), between steps.
@@ -496,6 +482,13 @@ class Engine:
         self.optimizer.settle()
         self._freezing.set(self.module, pattern, trained=True)
 
+    def _refuse_window(self, call: str) -> None:
+        if self.accumulation.count:
+            raise ConfigError(
+                f"{call} after {self.accumulation.count} micro-batches of a step that is not applied yet: call it "
+                "after the step() that applies it, or forget them with engine.zero_grad()."
+            )
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, weights are the averages that `ema` keeps, to evaluate, generate and export; then their own again.
@@ -505,9 +498,9 @@ class Engine:
         if self.averages is None:
             raise ConfigError("there are no averages of the weights: build the engine with ema=0.999 (train.ema).")
         self._refuse("averaged()")
-        with self._resharded():
-            self._refuse_open("averaged()")
-            self._saves.await_copy()
+        with self._unsharded.resharded():
+            self._unsharded.refuse_open("averaged()")
+            self.checkpoints.await_copy()
             self.release()
             with self.averages.shown():
                 yield
@@ -544,41 +537,28 @@ class Engine:
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
         """
-        self._refuse("save()")
-        self._registry.check()
-        if self.accumulation.count:
-            raise CheckpointError(
-                f"save() after {self.accumulation.count} micro-batches of a step that is not applied yet: a checkpoint "
-                "holds no gradients, so they would be lost. Save after the step() that applies it, or forget them with "
-                "engine.zero_grad()."
-            )
-        with self.mesh.heartbeat.phase("save"), self._resharded():
-            self.optimizer.settle()
-            save = self._saves.now if wait else self._saves.begin
-            return save(Path(directory), lambda: engine_state(self._assembly, loop))
+        return self.checkpoints.save(directory, loop, wait)
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
 
         All ranks call it. Raises what that save raised, on all of them; so does the next `save`, if nobody asked.
         """
-        with self.mesh.heartbeat.phase("save"):
-            return self._saves.finish()
+        return self.checkpoints.saved()
 
     @property
     def save_is_over(self) -> bool:
         """Whether `saved()` has something to tell and need not wait for this rank; others may be late."""
-        return self._saves.over
+        return self.checkpoints.save_is_over
 
     @property
     def save_figures(self) -> SaveFigures:
         """Seconds that the last save has kept training waiting so far, and bytes of tensors that this rank writes."""
-        return self._saves.figures
+        return self.checkpoints.save_figures
 
     def reserve_saves(self) -> None:
         """Take the memory of saves with `wait=False` now rather than at the first of them. Raises OutOfBudget."""
-        self.optimizer.settle()
-        self._saves.reserve(engine_state(self._assembly))
+        self.checkpoints.reserve_saves()
 
     def load(self, directory: str | Path) -> Any:
         """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
@@ -586,35 +566,12 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
         """
-        again, masters = bool(self._unsharded), self._shows_masters
-        try:
-            with self._resharded():
-                return self._load(Path(directory))
-        except CheckpointError:  # of all ranks
-            if again:
-                self.unshard(masters)
-            raise
+        return self.checkpoints.load(directory)
 
-    def _load(self, directory: Path) -> Any:
-        self._refuse_open("load()")
-        self._refuse("load()")
-        with self.mesh.heartbeat.phase("save"):
-            self._saves.wait()
-        state = engine_state(self._assembly)
-        checked = restore.check(directory, state)
-        self.optimizer.settle()  # it writes masters, which may be what is sent
-        self._stepper.reset()
-        self._stepper.count, loop, self.resumed = restore.load(checked, state)
-        for feature in self.features:
-            feature.loaded()
-        return loop
-
-    def _refuse_window(self, call: str) -> None:
-        if self.accumulation.count:
-            raise ConfigError(
-                f"{call} after {self.accumulation.count} micro-batches of a step that is not applied yet: call it "
-                "after the step() that applies it, or forget them with engine.zero_grad()."
-            )
+    @property
+    def resumed(self) -> str:
+        """Whether the run goes on bitwise since the last load, and if not, why; empty before one."""
+        return self.checkpoints.resumed
 
     @property
     def slots(self) -> Note | None:
@@ -623,19 +580,11 @@ class Engine:
         `slots.step` applied steps, and `slots.loop`, which `note` was given for it. `load_slots` goes on from there;
         training from elsewhere writes over it.
         """
-        slots = self._slots
-        return None if slots is None else slots.note
+        return self.checkpoints.slots
 
     def load_slots(self) -> Any:
         """Continue from `slots`, before anything is trained; return what was given to `note`, as `load` does."""
-        self._saves.wait()
-        note, store = agree(self.world.patient, self._left)
-        self._stepper.reset()
-        self.resumed = load_slots(note, engine_state(self._assembly), store)
-        self._stepper.count = note.step
-        for feature in self.features:
-            feature.loaded()
-        return note.loop
+        return self.checkpoints.load_slots()
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:
         """Say that all of a step has happened, so that a restart can go on from the slots that its update writes.
@@ -643,47 +592,29 @@ class Engine:
         Nothing where not all that is trained is on a disk, or the optimizer is neither Adam nor AdamW. To be called on
         every rank after `step()` or `train_batch()`, its evaluation and its checkpoint; `loop` is for `load_slots`.
         """
-        if self._slots is not None:
-            self._slots.write(engine_state(self._assembly, loop))
-
-    def _left(self) -> tuple[Note, RecordStore]:
-        """Return the note of what is in slots, and the records. Raises CheckpointError where there is nothing."""
-        tiers, note = self._assembly.runtime.tiers, self.slots
-        if tiers is None or note is None or self.steps:
-            raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
-        return note, tiers.store
-
-    @property
-    def _slots(self) -> Slots | None:
-        tiers = self._assembly.runtime.tiers
-        return None if tiers is None else tiers.slots
+        self.checkpoints.note(loop)
 
     def fingerprint(self) -> str:
         """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""
-        with self._resharded():
-            self.optimizer.settle()
-            return fingerprint(engine_state(self._assembly))
+        return self.checkpoints.fingerprint()
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.
 
         kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, or "merged"
         """
-        self._registry.check()
-        self.optimizer.settle()
-        with self._resharded():
-            return export(Path(directory), engine_state(self._assembly), self._assembly.whole_parameters.gathered, kind)
+        return self.checkpoints.export(directory, kind)
 
     # --- accounting -----------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> Any:
         """What is stepped after every applied step, or None. May be replaced between steps. Raises ConfigError."""
-        return self._stepper.scheduler
+        return self._assembly.stepper.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: Any) -> None:
-        self._stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
+        self._assembly.stepper.scheduler = bind_scheduler(scheduler, self.optimizer.torch)
 
     @property
     def clip_norm(self) -> float | None:
@@ -698,12 +629,12 @@ class Engine:
     @property
     def steps(self) -> int:
         """Applied steps so far."""
-        return self._stepper.count
+        return self._assembly.stepper.count
 
     @property
     def figures(self) -> StepFigures | None:
         """The last step that was due in plain numbers, read together; of train_batch `besides` begins with the loss."""
-        return self._stepper.figures
+        return self._assembly.stepper.figures
 
     @property
     def traffic_units(self) -> list[UnitTraffic]:
@@ -713,7 +644,7 @@ class Engine:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._assembly.accounts.memory + frozen_entry(self._assembly.originals.nbytes) + copy_entry(self._saves)
+        return self._assembly.accounts.memory + frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory
 
 
 class _Closed(Engine):

@@ -77,7 +77,7 @@ class Slots:
         try:
             write_note(self.disk.stem, engine, self.session)
         except (CheckpointError, OSError) as error:
-            warnings.warn(f"a restart cannot go on from step {engine.step} on the disk: {error}", stacklevel=3)
+            warnings.warn(f"a restart cannot go on from step {engine.step} on the disk: {error}", stacklevel=4)
 
 
 def _warn_of_replaced(disk: DiskSlab, step: int) -> None:

@@ -29,8 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
-from zero3d.engine.saving import COPY
 from zero3d.memory.arena import STATES
 from zero3d.memory.blocks import padded
 from zero3d.memory.placement import DEPTH

@@ -1,0 +1,202 @@
+"""Checkpoints of an engine: its states to files and back, slots of a disk, exports; `engine.checkpoints`.
+
+    save, saved, reserve           checkpoints, also behind training     checkpoint/background.py, checkpoint/save.py
+    load                           from a checkpoint, on any mesh        checkpoint/restore.py
+    slots, load_slots, note        a restart from a disk's slots         slots.py, checkpoint/slots.py
+    fingerprint, export            of masters and states; of weights     checkpoint/fingerprint.py, checkpoint/export.py
+
+What all of it takes of an engine is `engine_state` (state.py). `Engine` has these methods under the same names, and
+tells there what each promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero3d.checkpoint import restore
+from zero3d.checkpoint.background import SaveFigures, Saves
+from zero3d.checkpoint.export import export
+from zero3d.checkpoint.fingerprint import fingerprint
+from zero3d.checkpoint.slots import Note, load_slots
+from zero3d.checkpoint.state import EngineState
+from zero3d.distributed.agreement import agree
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.mesh import Mesh
+from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.assembly import Assembly
+from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.registry import Registry
+from zero3d.engine.slots import Slots
+from zero3d.engine.state import engine_state
+from zero3d.engine.unshard import Unsharded
+from zero3d.errors import CheckpointError
+from zero3d.memory.arena import Arena
+from zero3d.memory.record_store import RecordStore
+from zero3d.spec.offload import HOST
+
+COPY = "checkpoint"  # the category of the host's copy
+
+
+class Checkpoints:
+    """Owns how an engine's states leave it and come back; what a step needs of that is `await_copy`.
+
+    resumed  whether the run goes on bitwise since the last load, and if not, why; empty before one
+    """
+
+    def __init__(self, assembly: Assembly, registry: Registry, unsharded: Unsharded, saves: Saves) -> None:
+        self._assembly, self._registry = assembly, registry
+        self._unsharded, self._saves = unsharded, saves
+        self._mesh = assembly.base.resolved.mesh
+        self.resumed = ""
+
+    def _state(self, loop: Mapping[str, Any] | None = None) -> EngineState:
+        return engine_state(self._assembly, loop)
+
+    def _refuse(self, call: str) -> None:
+        for feature in self._assembly.features:
+            feature.refuse(call)
+
+    # --- to files -------------------------------------------------------------------------------
+
+    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
+        """Write `directory/step-N`, as `Engine.save` says."""
+        self._refuse("save()")
+        self._registry.check()
+        if micro_batches := self._assembly.runtime.accumulation.count:
+            raise CheckpointError(
+                f"save() after {micro_batches} micro-batches of a step that is not applied yet: a checkpoint "
+                "holds no gradients, so they would be lost. Save after the step() that applies it, or forget them with "
+                "engine.zero_grad()."
+            )
+        with self._mesh.heartbeat.phase("save"), self._unsharded.resharded():
+            self._assembly.runtime.optimizer.settle()
+            save = self._saves.now if wait else self._saves.begin
+            return save(Path(directory), lambda: self._state(loop))
+
+    def saved(self) -> Path | None:
+        """Wait for a save with `wait=False` and return its folder, as `Engine.saved` says."""
+        with self._mesh.heartbeat.phase("save"):
+            return self._saves.finish()
+
+    def await_copy(self) -> None:
+        """Wait until what is to be saved behind training may be changed."""
+        with self._mesh.heartbeat.phase("save"):
+            self._saves.await_copy()
+
+    @property
+    def save_is_over(self) -> bool:
+        """Return whether `saved` has something to tell and need not wait for this rank."""
+        return self._saves.over
+
+    @property
+    def save_figures(self) -> SaveFigures:
+        """Return what the last save has cost so far."""
+        return self._saves.figures
+
+    def reserve_saves(self) -> None:
+        """Take the memory of saves with `wait=False`. Raises OutOfBudget."""
+        self._assembly.runtime.optimizer.settle()
+        self._saves.reserve(self._state())
+
+    @property
+    def memory(self) -> list[MemoryEntry]:
+        """Return the entry of the host's copy for saves behind training, where there is one."""
+        if not self._saves.held:
+            return []
+        return [MemoryEntry(COPY, HOST, self._saves.planned, self._saves.held, self._saves.held)]
+
+    def fingerprint(self) -> str:
+        """Return one hash of all masters and optimizer states; all ranks call it."""
+        with self._unsharded.resharded():
+            self._assembly.runtime.optimizer.settle()
+            return fingerprint(self._state())
+
+    def export(self, directory: str | Path, kind: str | None = None) -> Path:
+        """Write the weights as a Hugging Face folder, as `Engine.export` says."""
+        self._registry.check()
+        self._assembly.runtime.optimizer.settle()
+        with self._unsharded.resharded():
+            return export(Path(directory), self._state(), self._assembly.whole_parameters.gathered, kind)
+
+    # --- from files -----------------------------------------------------------------------------
+
+    def load(self, directory: str | Path) -> Any:
+        """Continue from a checkpoint, as `Engine.load` says; where that is refused what was open is open again."""
+        before = self._unsharded.now
+        try:
+            with self._unsharded.resharded():
+                return self._load(Path(directory))
+        except CheckpointError:  # of all ranks
+            self._unsharded.again(*before)
+            raise
+
+    def _load(self, directory: Path) -> Any:
+        self._unsharded.refuse_open("load()")
+        self._refuse("load()")
+        with self._mesh.heartbeat.phase("save"):
+            self._saves.wait()
+        state = self._state()
+        checked = restore.check(directory, state)
+        self._assembly.runtime.optimizer.settle()  # it writes masters, which may be what is sent
+        self._assembly.stepper.reset()
+        step, loop, self.resumed = restore.load(checked, state)
+        self._go_on_from(step)
+        return loop
+
+    def _go_on_from(self, step: int) -> None:
+        self._assembly.stepper.count = step
+        for feature in self._assembly.features:
+            feature.loaded()
+
+    # --- slots of a disk ------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> Note | None:
+        """Return what an earlier process has left in slots, as `Engine.slots` says."""
+        slots = self._slots
+        return None if slots is None else slots.note
+
+    def load_slots(self) -> Any:
+        """Continue from `slots`; return what was given to `note`."""
+        self._saves.wait()
+        note, store = agree(self._assembly.base.axes.world.patient, self._left)
+        self._assembly.stepper.reset()
+        self.resumed = load_slots(note, self._state(), store)
+        self._go_on_from(note.step)
+        return note.loop
+
+    def note(self, loop: Mapping[str, Any] | None = None) -> None:
+        """Say that all of a step has happened, as `Engine.note` says."""
+        if self._slots is not None:
+            self._slots.write(self._state(loop))
+
+    def _left(self) -> tuple[Note, RecordStore]:
+        """Return the note of what is in slots, and the records. Raises CheckpointError where there is nothing."""
+        tiers, note = self._assembly.runtime.tiers, self.slots
+        if tiers is None or note is None or self._assembly.stepper.count:
+            raise CheckpointError("there is no step in slots of a disk to go on from: load a checkpoint.")
+        return note, tiers.store
+
+    @property
+    def _slots(self) -> Slots | None:
+        tiers = self._assembly.runtime.tiers
+        return None if tiers is None else tiers.slots
+
+
+def open_saves(base: Foundation) -> Saves:
+    """Return what saves for an engine; nothing is taken or opened yet."""
+    mesh = base.resolved.mesh
+    return Saves(mesh.device, partial(host_share, base), partial(_of_threads, mesh))
+
+
+def _of_threads(mesh: Mesh) -> Comm:
+    """Open what threads of all ranks agree over; its ranks open it together, in the order of engines."""
+    comm = Comm(mesh.store_axis("saves"), Arena(torch.device("cpu")), Ledger())
+    agree(comm, lambda: None)
+    return comm
