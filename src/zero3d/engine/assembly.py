@@ -33,15 +33,17 @@ from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.engine.features import open_features
 from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.freezing import Freezing
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options, parts_activations
+from zero3d.engine.registry import Registry
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.tiers import Tiers
@@ -67,6 +69,8 @@ class Assembly:
     base       options, axes and this rank's share of the model
     runtime    units, and what gathers, reduces and updates them
     features   what there is beside training itself, in the order in which it is called
+    registry   the parameters, buffers and modules that the model has
+    freezing   trains and freezes them between steps
     execution  how micro-batches go through the model; `pipeline` where there is one
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
@@ -78,6 +82,8 @@ class Assembly:
     base: Foundation
     runtime: Runtime
     features: Sequence[Feature]
+    registry: Registry
+    freezing: Freezing
     stepper: Stepper
     whole_parameters: WholeParameters
     accounts: Accounts
@@ -165,7 +171,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     frozen_base = _frozen_base(base, options.model.weights)
     whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
     stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
-    features = stepper.features = open_features(Parts(base, runtime, lambda: stepper.count))
+    features = stepper.features = open_features(Built(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     if pipeline is None:
         execution: Execution = Direct(base, runtime, losses, stepper, only)
@@ -183,6 +189,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         base=base,
         runtime=runtime,
         features=features,
+        registry=Registry(module),
+        freezing=Freezing(base, runtime, features),
         stepper=stepper,
         whole_parameters=whole,
         accounts=_accounts(base, runtime, kept),

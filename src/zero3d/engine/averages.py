@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.manifest import AVERAGE
 from zero3d.checkpoint.resume_contract import EMA
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket, update_scratch
@@ -46,9 +46,9 @@ class Averages(Feature):
         self.loaded()
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self | None:
-        decay = parts.base.options.optimizer.ema
-        return None if decay is None else cls(decay, parts.runtime.optimizer, parts.base.axes.arena)
+    def opened(cls, built: Built) -> Self | None:
+        decay = built.base.options.optimizer.ema
+        return None if decay is None else cls(decay, built.runtime.optimizer, built.base.axes.arena)
 
     def refuse(self, call: str) -> None:
         """Raise ConfigError where weights are averages."""

@@ -31,7 +31,6 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.assembly import Assembly
 from zero3d.engine.foundation import Foundation, host_share
-from zero3d.engine.registry import Registry
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.unshard import Unsharded
@@ -49,8 +48,8 @@ class Checkpoints:
     resumed  whether the run goes on bitwise since the last load, and if not, why; empty before one
     """
 
-    def __init__(self, assembly: Assembly, registry: Registry, unsharded: Unsharded, saves: Saves) -> None:
-        self._assembly, self._registry = assembly, registry
+    def __init__(self, assembly: Assembly, unsharded: Unsharded, saves: Saves) -> None:
+        self._assembly = assembly
         self._unsharded, self._saves = unsharded, saves
         self._mesh = assembly.base.resolved.mesh
         self.resumed = ""
@@ -67,7 +66,7 @@ class Checkpoints:
     def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
         """Write `directory/step-N`, as `Engine.save` says."""
         self._refuse("save()")
-        self._registry.check()
+        self._assembly.registry.check()
         if micro_batches := self._assembly.runtime.accumulation.count:
             raise CheckpointError(
                 f"save() after {micro_batches} micro-batches of a step that is not applied yet: a checkpoint "
@@ -119,7 +118,7 @@ class Checkpoints:
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
-        self._registry.check()
+        self._assembly.registry.check()
         self._assembly.runtime.optimizer.settle()
         with self._unsharded.resharded():
             return export(Path(directory), self._state(), self._assembly.whole_parameters.gathered, kind)

@@ -38,12 +38,10 @@ from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import find, required
-from zero3d.engine.freezing import Freezing
 from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
-from zero3d.engine.registry import Registry
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
 from zero3d.engine.unshard import Unsharded
@@ -59,7 +57,7 @@ from zero3d.zero.traffic import UnitTraffic
 T = TypeVar("T")
 
 
-class Part(Generic[T]):
+class Exposed(Generic[T]):
     """A part of an engine under a name of its own: reads it from the assembly, which alone keeps it."""
 
     def __init__(self, of: Callable[[Assembly], T]) -> None:
@@ -136,41 +134,41 @@ class Engine:
     """
 
     # what was asked for, and what it became
-    stage = Part(lambda parts: parts.base.options.zero.stage)
-    mesh = Part(lambda parts: parts.base.resolved.mesh)
-    precision = Part(lambda parts: parts.base.resolved.precision)
-    policy = Part(lambda parts: parts.base.resolved.policy)
-    offload = Part(lambda parts: parts.offload.offload)
-    offload_why = Part(lambda parts: parts.offload.why)
+    stage = Exposed(lambda assembly: assembly.base.options.zero.stage)
+    mesh = Exposed(lambda assembly: assembly.base.resolved.mesh)
+    precision = Exposed(lambda assembly: assembly.base.resolved.precision)
+    policy = Exposed(lambda assembly: assembly.base.resolved.policy)
+    offload = Exposed(lambda assembly: assembly.offload.offload)
+    offload_why = Exposed(lambda assembly: assembly.offload.why)
     # axes, and what counts on them
-    arena = Part(lambda parts: parts.base.axes.arena)
-    traffic = Part(lambda parts: parts.base.axes.ledger)
-    tp = Part(lambda parts: parts.base.axes.tp)
-    dp = Part(lambda parts: parts.base.axes.dp)
-    world = Part(lambda parts: parts.base.axes.world)
-    model_group = Part(lambda parts: parts.runtime.model_group)
+    arena = Exposed(lambda assembly: assembly.base.axes.arena)
+    traffic = Exposed(lambda assembly: assembly.base.axes.ledger)
+    tp = Exposed(lambda assembly: assembly.base.axes.tp)
+    dp = Exposed(lambda assembly: assembly.base.axes.dp)
+    world = Exposed(lambda assembly: assembly.base.axes.world)
+    model_group = Exposed(lambda assembly: assembly.runtime.model_group)
     # this rank's share of the model
-    module = Part(lambda parts: parts.base.division.module)
-    chunks = Part(lambda parts: parts.base.division.chunks)
-    experts = Part(lambda parts: parts.base.division.experts)
-    full_model = Part(lambda parts: parts.base.division.full_model)
-    regions = Part(lambda parts: parts.base.division.regions)
-    kept_inputs = Part(lambda parts: parts.kept_inputs)
-    pipeline = Part(lambda parts: parts.pipeline)
+    module = Exposed(lambda assembly: assembly.base.division.module)
+    chunks = Exposed(lambda assembly: assembly.base.division.chunks)
+    experts = Exposed(lambda assembly: assembly.base.division.experts)
+    full_model = Exposed(lambda assembly: assembly.base.division.full_model)
+    regions = Exposed(lambda assembly: assembly.base.division.regions)
+    kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
+    pipeline = Exposed(lambda assembly: assembly.pipeline)
     # what works in every step
-    units = Part(lambda parts: parts.runtime.units)
-    gathers = Part(lambda parts: parts.runtime.gathers)
-    reductions = Part(lambda parts: parts.runtime.reductions)
-    accumulation = Part(lambda parts: parts.runtime.accumulation)
-    summands = Part(lambda parts: parts.base.order.summands)
-    optimizer = Part(lambda parts: parts.runtime.optimizer)
-    loss_scale = Part(lambda parts: parts.runtime.loss_scale)
+    units = Exposed(lambda assembly: assembly.runtime.units)
+    gathers = Exposed(lambda assembly: assembly.runtime.gathers)
+    reductions = Exposed(lambda assembly: assembly.runtime.reductions)
+    accumulation = Exposed(lambda assembly: assembly.runtime.accumulation)
+    summands = Exposed(lambda assembly: assembly.base.order.summands)
+    optimizer = Exposed(lambda assembly: assembly.runtime.optimizer)
+    loss_scale = Exposed(lambda assembly: assembly.runtime.loss_scale)
     # features
-    features = Part(lambda parts: parts.features)
-    averages = Part(lambda parts: find(parts.features, Averages))
-    replay = Part(lambda parts: find(parts.features, Replay))
-    health = Part(lambda parts: required(parts.features, Health))
-    expert_load = Part(lambda parts: required(parts.features, ExpertBias).load)
+    features = Exposed(lambda assembly: assembly.features)
+    averages = Exposed(lambda assembly: find(assembly.features, Averages))
+    replay = Exposed(lambda assembly: find(assembly.features, Replay))
+    health = Exposed(lambda assembly: required(assembly.features, Health))
+    expert_load = Exposed(lambda assembly: required(assembly.features, ExpertBias).load)
 
     def __init__(
         self,
@@ -224,14 +222,12 @@ class Engine:
             StepOptions(accumulate, loss, tiled_loss, replay),
         )
         self._assembly = assembly = assemble(model, mesh, options)
-        base, runtime = assembly.base, assembly.runtime
-        self._registry, self._counts = Registry(base.division.module), Counts(base.resolved.mesh)
-        self._freezing = Freezing(base, runtime, assembly.features)
-        saves = open_saves(base)
-        self._unsharded = Unsharded(assembly, self._registry, self._freezing, saves)
-        self.checkpoints = Checkpoints(assembly, self._registry, self._unsharded, saves)
+        saves = open_saves(assembly.base)
+        self._unsharded = Unsharded(assembly, saves)
+        self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
+        self._counts = Counts(assembly.base.resolved.mesh)
         self.last_step: StepResult | None = None
-        self._last, self._opened = _settle_in_the_end(self, runtime.optimizer), mesh is None
+        self._last, self._opened = _settle_in_the_end(self, assembly.runtime.optimizer), mesh is None
 
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
@@ -327,8 +323,8 @@ class Engine:
         if self.accumulation.reached:
             self.checkpoints.await_copy()
         self._refuse("step()")
-        self._registry.check()
-        self._freezing.check()
+        self._assembly.registry.check()
+        self._assembly.freezing.check()
         self.mesh.heartbeat.work(b"the optimizer's update")
         return self._assembly.stepper.step(besides)
 
@@ -438,8 +434,8 @@ class Engine:
         units = self._unsharded.open(modules)
         try:
             yield
-            self._registry.check()
-            self._freezing.adopt_unfrozen()
+            self._assembly.registry.check()
+            self._assembly.freezing.adopt_unfrozen()
         finally:
             self._assembly.whole_parameters.shut(units)
 
@@ -470,7 +466,7 @@ class Engine:
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """
         self._refuse_window("freeze()")
-        self._freezing.set(self.module, pattern, trained=False)
+        self._assembly.freezing.set(self.module, pattern, trained=False)
 
     def unfreeze(self, pattern: str) -> None:
         """Train the parameters that a pattern of names matches, from the next forward on; all ranks call it.
@@ -480,7 +476,7 @@ class Engine:
         """
         self._refuse_window("unfreeze()")
         self.optimizer.settle()
-        self._freezing.set(self.module, pattern, trained=True)
+        self._assembly.freezing.set(self.module, pattern, trained=True)
 
     def _refuse_window(self, call: str) -> None:
         if self.accumulation.count:
@@ -517,7 +513,7 @@ class Engine:
         All ranks call it; units are gathered one by one. trained_only: without frozen weights and buffers.
         Raises ConfigError over tp, pp or ep, and where layers are in tiles.
         """
-        self._registry.check()
+        self._assembly.registry.check()
         self.optimizer.settle()
         if self.world.size > self.dp.size or self.mesh.ep > 1 or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")

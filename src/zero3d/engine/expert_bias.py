@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.expert_parallel.load import ExpertLoad, check_bias
 from zero3d.zero.optimizer import APPLIED, Outcome, ShardedOptimizer
 
@@ -30,11 +30,11 @@ class ExpertBias(Feature):
         check_bias(model, options.optimizer.expert_bias_rate, options.step.replay)
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self:
-        base, rate = parts.base, parts.base.options.optimizer.expert_bias_rate
+    def opened(cls, built: Built) -> Self:
+        base, rate = built.base, built.base.options.optimizer.expert_bias_rate
         division = base.division
         load = ExpertLoad(division.chunks, division.expert_layers, base.axes.dp, rate)
-        return cls(load, parts.runtime.optimizer)
+        return cls(load, built.runtime.optimizer)
 
     def after_update(self, outcome: Outcome) -> None:
         applied = outcome.reason == APPLIED

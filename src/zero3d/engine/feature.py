@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Built:
     """What features are built of: the engine so far. applied: returns the count of applied steps."""
 
     base: Foundation
@@ -71,7 +71,7 @@ class Feature:
         """Refuse options that cannot be, with a ConfigError; nothing is allocated yet."""
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self | None:
+    def opened(cls, built: Built) -> Self | None:
         """Return the feature where options ask for it; all ranks call it. Raises ConfigError."""
         return None
 

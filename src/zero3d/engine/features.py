@@ -14,15 +14,21 @@ Else it is free: no row reads what another one writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
 
 from zero3d.engine.averages import Averages
 from zero3d.engine.expert_bias import ExpertBias
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.engine.health import Health
 from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.statistics import RunningStatistics
+
+if TYPE_CHECKING:
+    from zero3d.distributed.mesh import Mesh
+    from zero3d.engine.options import Options
 
 FEATURES: tuple[type[Feature], ...] = (
     RunningStatistics,  # always, where there are any
@@ -36,9 +42,15 @@ FEATURES: tuple[type[Feature], ...] = (
 F = TypeVar("F", bound=Feature)
 
 
-def open_features(parts: Parts) -> tuple[Feature, ...]:
+def check_features(model: nn.Module, mesh: Mesh, options: Options) -> None:
+    """Refuse options of features that cannot be. Raises ConfigError."""
+    for feature in FEATURES:
+        feature.check(model, mesh, options)
+
+
+def open_features(built: Built) -> tuple[Feature, ...]:
     """Return those that an engine has, in the order of the rows. Raises ConfigError."""
-    opened = (feature.opened(parts) for feature in FEATURES)
+    opened = (feature.opened(built) for feature in FEATURES)
     return tuple(feature for feature in opened if feature is not None)
 
 

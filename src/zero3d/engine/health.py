@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.errors import NonFiniteError, Zero3dError
 from zero3d.precision import NAMES, LossScale, is_finite
 from zero3d.zero.optimizer import APPLIED, OVERFLOW, Outcome
@@ -92,8 +92,8 @@ class Health(Feature):
         self.in_a_row = 0
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self:
-        base, runtime = parts.base, parts.runtime
+    def opened(cls, built: Built) -> Self:
+        base, runtime = built.base, built.runtime
         return cls(base.axes.world, runtime.reductions, runtime.loss_scale, base.division.chunks)
 
     def loaded(self) -> None:

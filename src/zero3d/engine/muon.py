@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Self
 
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.errors import ConfigError
 from zero3d.optim.find import describe
 from zero3d.optim.matrices import Range, ranges
@@ -123,8 +123,8 @@ class MatrixSteps(Feature):
         optimizer.orthogonal = self
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self | None:
-        base, optimizer = parts.base, parts.runtime.optimizer
+    def opened(cls, built: Built) -> Self | None:
+        base, optimizer = built.base, built.runtime.optimizer
         if not base.resolved.matrices:
             return None
         muon = optimizer.torch

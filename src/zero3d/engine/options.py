@@ -24,7 +24,7 @@ from zero3d.engine.checks import (
     check_step,
     reduce_dtype_of,
 )
-from zero3d.engine.features import FEATURES
+from zero3d.engine.features import check_features
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, parse_budget
@@ -132,8 +132,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
-    for feature in FEATURES:
-        feature.check(model, mesh, options)
+    check_features(model, mesh, options)
     check_model(model, options.model.weights)
     check_adapters(model, row.shards_parameters, mesh.pp)
     if row.shards_parameters and mesh.dp > 1:

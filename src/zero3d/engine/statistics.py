@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.zero.optimizer import Outcome
 
 
@@ -26,8 +26,8 @@ class RunningStatistics(Feature):
         self._layers, self._dp = layers, dp
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self | None:
-        dp, roots = parts.base.axes.dp, parts.base.division.chunks.values()
+    def opened(cls, built: Built) -> Self | None:
+        dp, roots = built.base.axes.dp, built.base.division.chunks.values()
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
         return cls(layers, dp) if layers and dp.size > 1 else None

@@ -22,8 +22,6 @@ from zero3d.checkpoint.background import Saves
 from zero3d.distributed.agreement import agree
 from zero3d.engine.assembly import Assembly
 from zero3d.engine.auto_offload import room_of
-from zero3d.engine.freezing import Freezing
-from zero3d.engine.registry import Registry
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
 from zero3d.spec.sizes import decimal
 from zero3d.zero.unit import Unit
@@ -37,16 +35,15 @@ class Unsharded:
     resized  data of another shape, by name, which the caller has given parameters and a `close()` that failed has taken
     """
 
-    def __init__(self, assembly: Assembly, registry: Registry, freezing: Freezing, saves: Saves) -> None:
+    def __init__(self, assembly: Assembly, saves: Saves) -> None:
         self._assembly, self._saves = assembly, saves
-        self._registry, self._freezing = registry, freezing
         self._units: list[Unit] = []
         self._shows_masters = False
         self.resized: dict[str, Tensor] = {}
 
     def open(self, modules: nn.Module | Sequence[nn.Module] | None) -> list[Unit]:
         """Make the parameters of modules (None: all) whole, when nothing is on its way from or to them."""
-        self._registry.check()
+        self._assembly.registry.check()
         self._saves.await_copy()
         self._assembly.runtime.optimizer.settle()
         return self._assembly.whole_parameters.open(modules)
@@ -73,7 +70,7 @@ class Unsharded:
     def reshard(self) -> None:
         """End what `unshard` began, if it did. Raises LayoutError, after that, where a parameter has another shape."""
         if self._units:
-            self._freezing.adopt_unfrozen()
+            self._assembly.freezing.adopt_unfrozen()
             units, self._units = self._units, []  # they are released also where it raises
             self._hide_masters()
             self._assembly.whole_parameters.shut(units)

@@ -153,8 +153,14 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     transient = engine.policy.reduce == "every_micro_batch" or engine.summands is not None
     bucket = {grad.local for grad in (unit.grads for unit in engine.units) if grad is not None} if transient else set()
     wire = {unit.gradients.travels for unit in trainable}
-    kinds = {"parameters": compute, "gradients": reduced, "optimizer": {*masters, *states},
-             "gathered": gathered, "bucket": bucket, "wire": wire}  # fmt: skip
+    kinds = {
+        "parameters": compute,
+        "gradients": reduced,
+        "optimizer": {*masters, *states},
+        "gathered": gathered,
+        "bucket": bucket,
+        "wire": wire,
+    }
     return {category: _join(map(_name, kind)) for category, kind in kinds.items()} | {"padding": "of each"}
 
 

@@ -16,7 +16,7 @@ from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.degrees import Place
 from zero3d.engine.checks import check_replay
-from zero3d.engine.feature import Feature, Parts
+from zero3d.engine.feature import Built, Feature
 from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
 from zero3d.engine.replay.inputs import Surroundings
 from zero3d.engine.replay.passages import Again, Given, InStep
@@ -68,9 +68,9 @@ class Replay(Feature):
     name = "replay"
     trains_unfrozen = False
 
-    def __init__(self, every: int, parts: Parts) -> None:
-        base, runtime = parts.base, parts.runtime
-        self._every, self._applied = every, parts.applied
+    def __init__(self, every: int, built: Built) -> None:
+        base, runtime = built.base, built.runtime
+        self._every, self._applied = every, built.applied
         self._base, self._runtime = base, runtime
         self._device = base.axes.arena.device
         self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
@@ -90,9 +90,9 @@ class Replay(Feature):
         check_replay(options.step.replay, mesh)
 
     @classmethod
-    def opened(cls, parts: Parts) -> Self | None:
-        every = parts.base.options.step.replay
-        return cls(every, parts) if every else None
+    def opened(cls, built: Built) -> Self | None:
+        every = built.base.options.step.replay
+        return cls(every, built) if every else None
 
     def _all_alike(self) -> bool:
         """Return whether ranks give the same bits: machines are alike, and no kernel was chosen by its time on one."""
