@@ -1,14 +1,15 @@
 """The features of an engine, one row each (feature.py).
 
-The order is that in which they are checked, opened, and called at each moment. It is semantics where
+They are checked, opened and called at each moment in this order. It means something in three places:
 
-    all ranks   of dp have the same rows at the same places: what sends or waits then meets its own on every rank.
-                After an update running statistics are the only ones that send
-    Replay      is checked before ExpertBias, which refuses it
-    health      counts an overflow, as all rows do what they do after an update, before the loss scale falls because of
-                it (step.py): a scale that can fall no further is what makes an overflow count
+    messages     all dp ranks have the same rows, so what a row sends meets its own on every rank. After an update
+                 running statistics alone send
+    refusals     where several rows refuse, the first is told: replay=-1 is wrong by itself, whether or not experts
+                 have a bias, which goes with no replay at all
+    loss scale   follows an update behind all rows (step.py): an overflow counts as a bad step only where the scale can
+                 fall no further, and Health asks before it falls
 
-Else it is free: no row reads what another one writes.
+Else the order is free: no row reads what another one writes.
 """
 
 from __future__ import annotations
