@@ -47,7 +47,8 @@ class TrainingTraffic:
 
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
-        self._ledger, self._tokens, self._dispatches = engine.traffic, engine.gathers, engine.experts.dispatches
+        self._ledger, self._tokens = engine.traffic, engine.gathers
+        self._dispatches = engine.experts.dispatches
         self._excluded: Counter[tuple[str, str, str, str]] = Counter()
         self._begun, self._last = self._all_passed(), 0
         engine.traffic.reset()
