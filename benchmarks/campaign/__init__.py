@@ -8,7 +8,7 @@ training    short trainings that the parts compare
 
 loopback    axes of one rank that call their backend's collectives
 numbers     parity, bits, two ranks on one device
-streams     order on the lanes, slowed lanes, the CUDA sanitizer
+streams     order on the side streams, slowed side streams, the CUDA sanitizer
 host        what the host waits for, and how often a step calls the device
 holdings    bytes on the device
 speed       tokens/s, kernels, idle time

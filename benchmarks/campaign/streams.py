@@ -1,10 +1,10 @@
 """The side streams: in what order they are used, and what a late or an unordered one would spoil.
 
-order      what the lanes are asked for: issue, join, free of every unit, and gathers that run ahead
+order      what the side streams are asked for: issue, join, free of every unit, and gathers that run ahead
 slow       one stream at a time is late by milliseconds wherever it begins something; whoever does not wait reads
-           what is not there yet, and the losses are no longer those of stage 0. Where compute is late while a lane
-           is open, torch fills fresh memory with NaN, as its deterministic algorithms do by default: nobody may
-           allocate there on compute's stream and write on another
+           what is not there yet, and the losses are no longer those of stage 0. Where compute is late while a side
+           stream is open, torch fills fresh memory with NaN, as its deterministic algorithms do by default: nobody
+           may allocate there on compute's stream and write on another
 sanitizer  torch's CUDA sanitizer: two accesses of which nothing says which is first, whether or not they met
 """
 
@@ -26,7 +26,7 @@ from zero3d import Engine, make_deterministic
 from zero3d.distributed.mesh import Mesh
 from zero3d.sim.patches import replaced
 from zero3d.zero import streams as zero_streams
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 
 Event = tuple[str, str]
 Issue = Callable[[str], AbstractContextManager[None]]
@@ -40,13 +40,13 @@ ALLOCATES = ("aten::empty", "aten::empty_strided")
 
 
 def late(place: Place, account: Account) -> None:
-    """Train stage 3 with lanes that log, then every stage with one stream late at a time."""
+    """Train stage 3 with side streams that log, then every stage with one stream late at a time."""
     make_deterministic(place.device)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    run = run_of(place, account, MIDDLE._replace(precision="bf16"))  # lanes then borrow for what travels
+    run = run_of(place, account, MIDDLE._replace(precision="bf16"))  # side streams then borrow for what travels
     mesh = Loopback(place.device)
     if place.on_cpu:
-        account.skipped("lateness", "the CPU has no streams: what a lane is asked for is done at once")
+        account.skipped("lateness", "the CPU has no streams: what a side stream is asked for is done at once")
     with sdpa_kernel(SDPBackend.MATH):
         reference = train(engine_of(Mesh(device=place.device), run, 0), run)
         compare(account, "stage 3, lanes that log", logged(account, mesh, run), reference, 0.0)
@@ -64,10 +64,10 @@ def late(place: Place, account: Account) -> None:
 
 
 def logged(account: Account, mesh: Mesh, run: Run) -> Curve:
-    """Train stage 3; the account has what its lanes were asked for."""
+    """Train stage 3; the account has what its side streams were asked for."""
     engine, log = engine_of(mesh, run, 3), list[Event]()
-    for lane in lanes(engine).values():
-        lane._log = log
+    for side in side_streams(engine).values():
+        side._log = log
     curve = train(engine, run)
     faults, ahead = order_faults(log), count_ahead(log)
     account.ran("events", len(log), f"{len(faults)} out of order, first: {faults[0]}" if faults else "")
@@ -75,9 +75,9 @@ def logged(account: Account, mesh: Mesh, run: Run) -> Curve:
     return curve
 
 
-def lanes(engine: Engine) -> dict[str, Lane]:
+def side_streams(engine: Engine) -> dict[str, SideStream]:
     """Return the side streams of an engine."""
-    return {"gathers": engine.gathers._lane, "reductions": engine.reductions._lane}
+    return {"gathers": engine.gathers._side, "reductions": engine.reductions._side}
 
 
 def order_faults(log: list[Event]) -> list[str]:
@@ -92,11 +92,11 @@ def order_faults(log: list[Event]) -> list[str]:
     last: dict[Event, str] = {}
     faults = []
     for position, (event, unit) in enumerate(log):
-        lane = event.partition(".")[0]
-        before = last.get((lane, unit))
+        side = event.partition(".")[0]
+        before = last.get((side, unit))
         if before not in allowed[event]:
             faults.append(f"event {position}: {event} of {unit} after {before or 'nothing'}")
-        last[lane, unit] = event
+        last[side, unit] = event
     open_reductions = [unit for (_, unit), event in last.items() if event == "reduce.issue"]
     return faults + [f"reduction of {unit} was never joined" for unit in open_reductions]
 
@@ -120,15 +120,15 @@ def sleep_on(device: torch.device) -> Callable[[], None]:
 
 
 def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
-    """Make one of an engine's streams late: a lane where it is entered, compute there or around each module."""
+    """Make one of an engine's streams late: a side stream where it is entered, compute there or around each module."""
     compute = (
         torch.accelerator.current_stream(engine.mesh.device) if engine.mesh.device.type == "cuda" else nullcontext()
     )
-    for name, lane in lanes(engine).items():
+    for name, side in side_streams(engine).items():
         if what == name:
-            lane.issue = opened(lane.issue, sleep, nullcontext())  # type: ignore[method-assign]
+            side.issue = opened(side.issue, sleep, nullcontext())  # type: ignore[method-assign]
         elif what == LANES_OPEN:
-            lane.issue = opened(lane.issue, sleep, compute)  # type: ignore[method-assign]
+            side.issue = opened(side.issue, sleep, compute)  # type: ignore[method-assign]
     if what != "compute":
         return
 
@@ -145,7 +145,7 @@ def delay(engine: Engine, what: str, sleep: Callable[[], None]) -> None:
 
 
 def opened(issue: Issue, sleep: Callable[[], None], stream: AbstractContextManager[Any]) -> Issue:
-    """Return `issue` of a lane with `stream` late from when the lane is entered."""
+    """Return `issue` of a side stream with `stream` late from when the side stream is entered."""
 
     @contextmanager
     def late_issue(unit: str) -> Iterator[None]:
@@ -209,7 +209,7 @@ def allocating(handler: type) -> type:
     """Return the sanitizer's reader of arguments for which allocating is no access to what is allocated.
 
     torch's own knows that of `new_empty` and `empty_like`, and takes `empty` for a kernel that writes on the current
-    stream. Nothing runs there; a lane takes memory of compute's pool so (`zero3d.zero.streams`).
+    stream. Nothing runs there; a side stream takes memory of compute's pool so (`zero3d.zero.streams`).
     """
 
     class Allocating(handler):  # type: ignore[misc, valid-type]

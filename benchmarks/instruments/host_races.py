@@ -411,7 +411,7 @@ def _planted(without: str) -> Iterator[Replacement]:
     """Yield what plants a fault; those of events and results are planted where they are."""
     nothing = lambda *_: None  # noqa: E731
     if without == "follow":
-        yield streams.SideStream, "follow", nothing
+        yield streams.ThreadStream, "follow", nothing
     if without == "norm":
         yield optimizer, "wait_for_device", nothing
     if without == "staging":

@@ -4,7 +4,7 @@ The engine runs on the CPU, on a process group whose other ranks are not there. 
 allocation is put on the stream that an accelerator would give it; two accesses to the same bytes of which one writes
 must be ordered by what streams have waited for, or they are a race.
 
-    stream      compute, one per lane, one per process group (collectives) and per peer of it (messages)
+    stream      compute, one per side stream, one per process group (collectives) and per peer of it (messages)
     kernel      every operation that torch dispatches, on the stream that is current
     collective  begins when the current stream has come so far; `wait` lets the stream that is current then wait for it.
                 It holds its tensors until that
@@ -18,8 +18,8 @@ The host waits for nothing here, not even where it reads a value: an engine must
         engine.train_batch(batches)
     model.races, model.allocations
 
-`without` plants a fault, which must be found: "issue" (a lane does not wait for compute), "join" (compute does not wait
-for a lane), "wait" (nobody waits for collectives).
+`without` plants a fault, which must be found: "issue" (a side stream does not wait for compute), "join" (compute does
+not wait for a side stream), "wait" (nobody waits for collectives).
 """
 
 from __future__ import annotations
@@ -442,13 +442,13 @@ def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         if without == "wait":
             stack.enter_context(replaced(Work, "wait", lambda _: True))
-        for lane in (engine.gathers._lane, engine.reductions._lane):
-            side = Stream(model, lane._name)
+        for side in (engine.gathers._side, engine.reductions._side):
+            stream = Stream(model, side._name)
             if without == "issue":
-                side.wait_stream = lambda _: None
-            stack.enter_context(replaced(lane, "_stream", side))
+                stream.wait_stream = lambda _: None
+            stack.enter_context(replaced(side, "_stream", stream))
             if without == "join":
-                stack.enter_context(replaced(lane, "join", lambda _: None))
+                stack.enter_context(replaced(side, "join", lambda _: None))
         stack.enter_context(replaced(arena, "model", model))
         stack.enter_context(Operations(model))
         yield model

@@ -7,7 +7,7 @@ from zero3d.memory.arena import Arena
 from zero3d.zero.gathers import STEP, Gathers, Order
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN
 
 CPU = Arena(torch.device("cpu"))
@@ -51,12 +51,12 @@ class Unit:
 
 
 class Model:
-    """Units that are gathered, and what happens to them, joins of the lane among it."""
+    """Units that are gathered, and what happens to them, joins of the side stream among it."""
 
     def __init__(self, **options):
         self.log = []
-        self.gathers = Gathers(Lane("lane", CPU), **options)
-        self.gathers._lane.join = lambda unit: self.log.append(f"join {unit}")
+        self.gathers = Gathers(SideStream("side", CPU), **options)
+        self.gathers._side.join = lambda unit: self.log.append(f"join {unit}")
         self.units = {name: Unit(name, self.log) for name in "abcdef"}
 
     def acquire(self, name, token="forward"):

@@ -172,6 +172,6 @@ PLAIN = (3, 2, "rank order", "bf16", "auto", "none", None, "llama", "model's")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_missing_wait_is_found(dp, fault):
-    """What waits for a collective waits for its lane, too; one rank has no collectives."""
+    """What waits for a collective waits for its side stream, too; one rank has no collectives."""
     expected = fault != ("wait" if dp == 1 else "join")
     assert bool(run(((dp, 1, 1), *PLAIN), without=fault).races) is expected

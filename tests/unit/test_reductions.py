@@ -7,7 +7,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Closes, Reductions
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 
 CPU = Arena(torch.device("cpu"))
 
@@ -76,9 +76,9 @@ class Backwards:
         self.units = {
             name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
         }
-        lane = Lane("lane", CPU)
-        lane.join = lambda unit: self.log.append(f"join {unit}")
-        self.reductions = Reductions(list(self.units.values()), lane, closes, [self.units[name] for name in gathered])
+        side = SideStream("side", CPU)
+        side.join = lambda unit: self.log.append(f"join {unit}")
+        self.reductions = Reductions(list(self.units.values()), side, closes, [self.units[name] for name in gathered])
 
     def take(self, names, due=True):
         """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""

@@ -40,7 +40,7 @@ from zero3d.checkpoint.writing import json_text, removed_on_failure
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.budget import HostBudget
-from zero3d.zero.streams import SideStream, wait_for_device
+from zero3d.zero.streams import ThreadStream, wait_for_device
 
 
 class SaveFigures(NamedTuple):
@@ -60,7 +60,7 @@ class Saves:
     def __init__(self, device: torch.device, budget: Callable[[], HostBudget], threads: Callable[[], Comm]) -> None:
         self._device, self._open = device, threads
         self._threads: Comm | None = None
-        self._copy, self._side = HostCopy(device, budget), SideStream(device)
+        self._copy, self._side = HostCopy(device, budget), ThreadStream(device)
         self._under_way: _UnderWay | None = None
         self._seconds, self._nbytes = 0.0, 0
         self.planned = 0
@@ -173,7 +173,7 @@ class _UnderWay(Thread):
         places: Mapping[str, Tensor],
         facts: Facts,
         threads: Comm,
-        side: SideStream,
+        side: ThreadStream,
         device: torch.device,
     ) -> None:
         super().__init__(name=f"save of {target.final.name}", daemon=False)

@@ -2,7 +2,7 @@
 
     axis            carries                   NCCL
     dp              what compute waits for,   a stream of high priority
-                    beside compute (lanes)
+                    beside compute (side streams)
     pp, tp          activations               its defaults
     world, replica  a few numbers             one channel: each more takes device memory and brings nothing
 

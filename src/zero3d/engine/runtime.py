@@ -32,7 +32,7 @@ from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Setting
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import stage_row
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
 
 Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that its forward needs
@@ -130,9 +130,9 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     )
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
-    gathers = Gathers(Lane("gather", axes.arena), policy.release == "every_step", pipelined)
+    gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
     everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
-    reductions = Reductions(units, Lane("reduce", axes.arena), order.closes, everywhere)
+    reductions = Reductions(units, SideStream("reduce", axes.arena), order.closes, everywhere)
     reductions.updates = optimizer.updates
     loss_scale = LossScale(precision)
     per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw

@@ -45,7 +45,9 @@ class Arena:
         self._peak: dict[str, Fraction] = {}
         self._stuck: set[int] = set()
         self._pinned = torch.empty(0, dtype=torch.uint8)
-        self.stream: AbstractContextManager[object] = nullcontext()  # of whose pool transient memory is; see `Lane`
+        self.stream: AbstractContextManager[object] = (
+            nullcontext()
+        )  # of whose pool transient memory is; see `SideStream`
 
     def _account(self, category: str, change: Fraction | int) -> None:
         live = self._live.get(category, Fraction(0)) + change

@@ -29,7 +29,7 @@ from zero3d.memory.threads import Threads
 from zero3d.offload.executors import Executor
 from zero3d.zero.buckets import WEIGHTS, Records
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.streams import SideStream
+from zero3d.zero.streams import ThreadStream
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import BucketPieces, DeferredUpdates, OpenBucket, Options, buckets_of
 
@@ -54,7 +54,7 @@ class RecordUpdates(DeferredUpdates):
         found = buckets_of([unit for unit in optimizer.units if unit.weights.records is not None], optimizer.pieces)
         self._buckets = dict(sorted(found.items(), key=lambda item: item[1][0].bucket.record))
         self._send, self._thread = optimizer.send, thread
-        self._device, self._side = device, SideStream(device)
+        self._device, self._side = device, ThreadStream(device)
         self._queue: deque[Unit] = deque()
         self._made: dict[Unit, Future[None]] = {}
         self._order = [each.bucket.record for of_unit in self._buckets.values() for each in of_unit]

@@ -20,7 +20,7 @@ import torch
 from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
 
@@ -64,8 +64,8 @@ class Gathers:
     training  the order of micro-batches, or of steps
     """
 
-    def __init__(self, lane: Lane, every_step: bool = False, plans_step: bool = False) -> None:
-        self._lane = lane
+    def __init__(self, side: SideStream, every_step: bool = False, plans_step: bool = False) -> None:
+        self._side = side
         self._every_step = every_step
         self._plans_step = plans_step  # a recording is of a whole step, not of one micro-batch
         self.training = Order()
@@ -101,7 +101,7 @@ class Gathers:
         if token in unit.users:
             unit.users.discard(token)
             if not unit.users:
-                self._lane.note("free", unit.name)
+                self._side.note("free", unit.name)
                 unit.weights.release()
             elif unit.users <= {TURN, ROOT_TURN, STEP}:
                 unit.weights.keep()
@@ -155,7 +155,7 @@ class Gathers:
         if unit in self._ahead:
             self._ahead.remove(unit)
         self._look_ahead(planned)
-        self._lane.join(unit.name)
+        self._side.join(unit.name)
         unit.weights.ready()
 
     def _issue(self, unit: Unit) -> None:
@@ -167,7 +167,7 @@ class Gathers:
                     "or pass stage=2."
                 )
             unit.weights.settle()
-            with self._lane.issue(unit.name):
+            with self._side.issue(unit.name):
                 unit.weights.gather()
 
     def _look_ahead(self, planned: Sequence[Unit]) -> None:
@@ -186,6 +186,6 @@ class Gathers:
     def _cancel_ahead(self) -> None:
         for unit in self._ahead:
             if not unit.users:
-                self._lane.join(unit.name)
+                self._side.join(unit.name)
                 unit.weights.release()
         self._ahead = []

@@ -21,7 +21,7 @@ import torch
 from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
 
 WAITING = (State.FILLING, State.SUMMED)  # local gradients that have not been reduced
@@ -57,9 +57,9 @@ class Reductions:
     updates: Updates | None = None
 
     def __init__(
-        self, units: Sequence[Unit], lane: Lane, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
+        self, units: Sequence[Unit], side: SideStream, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
     ) -> None:
-        self._closes, self._lane = closes, lane
+        self._closes, self._side = closes, side
         self.extend(units, gathered)
         self._arrived: dict[Unit, set[int]] = {}
         self._expected: dict[Unit, int] = {}  # gradients of this backward
@@ -145,16 +145,16 @@ class Reductions:
         while len(self._in_flight) >= WINDOW:
             self._finish_oldest()
         unit.gradients.fill_up()
-        with self._lane.issue(unit.name):
+        with self._side.issue(unit.name):
             unit.gradients.reduce(single=self._backwards == 1)
         self._in_flight.append(unit)
 
     def _finish_oldest(self) -> None:
         unit = self._in_flight.popleft()
-        self._lane.join(unit.name)
+        self._side.join(unit.name)
         unit.gradients.finish()
         if unit in self._gathered:
-            with self._lane.issue(unit.name):
+            with self._side.issue(unit.name):
                 unit.gradients.gather()
 
     def flush(self) -> None:
@@ -172,7 +172,7 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
         for unit in self._gathered:  # an engine may be dropped between its backward and its step
-            self._lane.join(unit.name)
+            self._side.join(unit.name)
             unit.gradients.wait()
 
     def sweep(self) -> None:

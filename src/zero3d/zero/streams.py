@@ -1,11 +1,12 @@
 """Side streams, on which gathers and reductions run beside compute.
 
 A prefetched unit's gather is issued before the current unit's kernels are enqueued, and its memory freed only after
-compute's last use is enqueued; compute has then waited for the lane, so no `record_stream` is needed.
+compute's last use is enqueued; compute has then waited for the side stream, so no `record_stream` is needed.
 
 All transient memory is of compute's pool: an allocator keeps one for each stream, and memory of one cannot serve
-another. What compute has freed may still be in use on its stream. A lane may have it all the same: it has waited for
-what compute had enqueued when the lane was entered, and compute is given nothing while it is open (`Pool`).
+another. What compute has freed may still be in use on its stream. A side stream may have it all the same: it has
+waited for what compute had enqueued when the side stream was entered, and compute is given nothing while it is open
+(`Pool`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zero3d.memory.arena import Arena
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
 
 
-class Lane:
+class SideStream:
     """A side stream on an accelerator; on the CPU only its log, if one is given."""
 
     def __init__(self, name: str, arena: Arena, log: list[tuple[str, str]] | None = None) -> None:
@@ -46,7 +47,7 @@ class Lane:
             self._arena.stream = nullcontext()
 
     def join(self, unit: str) -> None:
-        """Let compute wait for what this lane has enqueued."""
+        """Let compute wait for what this side stream has enqueued."""
         self.note("join", unit)
         if self._stream is not None:
             torch.accelerator.current_stream(self._arena.device).wait_stream(self._stream)
@@ -60,8 +61,8 @@ class Lane:
 class Pool:
     """Allocates from a stream's pool inside, and enqueues nothing on the stream.
 
-    With `torch.use_deterministic_algorithms(True)` torch fills what it allocates with NaN, on this stream: a lane that
-    has waited for the stream before would not wait for that, and lose what it writes there.
+    With `torch.use_deterministic_algorithms(True)` torch fills what it allocates with NaN, on this stream: a side
+    stream that has waited for the stream before would not wait for that, and lose what it writes there.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -78,7 +79,7 @@ class Pool:
         options.fill_uninitialized_memory = self._fills
 
 
-class SideStream:
+class ThreadStream:
     """A stream for another thread's work beside compute; on the CPU there is none."""
 
     def __init__(self, device: torch.device) -> None:

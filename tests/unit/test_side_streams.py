@@ -1,4 +1,4 @@
-"""What lanes enqueue on an accelerator's streams: nothing before compute is there, and compute never too early."""
+"""What side streams enqueue on an accelerator's streams: nothing before compute is there, and compute never too early."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 import zero3d
 from zero3d.memory.arena import Arena
-from zero3d.zero.streams import Lane
+from zero3d.zero.streams import SideStream
 
 
 class Stream:
@@ -50,10 +50,10 @@ def devices(monkeypatch):
 
 
 def test_what_is_issued_waits_for_compute_and_compute_for_what_is_joined(devices):
-    lane = Lane("gather", Arena(torch.device("meta")))
-    with lane.issue("block"):
+    side = SideStream("gather", Arena(torch.device("meta")))
+    with side.issue("block"):
         devices.log.append("gather")
-    lane.join("block")
+    side.join("block")
     side = "side 0, priority -1"
     assert devices.log == [
         f"{side} waits for compute 0", f"on {side}", "gather", f"off {side}", f"compute 0 waits for {side}",
@@ -62,15 +62,15 @@ def test_what_is_issued_waits_for_compute_and_compute_for_what_is_joined(devices
 
 def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_current_streams(devices):
     arena = Arena(torch.device("meta"))
-    lane = Lane("gather", arena)
-    with lane.issue("block"):
+    side = SideStream("gather", arena)
+    with side.issue("block"):
         devices.log.clear()
         arena.borrow("wire", 4, torch.float32)
         assert devices.log == ["on compute 0", "off compute 0"]
     devices.log.clear()
     arena.borrow("wire", 4, torch.float32)
     assert devices.log == []
-    with pytest.raises(ValueError), lane.issue("block"):
+    with pytest.raises(ValueError), side.issue("block"):
         raise ValueError
     devices.log.clear()
     arena.borrow("wire", 4, torch.float32)
@@ -78,7 +78,7 @@ def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_cur
 
 
 def test_memory_that_a_lane_borrows_is_not_filled_on_computes_stream(devices, monkeypatch):
-    """Compute would fill it with NaN after the lane, which has waited for compute already, has written there."""
+    """Compute would fill it with NaN after the side, which has waited for compute already, has written there."""
     arena, empty = Arena(torch.device("meta")), torch.empty
 
     def allocate(*sizes, **options):
@@ -90,7 +90,7 @@ def test_memory_that_a_lane_borrows_is_not_filled_on_computes_stream(devices, mo
         filled = []
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", asked)
         arena.borrow("wire", 4, torch.float32)
-        with Lane("gather", arena).issue("block"):
+        with SideStream("gather", arena).issue("block"):
             arena.borrow("wire", 4, torch.float32)
         arena.borrow("wire", 4, torch.float32)
         assert filled == [asked, False, asked]
@@ -99,10 +99,10 @@ def test_memory_that_a_lane_borrows_is_not_filled_on_computes_stream(devices, mo
 def test_an_engine_on_another_device_than_the_current_one_touches_no_stream_of_that(devices):
     arena = Arena(torch.device("meta", 1))
     for name in ("gather", "reduce"):
-        lane = Lane(name, arena)
-        with lane.issue("block"):
+        side = SideStream(name, arena)
+        with side.issue("block"):
             arena.borrow("wire", 4, torch.float32)
-        lane.join("block")
+        side.join("block")
     assert len(devices.log) == 2 * 6
     assert not any(f"{kind} 0" in line for line in devices.log for kind in ("compute", "side"))
 
@@ -118,8 +118,8 @@ def test_nobody_but_lanes_and_rings_asks_for_streams():
 
 def test_on_the_cpu_there_is_no_stream(monkeypatch):
     monkeypatch.setattr(torch, "Stream", None)
-    lane, done = Lane("gather", Arena(torch.device("cpu"))), []
-    with lane.issue("block"):
+    side, done = SideStream("gather", Arena(torch.device("cpu"))), []
+    with side.issue("block"):
         done.append("gather")
-    lane.join("block")
+    side.join("block")
     assert done == ["gather"]
