@@ -320,4 +320,4 @@ def without_matrices_here():
 def test_a_stage_without_matrices_holds_nothing_for_them(ranks):
     (first, _), (last, sent) = ranks(2, without_matrices_here)
     assert first > 0
-    assert (last, sent) == (0, {})
+    assert (last, sent) == (0, [])

@@ -6,7 +6,14 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.train.traffic import SessionCounts, TrainingTraffic, planned_model_group, planned_pipeline, planned_tensor
+from zero3d.train.traffic import (
+    SessionCounts,
+    TrainingTraffic,
+    by_operation,
+    planned_model_group,
+    planned_pipeline,
+    planned_tensor,
+)
 
 M, STEPS, ROWS, LENGTH = 2, 2, 2, 8
 AXES = ("tp", "pp", "replica")
@@ -36,9 +43,8 @@ def measured_and_planned(
     with counted.excluded():
         engine.evaluate([{"input_ids": ids, "labels": ids}] * M)
     done = SessionCounts(STEPS, 0, M, STEPS * M * ROWS * LENGTH)
-    planned = planned_pipeline(engine, done) | planned_tensor(engine, done) | planned_model_group(engine, STEPS)
-    measured = {(f"{e.op} ({e.axis})", e.unit): e.moved for e in counted.entries() if e.axis in AXES and any(e.moved)}
-    return measured, planned
+    planned = [*planned_pipeline(engine, done), *planned_tensor(engine, done), *planned_model_group(engine, STEPS)]
+    return by_operation(e for e in counted.entries() if e.axis in AXES and any(e.moved)), by_operation(planned)
 
 
 OFTEN = [

@@ -35,6 +35,15 @@ class Moved(NamedTuple):
 NOTHING = Moved(0, 0, 0)
 
 
+class Sent(NamedTuple):
+    """A row: what one operation on one axis sends for one unit, module or layer ("-": for none)."""
+
+    axis: str
+    op: str
+    unit: str
+    moved: Moved
+
+
 def traffic_elements(stage: int, params: int, n: int, micro_batches: int = 1) -> dict[str, Fraction]:
     """Return the elements one rank sends (and receives) per step by the paper's section 7, by operation.
 

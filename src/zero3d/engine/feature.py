@@ -24,7 +24,7 @@ what only one other part asks (a model's frozen originals: `close`; the folder o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import nn
 
 if TYPE_CHECKING:
-    from zero3d.account.traffic import Moved
+    from zero3d.account.traffic import Sent
     from zero3d.distributed.mesh import Mesh
     from zero3d.engine.foundation import Foundation
     from zero3d.engine.options import Options
@@ -112,6 +112,6 @@ class Feature:
         """Return the most bytes of buffers that it borrows at once in a step."""
         return 0
 
-    def traffic(self) -> Mapping[tuple[str, str, str], Moved]:
-        """Return by (axis, operation, unit) what it sends in an applied step, beside the core's."""
-        return {}
+    def traffic(self) -> Sequence[Sent]:
+        """Return what it sends in an applied step, beside the core's."""
+        return ()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Self
 
-from zero3d.account.traffic import NOTHING, Moved
+from zero3d.account.traffic import Sent
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.feature import Built, Feature
 from zero3d.errors import ConfigError
@@ -149,13 +149,9 @@ class MatrixSteps(Feature):
         for exchange in self._exchanges:
             exchange.apply()
 
-    def traffic(self) -> dict[tuple[str, str, str], Moved]:
-        """Return by (axis, operation, unit) what a step moves."""
-        total: dict[tuple[str, str, str], Moved] = {}
-        for exchange in self._exchanges:
-            for key, moved in exchange.traffic().items():
-                total[key] = Moved.total([total.get(key, NOTHING), moved])
-        return total
+    def traffic(self) -> list[Sent]:
+        """Return what a step sends."""
+        return [row for exchange in self._exchanges for row in exchange.traffic()]
 
     @property
     def scratch(self) -> int:

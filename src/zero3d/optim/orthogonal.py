@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero3d.account.traffic import Moved
+from zero3d.account.traffic import Sent
 from zero3d.distributed.axis import DONE
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
@@ -82,11 +82,9 @@ class Orthogonal:
         if rounds:
             rounds[-1].end()
 
-    def traffic(self) -> dict[tuple[str, str, str], Moved]:
-        """Return by (axis, operation, unit) what a step moves."""
-        comm, tp = self._comm, self._tp
-        sent = self.owners.traffic(comm.rank, tp.rank, tp.size)
-        return {(tp.axis if over_tp else comm.axis, op, self.name): moved for (over_tp, op), moved in sent.items()}
+    def traffic(self) -> list[Sent]:
+        """Return what a step sends."""
+        return self.owners.traffic(self._comm.axis, self._comm.rank, self._tp.rank, self._tp.size, self.name)
 
     # --- what rounds ask -------------------------------------------------------------------------
 

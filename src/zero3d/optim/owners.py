@@ -20,7 +20,7 @@ from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
-from zero3d.account.traffic import Moved
+from zero3d.account.traffic import Moved, Sent
 from zero3d.optim.matrices import STEPS, Form, operations
 from zero3d.zero.layout import UnitLayout
 
@@ -174,13 +174,13 @@ class Owners:
             elements += sum(sizes) - sizes[tp_rank] + (tp - 1) * sizes[tp_rank]  # slices there, results back
         return calls, elements
 
-    def traffic(self, rank: int, tp_rank: int, tp: int) -> dict[tuple[bool, str], Moved]:
-        """Return what a step sends by (whether over tp, operation); axes on which nothing is sent are left out."""
-        sent = {
-            (False, "all_gather" if self.whole else "pass_rows"): self.moved(rank),
-            (True, "pass_rows"): self.moved_over_tp(rank, tp_rank, tp),
-        }
-        return {key: Moved(calls, elements, WIRE * elements) for key, (calls, elements) in sent.items() if calls}
+    def traffic(self, axis: str, rank: int, tp_rank: int, tp: int, unit: str = "-") -> list[Sent]:
+        """Return what a step sends, on the axis that cuts the units and over tp; unit: named in the rows."""
+        sent = (
+            (axis, "all_gather" if self.whole else "pass_rows", *self.moved(rank)),
+            ("tp", "pass_rows", *self.moved_over_tp(rank, tp_rank, tp)),
+        )
+        return [Sent(on, op, unit, Moved(calls, number, WIRE * number)) for on, op, calls, number in sent if calls]
 
     def held(self, rank: int) -> int:
         """Return the most elements that travel or are together on a rank at once: of a round and its neighbours."""

@@ -64,10 +64,9 @@ def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float
     """Return the bytes that the first dp rank of a pipeline stage sends in a step, by "operation axis"."""
     sent: dict[str, float] = {}
     for axis, owners in owners_of(model, owners_key(plan), stage) if plan.optimizer == MUON else ():
-        for (over_tp, operation), moved in owners.traffic(0, 0, plan.tp).items():
-            if moved.bytes:
-                key = f"{operation} {'tp' if over_tp else axis}"
-                sent[key] = sent.get(key, 0.0) + moved.bytes
+        for row in owners.traffic(axis, 0, 0, plan.tp):
+            if row.moved.bytes:
+                sent[f"{row.op} {row.axis}"] = sent.get(f"{row.op} {row.axis}", 0.0) + row.moved.bytes
     return sent
 
 

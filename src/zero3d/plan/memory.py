@@ -163,12 +163,9 @@ class _Rank:
         self.base = self._base(16.0 * tokens * plan.accumulate)
 
     def _base(self, batch: float) -> dict[str, float]:
-        bytes_ = self.shard.states
-        return {
-            "parameters": float(bytes_.parameters), "gradients": float(bytes_.gradients),
-            "optimizer": float(bytes_.optimizer), "padding": float(self.shard.padding),
-            "ring": float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs, "batch": batch,
-        }  # fmt: skip
+        ring = float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs
+        held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
+        return held | {"ring": ring, "batch": batch}
 
     def _between(self, number: int) -> float:
         """Return a micro-batch's bytes between a chunk's two backwards; chunk 0 has but one, that of weights."""

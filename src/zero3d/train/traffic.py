@@ -17,11 +17,11 @@ Evaluations and checkpoints are taken out on both sides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from zero3d.account.traffic import NOTHING, Moved, step_traffic
+from zero3d.account.traffic import NOTHING, Moved, Sent, step_traffic
 from zero3d.engine.engine import Engine
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
 from zero3d.tensor_parallel.traffic import partial_traffic, tensor_traffic
@@ -79,11 +79,11 @@ class TrainingTraffic:
         self._last, last = total, self._last
         return total - last
 
-    def entries(self) -> list[LedgerRow]:
+    def entries(self) -> list[Sent]:
         """Return training's traffic by axis, operation and unit."""
         training = self._rows() - self._excluded
         names = dict.fromkeys(key[:3] for key in training)
-        return [LedgerRow(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
+        return [Sent(*key, Moved(*(training[*key, f] for f in Moved._fields))) for key in names]
 
     def _rows(self) -> Counter[tuple[str, str, str, str]]:
         rows: Counter[tuple[str, str, str, str]] = Counter()
@@ -91,15 +91,6 @@ class TrainingTraffic:
             for name in Moved._fields:
                 rows[entry.axis, entry.op, entry.unit, name] += getattr(entry, name)
         return rows
-
-
-class LedgerRow(NamedTuple):
-    """Holds what one operation moved on one unit."""
-
-    axis: str
-    op: str
-    unit: str
-    moved: Moved
 
 
 class SessionCounts(NamedTuple):
@@ -117,110 +108,101 @@ class SessionCounts(NamedTuple):
 
 def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts) -> list[TrafficRow]:
     """Return measured and planned traffic of the whole session, per operation."""
-    measured = {(_on(entry.axis, entry.op), entry.unit): entry.moved for entry in traffic.entries()}
-    planned = planned_traffic(engine, traffic.gathers, counts)
+    planned = list(planned_traffic(engine, traffic.gathers, counts))
     if counts.steps:
-        planned |= (
-            planned_pipeline(engine, counts)
-            | planned_tensor(engine, counts)
-            | planned_model_group(engine, counts.steps)
-            | planned_experts(engine, traffic.passed)
-            | planned_features(engine, counts.applied)
-        )
-    rows = []
-    for op in dict.fromkeys(op for op, _ in [*planned, *measured]):
-        actual = {unit: moved for (kind, unit), moved in measured.items() if kind == op}
-        formula = {unit: moved for (kind, unit), moved in planned.items() if kind == op}
-        rows.append(TrafficRow(op, Moved.total(formula.values()), Moved.total(actual.values()), actual == formula))
-    return rows
+        planned += planned_pipeline(engine, counts)
+        planned += planned_tensor(engine, counts)
+        planned += planned_model_group(engine, counts.steps)
+        planned += planned_experts(engine, traffic.passed)
+        planned += planned_features(engine, counts.applied)
+    formula, measured = by_operation(planned), by_operation(traffic.entries())
+    return [
+        TrafficRow(op, Moved.total(units.values()), Moved.total(actual.values()), actual == units)
+        for op in formula | measured
+        for units, actual in [(formula.get(op, {}), measured.get(op, {}))]
+    ]
 
 
-def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, unit): step_traffic times steps, each mean loss, once the order of reductions.
+def by_operation(rows: Iterable[Sent]) -> dict[str, dict[str, Moved]]:
+    """Add rows up, by operation (with its axis, but for those of the data) and unit."""
+    found: dict[str, dict[str, Moved]] = {}
+    for axis, op, unit, moved in rows:
+        units = found.setdefault(op if axis in ("dp", "edp") else f"{op} ({axis})", {})
+        units[unit] = Moved.total([units.get(unit, NOTHING), moved])
+    return found
+
+
+def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionCounts) -> Iterator[Sent]:
+    """Yield what the data axis sends: step_traffic times steps, each mean loss, once the order of reductions.
 
     A skipped step (fp16 overflow) updates nothing, so stages 1 and 2 gather nothing after it.
     """
     n = engine.dp.size
     if n == 1:
-        return {}
+        return
     policy, units = engine.policy, engine.traffic_units
     exact = engine.summands is not None
     step = step_traffic(
         engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
     )
-    calls, values, size = step["exchange", "-"]
     more = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
     more += engine.expert_load.values * (n - 1)  # of experts' tokens, with the norm
-    step["exchange", "-"] = Moved(calls + 1, values + more, size + 8 * more)
-    planned = {}
+    step["exchange", "-"] = Moved.total([step["exchange", "-"], Moved(1, more, 8 * more)])
     for (op, unit), moved in step.items():
         every = op != "all_gather" or policy.stage.shards_parameters or not policy.stage.shards_optimizer
-        steps = counts.steps if every else counts.applied
-        planned[op, unit] = moved.times(steps)
+        yield Sent("dp", op, unit, moved.times(counts.steps if every else counts.applied))
     trainable = sum(unit.trainable for unit in units)
-    planned["broadcast", "-"] = Moved(1, trainable, 8 * trainable)
-    return planned
+    yield Sent("dp", "broadcast", "-", Moved(1, trainable, 8 * trainable))
 
 
-def planned_pipeline(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, chunk or unit) on the pp axis: hidden states and tied gradients."""
+def planned_pipeline(engine: Engine, counts: SessionCounts) -> Iterator[Sent]:
+    """Yield what the pp axis sends: hidden states of a chunk, gradients of tied units."""
     if engine.pipeline is None:
-        return {}
-    step = engine.pipeline.traffic(counts.micro_batches)
+        return
+    for (op, part), moved in engine.pipeline.traffic(counts.micro_batches).items():
+        yield Sent("pp", op, part, moved.times(counts.steps))
     for unit in engine.model_group.traded:
         shard = unit.gradients.shard
-        step["trade", unit.name] = Moved(1, shard.numel(), shard.numel() * shard.element_size())
-    return {(_on("pp", op), unit): moved.times(counts.steps) for (op, unit), moved in step.items()}
+        moved = Moved(1, shard.numel(), shard.numel() * shard.element_size())
+        yield Sent("pp", "trade", unit.name, moved.times(counts.steps))
 
 
-def planned_tensor(engine: Engine, counts: SessionCounts) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, module) on the tp axis: activations and their gradients."""
+def planned_tensor(engine: Engine, counts: SessionCounts) -> Iterator[Sent]:
+    """Yield what the tp axis sends for a module: activations and their gradients."""
     width, micro_batches = engine.precision.dtype.itemsize, counts.steps * counts.micro_batches
-    moved = tensor_traffic(engine.regions, counts.tokens, micro_batches, engine.mesh.tp, width)
-    return {(_on("tp", op), module): figures for (op, module), figures in moved.items()}
+    sent = tensor_traffic(engine.regions, counts.tokens, micro_batches, engine.mesh.tp, width)
+    for (op, module), moved in sent.items():
+        yield Sent("tp", op, module, moved)
 
 
-def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, layer) on the ep axis: rows, results and their gradients; the counts of all layers."""
-    planned: dict[tuple[str, str], Moved] = {}
+def planned_experts(engine: Engine, passed: Mapping[str, Passed]) -> Iterator[Sent]:
+    """Yield what the ep axis sends: a layer's rows, results and their gradients; the counts of all layers."""
     for name, dispatch in engine.experts.dispatches.items() if engine.mesh.ep > 1 else ():
         width = engine.precision.dtype.itemsize
-        moved = expert_traffic(passed[name], dispatch.hidden, width, dispatch.layer.experts, engine.mesh.ep)
-        planned[_on("ep", "pass_rows"), name] = moved["pass_rows"]
-        before = planned.get((_on("ep", "exchange"), "-"), NOTHING)
-        planned[_on("ep", "exchange"), "-"] = Moved.total([before, moved["exchange"]])
-    return planned
+        sent = expert_traffic(passed[name], dispatch.hidden, width, dispatch.layer.experts, engine.mesh.ep)
+        yield Sent("ep", "pass_rows", name, sent["pass_rows"])
+        yield Sent("ep", "exchange", "-", sent["exchange"])
 
 
-def planned_features(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, unit): what features send in applied steps, as Muon pieces of matrices."""
-    planned: dict[tuple[str, str], Moved] = {}
-    moved = [each for feature in engine.features for each in feature.traffic().items()]
-    for (axis, op, unit), figures in moved:
-        before = planned.get((_on(axis, op), unit), NOTHING)
-        planned[_on(axis, op), unit] = Moved.total([before, figures.times(steps)])
-    return planned
+def planned_features(engine: Engine, steps: int) -> Iterator[Sent]:
+    """Yield what features send in applied steps, as Muon pieces of matrices."""
+    for row in (row for feature in engine.features for row in feature.traffic()):
+        yield row._replace(moved=row.moved.times(steps))
 
 
-def planned_model_group(engine: Engine, steps: int) -> dict[tuple[str, str], Moved]:
-    """Return by (operation, "-"): what the ranks of a model-parallel group agree on.
+def planned_model_group(engine: Engine, steps: int) -> Iterator[Sent]:
+    """Yield what the ranks of a model-parallel group agree on, and partial gradients, exchanged over tp.
 
     A step exchanges the weight with the verdict on orders, the norms and the mean loss, all float64; the first
-    one also their places. Partial gradients are exchanged over tp.
+    one also their places.
     """
     group, mesh = engine.model_group, engine.mesh
-    planned: dict[tuple[str, str], Moved] = {}
     if not group.alone:
         with_norms = steps if group.has_norms else 0
         values = steps * (2 + LOSS_VALUES) + with_norms * group.longest + 1 + group.longest
         values *= mesh.pp * mesh.tp - 1
-        planned[_on(mesh.model_parallel.name, "exchange"), "-"] = Moved(2 * steps + with_norms + 2, values, 8 * values)
+        agreed = Moved(2 * steps + with_norms + 2, values, 8 * values)
+        yield Sent(mesh.model_parallel.name, "exchange", "-", agreed)
     if group.summed:
-        before = planned.get((_on("tp", "exchange"), "-"), NOTHING)
         partial = partial_traffic(group.summed, mesh.tp, engine.policy.master.itemsize)
-        planned[_on("tp", "exchange"), "-"] = Moved.total([before, partial.times(steps)])
-    return planned
-
-
-def _on(axis: str, op: str) -> str:
-    return op if axis in ("dp", "edp") else f"{op} ({axis})"
+        yield Sent("tp", "exchange", "-", partial.times(steps))
