@@ -18,7 +18,7 @@ from zero3d.account.optimizers import (
     states_of,
 )
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
-from zero3d.account.traffic import NOTHING as NOT_MOVED, Moved
+from zero3d.account.traffic import Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.state_spans import Span
@@ -139,4 +139,4 @@ def test_what_is_sent_is_multiplied_and_added_up_by_calls_elements_and_bytes():
     moved = Moved(calls=2, elements=10, bytes=40)
     assert moved.times(3) == (6, 30, 120)
     assert Moved.total([moved, moved.times(3)]) == (8, 40, 160)
-    assert Moved.total([]) == NOT_MOVED == (0, 0, 0)
+    assert Moved.total([]) == Moved() == (0, 0, 0)

@@ -44,7 +44,7 @@ def state_width(wide: int, moments: str) -> int:
 def state_spans(
     optimizer: str, pieces: Sequence[Piece], matrices: Collection[int], elements: int, used: Fraction | int
 ) -> list[Span]:
-    """Return where each state is that any of a rank's parameters has, in what it updates of a unit.
+    """Return the span of each optimizer state among the elements of a unit that a rank updates, empty ones left out.
 
     pieces    of parameters, among so many elements
     matrices  numbers of the slots that are matrices
@@ -68,7 +68,7 @@ def segments(optimizer: str, spans: Sequence[Span], elements: int) -> list[tuple
 
 
 def states_of(optimizer: str, matrix: bool) -> int:
-    """Return how many states a parameter has; matrix: it is one."""
+    """Return how many states an optimizer keeps of a parameter. matrix: whether Muon would take it as one."""
     return sum(of in (ALL, MATRICES if matrix else REST) for of in STATES[optimizer])
 
 
@@ -85,7 +85,7 @@ class OptimizerBytes(NamedTuple):
 
     @classmethod
     def of(cls, master: int, states: Iterable[tuple[Span, Fraction | int]], elements: int) -> OptimizerBytes:
-        """Sum up what is stored of masters and the states, each with its width, of so many elements."""
+        """Sum up masters, `master` bytes an element, and states, each with its span and width, of a unit's elements."""
         rate: Fraction | int = master
         used: Fraction | int = 0
         padding: Fraction | int = 0

@@ -104,7 +104,7 @@ class Sums(NamedTuple):
 
 
 class UnitShare(NamedTuple):
-    """What a rank has of a unit.
+    """How a rank holds a unit.
 
     stage    the row of the stage table that the unit follows
     n        ranks that it is cut over
@@ -153,7 +153,7 @@ def _gradient_widths(unit: UnitShare, sums: Sums) -> tuple[int, int]:
 
 
 def unit_bytes(unit: UnitShare, sums: Sums, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:
-    """Return what a rank's device holds of a unit that is laid out so."""
+    """Return the bytes that a rank's device holds of a unit with this layout."""
     rate = per_parameter(unit, sums, optimizer.rate)
     states = rate.times(layout.numel)
     states = states._replace(optimizer=states.optimizer + optimizer.used)

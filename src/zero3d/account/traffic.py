@@ -16,23 +16,20 @@ from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
 
 class Moved(NamedTuple):
-    """What a rank sends in calls of one operation."""
+    """Calls of one operation, and the elements and bytes that a rank sends in them."""
 
-    calls: int
-    elements: int
-    bytes: int
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
 
     def times(self, count: int) -> Moved:
-        """Return what so many alike ones send."""
+        """Return the traffic of `count` such operations."""
         return Moved(*(count * figure for figure in self))
 
     @classmethod
     def total(cls, moved: Iterable[Moved]) -> Moved:
-        """Return the sum."""
-        return cls(*(sum(figures) for figures in zip(NOTHING, *moved, strict=True)))
-
-
-NOTHING = Moved(0, 0, 0)
+        """Return the sum of calls, of elements and of bytes."""
+        return cls(*(sum(figures) for figures in zip(cls(), *moved, strict=True)))
 
 
 class Sent(NamedTuple):

@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from zero3d.account.states import FP32
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
-FP32 = 4
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
 def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2) -> int:
-    """Return the most bytes of units that are whole at a time, given the name and bytes of each.
+    """Return an upper bound of the bytes of units that are whole at the same time, from the name and bytes of each.
 
-    at_once  that are in use, or filling, at a hand-over
+    at_once  units in use, or filling, at a hand-over
 
     >>> whole_units([("root", 1), ("a", 10), ("b", 20)])
     81
@@ -56,13 +56,13 @@ class Reduction(NamedTuple):
     lands: bool
 
     def nbytes(self, shard: int) -> int:
-        """Return the bytes that one of shards of so many elements takes until it is over."""
+        """Return the bytes of the buffers of one reduction, to shards of `shard` elements."""
         received = self.slots if self.terms else int(not self.lands)
         return (received + self.slots * self.casts) * shard * self.travels
 
 
 def ring_bytes(longest: int) -> int:
-    """Return the bytes of the buffers through which records pass, of which the longest has so many."""
+    """Return the bytes of a ring of buffers for records of at most `longest` bytes."""
     return DEPTH * padded(longest)
 
 

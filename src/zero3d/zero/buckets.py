@@ -113,6 +113,10 @@ class UnitBuckets:
         with self.records.opened(bucket.record, changed) as fields:
             yield dict(zip(bucket.names, fields, strict=True))
 
+    def fields(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Return a bucket's fields by name as they are stored: on the device they may be changed, else read."""
+        return dict(zip(bucket.names, self.records.view(bucket.record), strict=True))
+
     def view(self, bucket: Bucket, name: str) -> Tensor:
         """Return one field of a bucket as it is stored, to be read."""
         return self.records.view(bucket.record)[bucket.names.index(name)]

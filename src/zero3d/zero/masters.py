@@ -38,9 +38,13 @@ class Masters:
     """
 
     def __init__(
-        self, buckets: UnitBuckets, weights: ShardPlace, dtype: torch.dtype, compute: torch.dtype,
+        self,
+        buckets: UnitBuckets,
+        weights: ShardPlace,
+        dtype: torch.dtype,
+        compute: torch.dtype,
         stored: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.buckets, self._weights, self.dtype, self._compute = buckets, weights, dtype, compute
         self.stored = stored
         self._has_master = MASTER in buckets.buckets[0].names

@@ -15,7 +15,7 @@ that it has in the whole piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -122,6 +122,11 @@ class OpenBucket(NamedTuple):
     grad: Tensor
     frozen: frozenset[int] = frozenset()
 
+    @property
+    def states(self) -> list[str]:
+        """The fields that are states of the optimizer."""
+        return [name for name in self.fields if name not in (MASTER, WEIGHTS)]
+
 
 class DeferredUpdates(Protocol):
     """Updates that are made after `step()`, each before its unit's weights are used (offload/updates.py)."""
@@ -184,18 +189,17 @@ class ResidentUpdates:
             with stepping(optimizer, before, self._direct):
                 self._step(optimizer)
         for group in self._groups:
-            with ExitStack() as opened:
-                buckets = [
-                    OpenBucket(
-                        each,
-                        opened.enter_context(each.buckets.opened(each.bucket)),
-                        each.unit.weights.shard_or_full[each.range],
-                        each.unit.gradients.owned[each.range],
-                        frozenset(owned.piece.slot for owned in each.pieces if not owned.is_trained),
-                    )
-                    for each in group
-                ]
-                update_buckets(optimizer, before, buckets, self._arena)
+            buckets = [
+                OpenBucket(
+                    each,
+                    each.buckets.fields(each.bucket),
+                    each.unit.weights.shard_or_full[each.range],
+                    each.unit.gradients.owned[each.range],
+                    frozenset(owned.piece.slot for owned in each.pieces if not owned.is_trained),
+                )
+                for each in group
+            ]
+            update_buckets(optimizer, before, buckets, self._arena)
 
     def _step(self, optimizer: Optimizer) -> None:
         for owned in self._direct:
@@ -220,71 +224,78 @@ def _grouped(buckets: Sequence[BucketPieces], device: str) -> list[list[BucketPi
 
 
 def update_buckets(
-    optimizer: Optimizer, options: Options, opened: Sequence[OpenBucket], arena: Arena,
+    optimizer: Optimizer,
+    options: Options,
+    opened: Sequence[OpenBucket],
+    arena: Arena,
     narrow: Callable[[BucketPieces, str, Tensor, Tensor], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Step a torch optimizer on the device over the pieces of buckets that are open there.
 
     narrow  writes a state that was widened back: (bucket, name, fp32 values, field)
     """
-    with ExitStack() as lent:
-        wide = [lent.enter_context(_widened(each, arena)) for each in opened]
-        with ExitStack() as pointed:
-            for each, values in zip(opened, wide, strict=True):
-                pointed.enter_context(_pointed(optimizer, each, values))
-            with stepping(optimizer, options, [owned for each in opened for owned in each.of.pieces]):
+    lent: list[Tensor] = []
+    try:
+        wide = [_widen(each, arena, lent) for each in opened]
+        with stepping(optimizer, options, [owned for each in opened for owned in each.of.pieces]):
+            before = [[owned.master.data for owned in each.of.pieces] for each in opened]
+            try:
+                for each, values in zip(opened, wide, strict=True):
+                    _point(optimizer, each, values)
                 optimizer.step()
+            finally:
+                for each, values, placeholders in zip(opened, wide, before, strict=True):
+                    _let_go(optimizer, each, values, placeholders)
         for each, values in zip(opened, wide, strict=True):
-            for name, field in each.fields.items():
-                if name not in (MASTER, WEIGHTS) and values[name] is not field:
+            for name in each.states:
+                if values[name] is not each.fields[name]:
                     assert narrow is not None
-                    narrow(each.of, name, values[name], field)
+                    narrow(each.of, name, values[name], each.fields[name])
             _put_back(each, values[MASTER], arena)
+    finally:
+        for scratch in lent:
+            arena.give_back("wire", scratch)
 
 
-@contextmanager
-def _widened(opened: OpenBucket, arena: Arena) -> Iterator[dict[str, Tensor]]:
-    """Have a bucket's masters and states in the dtypes in which they are updated inside, by name."""
-    with ExitStack() as lent:
-
-        def borrow(values: Tensor) -> Tensor:
-            scratch = arena.borrow("wire", values.numel(), torch.float32)
-            lent.callback(arena.give_back, "wire", scratch)
-            return scratch
-
-        found = {MASTER: opened.weights}
-        for name, field in opened.fields.items():
-            if name == MASTER:
-                split = field.dtype == REMAINDER
-                found[name] = join_master(opened.weights, field, borrow(field)) if split else field
-            elif name != WEIGHTS:
-                found[name] = borrow(field).copy_(field) if field.dtype == torch.bfloat16 else field
-        yield found
+def _widen(opened: OpenBucket, arena: Arena, lent: list[Tensor]) -> dict[str, Tensor]:
+    """Return a bucket's masters and states in the dtypes in which they are updated, by name; scratch goes to `lent`."""
+    found = {MASTER: opened.weights}
+    for name, field in opened.fields.items():
+        if name == WEIGHTS:
+            continue
+        found[name] = field
+        if field.dtype in (REMAINDER, torch.bfloat16):
+            lent.append(arena.borrow("wire", field.numel(), torch.float32))
+            halves = field.dtype == REMAINDER
+            found[name] = join_master(opened.weights, field, lent[-1]) if halves else lent[-1].copy_(field)
+    return found
 
 
-@contextmanager
-def _pointed(optimizer: Optimizer, opened: OpenBucket, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have the pieces' tensors be parts of these inside. States that the optimizer makes go into their fields."""
-    known = optimizer.state
-    states = [(name, values[name]) for name in opened.fields if name not in (MASTER, WEIGHTS)]
+def _point(optimizer: Optimizer, opened: OpenBucket, values: Mapping[str, Tensor]) -> None:
+    """Have the pieces' tensors, their states and gradients be parts of a bucket's."""
     for owned in opened.of.pieces:
         within = opened.of.within(owned)
         owned.master.data = values[MASTER][within]
         owned.master.grad = None if owned.piece.slot in opened.frozen else opened.grad[within]
-        for name, whole in states:
-            if name in known.get(owned.master, {}):
-                known[owned.master][name].data = whole[within]
-    try:
-        yield
-    finally:
-        for owned in opened.of.pieces:
-            within, of_piece = opened.of.within(owned), known.get(owned.master, {})
-            owned.master.grad, owned.master.data = None, absent(values[MASTER][within])
-            for name, whole in states:
-                if name in of_piece:
-                    if not same_memory(of_piece[name], whole[within]):
-                        whole[within].copy_(of_piece[name])
-                    of_piece[name] = absent(whole[within])
+        known = optimizer.state.get(owned.master, {}) if opened.states else {}
+        for name in opened.states:
+            if name in known:
+                known[name].data = values[name][within]
+
+
+def _let_go(
+    optimizer: Optimizer, opened: OpenBucket, values: Mapping[str, Tensor], placeholders: Sequence[Tensor]
+) -> None:
+    """Have placeholders be the pieces' tensors again. States that the optimizer has made go into their fields."""
+    for owned, placeholder in zip(opened.of.pieces, placeholders, strict=True):
+        within = opened.of.within(owned)
+        owned.master.grad, owned.master.data = None, placeholder
+        known = optimizer.state.get(owned.master, {}) if opened.states else {}
+        for name in opened.states:
+            if name in known:
+                if not same_memory(known[name], values[name][within]):
+                    values[name][within].copy_(known[name])
+                known[name] = absent(values[name][within])
 
 
 def _put_back(opened: OpenBucket, master: Tensor, arena: Arena) -> None:
