@@ -11,15 +11,16 @@ muon                                momentum_buffer     exp_avg, exp_avg_sq
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from zero3d.spec.optimizer import ADAMW, EIGHT_BIT, MUON
 from zero3d.zero.layout import ALIGN, Piece
 from zero3d.zero.state_spans import Span, span_of
 
+T = TypeVar("T")
 ALL, MATRICES, REST = "all", "matrices", "rest"  # which parameters have a state
 STATES = {ADAMW: (ALL, ALL), EIGHT_BIT: (ALL, ALL), MUON: (MATRICES, REST, REST)}
 BF16 = 2
@@ -63,8 +64,16 @@ def segments(optimizer: str, spans: Sequence[Span], elements: int) -> list[tuple
     """
     if not spans:
         return [(elements, len(STATES[optimizer]))]
-    cuts = sorted({0, elements, *(cut for span in spans for cut in (span.start, span.stop))})
-    return [(stop - start, sum(span.start <= start < span.stop for span in spans)) for start, stop in pairwise(cuts)]
+    return [(stop - start, len(those)) for start, stop, those in cut_by_states(dict(enumerate(spans)), elements)]
+
+
+def cut_by_states(spans: Mapping[T, Span], elements: int) -> list[tuple[int, int, list[T]]]:
+    """Cut elements where the states that they have differ: start, stop and states of each range."""
+    cuts = sorted({0, elements, *(cut for span in spans.values() for cut in (span.start, span.stop))})
+    return [
+        (start, stop, [state for state, span in spans.items() if span.start <= start < span.stop])
+        for start, stop in pairwise(cuts)
+    ]
 
 
 def states_of(optimizer: str, matrix: bool) -> int:

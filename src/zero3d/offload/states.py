@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from zero3d.account.optimizers import master_width
+from zero3d.account.optimizers import cut_by_states, master_width
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
@@ -124,11 +123,7 @@ class StateKinds:
             return [(0, elements, list(self.states))]
 
         spans = {name: self.span(name, layout, pieces, elements, 0) for name in self.states}
-        cuts = sorted({0, elements, *(cut for span in spans.values() if span for cut in (span.start, span.stop))})
-        return [
-            (start, stop, [name for name, span in spans.items() if span and span.start <= start < span.stop])
-            for start, stop in pairwise(cuts)
-        ]
+        return cut_by_states({name: span for name, span in spans.items() if span is not None}, elements)
 
     @property
     def described(self) -> str:
