@@ -167,7 +167,7 @@ def test_a_backward_through_parameters_alone_adds_to_the_step(stage):
 def test_units_are_reduced_while_the_backward_goes_on_and_two_at_a_time(stage):
     """In every step, not all at its end, where the loop for late gradients would take them as well."""
     engine, log, before_embedding = engine_of(net(), stage), [], []
-    engine.reductions._lane._log = log
+    engine.reductions._side._log = log
     engine.module.embed.register_forward_hook(
         lambda module, args, out: (out.register_hook(lambda grad: before_embedding.append(list(log))), None)[1]
     )

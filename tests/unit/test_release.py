@@ -382,7 +382,7 @@ def test_evaluation_keeps_units_until_training_goes_on(poison):
 def test_streams_issue_before_join_before_free():
     engine = engine_for(build("net"))
     log = []
-    engine.gathers._lane._log = log
+    engine.gathers._side._log = log
     for _ in range(2):
         loss_of(engine, batch(0)).backward()
         engine.step()
