@@ -28,9 +28,19 @@ import errno
 
 BAD_INPUT, FAULT = 2, 1
 OF_PATHS = frozenset(
-    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP,
-     errno.ENAMETOOLONG, errno.ENOTEMPTY)
-)  # fmt: skip
+    (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOTEMPTY,
+    )
+)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = dict.fromkeys(FULL, "make room") | {
     errno.EFBIG: "raise `ulimit -f` or make room",

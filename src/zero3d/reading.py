@@ -23,8 +23,13 @@ from typing import Any
 from zero3d.errors import short
 
 MOST = 64 << 20  # bytes; the largest index of a published model has about 10 MB
-ODD = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-       stat.S_IFSOCK: "a socket"}  # fmt: skip
+ODD = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 class Unreadable(ValueError):

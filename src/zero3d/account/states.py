@@ -175,9 +175,15 @@ def paper_bytes(stage: int, params: int, n: int, k: int = 12) -> StateBytes:
 
 
 def engine_bytes(
-    stage: int, n: int, precision: str = "bf16", release: str = "auto", reduce: str = "auto", accumulate: int = 1,
-    optimizer: Fraction | int | None = None, exact: bool = False,
-) -> StateBytes:  # fmt: skip
+    stage: int,
+    n: int,
+    precision: str = "bf16",
+    release: str = "auto",
+    reduce: str = "auto",
+    accumulate: int = 1,
+    optimizer: Fraction | int | None = None,
+    exact: bool = False,
+) -> StateBytes:
     """Return bytes per *trainable* parameter that the arena really holds on one rank, padding apart.
 
     optimizer  k, where it is not that of Adam with fp32 masters

@@ -82,9 +82,15 @@ ORDERS = 2  # values per rank and axis of units: the orders of gathers and reduc
 
 
 def step_traffic(
-    stage: int, units: Sequence[UnitTraffic], n: int, gathers: Mapping[str, int], micro_batches: int = 1,
-    reduce: str = "auto", exact: bool = False, cells_of_experts: bool = False,
-) -> dict[tuple[str, str], Moved]:  # fmt: skip
+    stage: int,
+    units: Sequence[UnitTraffic],
+    n: int,
+    gathers: Mapping[str, int],
+    micro_batches: int = 1,
+    reduce: str = "auto",
+    exact: bool = False,
+    cells_of_experts: bool = False,
+) -> dict[tuple[str, str], Moved]:
     """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out

@@ -149,9 +149,14 @@ class Segment:
 
 
 def record(
-    name: str, block: nn.Module, forward: Forward, args: Any, kwargs: Any, outputs: Mapping[int, int],
+    name: str,
+    block: nn.Module,
+    forward: Forward,
+    args: Any,
+    kwargs: Any,
+    outputs: Mapping[int, int],
     keep: Keep | None = None,
-) -> BlockCall:  # fmt: skip
+) -> BlockCall:
     """Keep what a call needs to be repeated: all but the `outputs` of the call before. keep: its input, otherwise."""
     sources: list[int | None] = []
     kept: list[Tensor] = []

@@ -176,8 +176,9 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
     group, place, number, peers = axis.reductions, axis.place, axis.count(op), {*sends, *receives}
     peer = peers.pop() if len(peers) == 1 else None
-    arriving = {peer: into if into.device == place else torch.empty_like(into, device=place)
-                for peer, into in receives.items()}  # fmt: skip
+    arriving = {
+        peer: into if into.device == place else torch.empty_like(into, device=place) for peer, into in receives.items()
+    }
     calls = [dist.P2POp(dist.isend, part.to(place), group=group, group_peer=peer) for peer, part in sends.items()]
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
     works = axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer)

@@ -96,9 +96,14 @@ class Comm:
     """
 
     def __init__(
-        self, axis: Axis, arena: Arena, ledger: Ledger, check_every_gather: bool = False,
-        reduce_scatter: str = "", on_host: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        axis: Axis,
+        arena: Arena,
+        ledger: Ledger,
+        check_every_gather: bool = False,
+        reduce_scatter: str = "",
+        on_host: int | None = None,
+    ) -> None:
         self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
         self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
         self._last = "nothing yet"

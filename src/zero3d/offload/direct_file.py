@@ -82,9 +82,13 @@ class DirectFile:
         self._move(self._writers, os.pwritev, memory, offset, meanwhile)
 
     def _move(
-        self, pool: Threads, transfer: Transfer, memory: memoryview, offset: int,
+        self,
+        pool: Threads,
+        transfer: Transfer,
+        memory: memoryview,
+        offset: int,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         starts = range(0, len(memory), CHUNK)
         if len(starts) == 1:
             meanwhile()

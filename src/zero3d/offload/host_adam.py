@@ -76,9 +76,20 @@ class AdamRule:
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         masters, grads, exp_avgs, exp_avg_sqs = tensors
         kernel(
-            masters, grads, exp_avgs, exp_avg_sqs, [], [step] * len(masters), lr=self.lr, beta1=self.beta1,
-            beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=self.maximize,
-        )  # fmt: skip
+            masters,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step] * len(masters),
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=self.maximize,
+        )
 
 
 class BucketPiece(NamedTuple):
@@ -190,9 +201,13 @@ class HostExecutor:
             each.result()
 
     def _update(
-        self, bucket: BucketStates, pieces: Sequence[BucketPiece], step: Tensor, factors: Sequence[float],
+        self,
+        bucket: BucketStates,
+        pieces: Sequence[BucketPiece],
+        step: Tensor,
+        factors: Sequence[float],
         starts: SimpleQueue[int | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update the chunks that begin at `starts`, until there is none."""
         for start in iter(starts.get, None):
             stop = min(start + self._chunk, bucket.grad.numel())

@@ -110,9 +110,13 @@ class Stores:
         return ThroughRing(Ring(HostStore(memory), records, buffers), fields)
 
     def disk_ring(
-        self, records: Sequence[Record], slab: DiskSlab | None, first: int, buffers: Sequence[Tensor],
+        self,
+        records: Sequence[Record],
+        slab: DiskSlab | None,
+        first: int,
+        buffers: Sequence[Tensor],
         staging: Sequence[Tensor],
-    ) -> Tier:  # fmt: skip
+    ) -> Tier:
         """Return records of a disk slab, from number `first` on, that pass through buffers."""
         assert slab is not None
         ring = Ring(DiskStore(slab, first), records, buffers, staging)

@@ -47,9 +47,13 @@ class AdamW8bit(Optimizer):
     block = BLOCK
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 1e-2,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
 
     def state_names(self, group: Any) -> tuple[str, ...]:
@@ -98,10 +102,21 @@ class AdamW8bit(Optimizer):
         gradients = [run.piece.grad[run.elements] for run in runs if run.piece.grad is not None]
         counts = torch._foreach_add([self.state[run.piece]["step"] for run in runs], 0)
         adamw(
-            [run.piece[run.elements] for run in runs], gradients, moments["exp_avg"], moments["exp_avg_sq"], [],
-            list(counts), fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            [run.piece[run.elements] for run in runs],
+            gradients,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            [],
+            list(counts),
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
         del moments  # what is written is given back before the next is
         for key in SIGNED:
             self._write(runs, key, values.pop(key))

@@ -112,12 +112,21 @@ class MuonRule:
 
 
 def muon(
-    lr: float = 1e-3, *, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
-    ns_steps: int = STEPS, ns_coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = EPS,
-    adjust_lr: str = "match_rms_adamw", adamw_lr: float | None = None,
-    betas: tuple[float, float] = (0.9, 0.95), adamw_eps: float = 1e-8, match: str | None = None,
+    lr: float = 1e-3,
+    *,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = STEPS,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+    adjust_lr: str = "match_rms_adamw",
+    adamw_lr: float | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
+    match: str | None = None,
     split: Mapping[str, str] | None = None,
-) -> MuonRule:  # fmt: skip
+) -> MuonRule:
     """Return what `Engine(optimizer=...)` takes for Muon on the matrices of blocks and AdamW on the rest.
 
     lr, weight_decay  of both; `param_groups` may give parameters others, or another rule: {"match": ..., "name":
@@ -141,8 +150,14 @@ def muon(
             "rate and a weight decay from 0, a momentum from 0 to 1, and 1 to 99 steps."
         )
     own = {
-        "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-        "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps, "adjust_lr": adjust_lr,
-    }  # fmt: skip
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "ns_coefficients": tuple(ns_coefficients),
+        "eps": eps,
+        "ns_steps": ns_steps,
+        "adjust_lr": adjust_lr,
+    }
     adamw = {"lr": rate, "weight_decay": weight_decay, "betas": tuple(betas), "eps": adamw_eps}
     return MuonRule(own, adamw, match, dict(split or {}))

@@ -60,9 +60,16 @@ class Orthogonal:
     """
 
     def __init__(
-        self, optimizer: MuonWithAdamW, units: Mapping[int, Unit], owners: Owners, seen: Seen, comm: Comm, tp: Comm,
-        arena: Arena, batches: bool,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: MuonWithAdamW,
+        units: Mapping[int, Unit],
+        owners: Owners,
+        seen: Seen,
+        comm: Comm,
+        tp: Comm,
+        arena: Arena,
+        batches: bool,
+    ) -> None:
         self._optimizer, self._units, self.owners, self._seen = optimizer, units, owners, seen
         self._comm, self._tp, self._arena, self._batches = comm, tp, arena, batches
         self.name = OF_EXPERTS if any(unit.layout.of_experts for unit in units.values()) else NAME

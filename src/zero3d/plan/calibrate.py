@@ -86,18 +86,38 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
     host = float(psutil.virtual_memory().total)
     memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
-    provenance = {**sources, **dict.fromkeys(
-        ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk",
-         "host_bandwidth"), MEASURED
-    )}  # fmt: skip
+    provenance = {
+        **sources,
+        **dict.fromkeys(
+            (
+                "gpu.matrix",
+                "gpu.flash",
+                "gpu.bandwidth",
+                "gpu.memory",
+                "host_memory",
+                "host_link",
+                "disk",
+                "host_bandwidth",
+            ),
+            MEASURED,
+        ),
+    }
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
     gpu = Gpu(
         name or device, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak)
     )
     return ClusterSpec(
-        gpu, mesh.world // local, local, inside or base.inside, across or base.across, host, rates.host_link,
-        disk or base.disk, local * rates.host_memory, provenance,
-    )  # fmt: skip
+        gpu,
+        mesh.world // local,
+        local,
+        inside or base.inside,
+        across or base.across,
+        host,
+        rates.host_link,
+        disk or base.disk,
+        local * rates.host_memory,
+        provenance,
+    )
 
 
 # --- one rank -----------------------------------------------------------------------------------

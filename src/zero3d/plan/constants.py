@@ -67,13 +67,17 @@ def lent(original: Constant, system: str) -> Constant:
 
 
 AZURE, BLOOM, BLOOM_MEMORY = (
-    Rows("deepspeed_azure", "time"), Rows("bloom176b_prequel", "time"), Rows("bloom176b_prequel", "memory")
-)  # fmt: skip
+    Rows("deepspeed_azure", "time"),
+    Rows("bloom176b_prequel", "time"),
+    Rows("bloom176b_prequel", "memory"),
+)
 TITAN, TITAN_MEMORY, IBM = Rows("torchtitan", "time"), Rows("torchtitan", "memory"), Rows("ibm_fsdp", "time")
 NANOTRON, NANOTRON_MEMORY = Rows("nanotron", "time"), Rows("nanotron", "memory")
 MEGATRON, CORE, LAYERS = (
-    Rows("megatron2021_table1", "time"), Rows("megatron_core_h100", "time"), Rows("galvatron_forward", "time")
-)  # fmt: skip
+    Rows("megatron2021_table1", "time"),
+    Rows("megatron_core_h100", "time"),
+    Rows("galvatron_forward", "time"),
+)
 ZERO_3 = Rows("megatron2021_table2", "time", "ZeRO-3")
 ZERO_V100 = Rows("zero_appendix", "fits")
 EAGER = (MEGATRON, Rows("megatron2021_table2", "time"), Rows("korthikanti_table5", "time"), AZURE, BLOOM)
@@ -93,12 +97,12 @@ _H100 = (
 )
 _TITAN = (
     fitted("torchtitan", "spare", 1.24, SPARE, 1.1, TITAN_MEMORY),
-    fitted("torchtitan", "selective", 0.36, "of a block's interior, kept by \"selective\"", 1.0, TITAN_MEMORY),
+    fitted("torchtitan", "selective", 0.36, 'of a block\'s interior, kept by "selective"', 1.0, TITAN_MEMORY),
     fitted("torchtitan", "speed h100-96", 0.93, SPEED, 1.0, TITAN),
     fitted("torchtitan", "speed a100", 0.95, SPEED, 1.0, IBM),
     _FSDP_HIDE,
     fitted("torchtitan", "again", 0.5, "of a block's forward, run again by it", 1.0, TITAN),
-)  # fmt: skip
+)
 
 SYSTEM_CONSTANTS = (
     lent(_FSDP_HIDE, "zero3d"),
@@ -122,12 +126,18 @@ SYSTEM_CONSTANTS = (
     fitted("deepspeed-0.3", "buffers", 0.5e9, "bytes of communication buckets", 1e9, ZERO_V100),
     *_TITAN,
     *(lent(constant, "torchtitan-async-tp") for constant in _TITAN),
-    fitted("torchtitan-async-tp", "hide_tp", 0.45, "of tp's all-reduces hidden", 0.0,
-           Rows("torchtitan", "time", "asynchronous TP")),
+    fitted(
+        "torchtitan-async-tp",
+        "hide_tp",
+        0.45,
+        "of tp's all-reduces hidden",
+        0.0,
+        Rows("torchtitan", "time", "asynchronous TP"),
+    ),
     fitted("nanotron", "spare", 1.15, SPARE, 1.1, NANOTRON_MEMORY),
     fitted("nanotron", "interior", 1.2, "of a block's closed form, kept", 1.0, NANOTRON_MEMORY),
     fitted("nanotron", "speed h100", 1.06, SPEED, 1.0, NANOTRON),
-)  # fmt: skip
+)
 
 KERNEL_CONSTANTS = (
     fitted("a100", "matrix", 0.85, "of the card's peak, matrix products", 0.68, LAYERS),
@@ -145,13 +155,19 @@ KERNEL_CONSTANTS = (
     assumed("other cards", "flash", 0.55, "of the card's peak, flash attention", "h100's"),
     assumed("other cards", "memory", 0.8, "of the card's bandwidth", "a100's"),
     fitted("kernels", "fp8", 1.8, "x products in 16 bits", 1.0, Rows("torchtitan", "time", "Float8")),
-    fitted("kernels", "odd_head", 12.0, "x eager attention whose heads are no multiple of 8", 1.0,
-           BLOOM._replace(which="such heads")),
+    fitted(
+        "kernels",
+        "odd_head",
+        12.0,
+        "x eager attention whose heads are no multiple of 8",
+        1.0,
+        BLOOM._replace(which="such heads"),
+    ),
     fitted("kernels", "eager_passes", 2.6, "passes over kept scores, eager attention", 2.0, *EAGER),
     assumed("kernels", "rest_passes", 2.0, "passes over what is kept", "written in the forward, read in the backward"),
     assumed("kernels", "flash_backward", 2.5, "x the forward", "five products for two: scores are computed again"),
     assumed("kernels", "launch", 4e-6, "s per kernel", "a guess"),
-)  # fmt: skip
+)
 
 _LLAMA = "a trace of transformers' LlamaDecoderLayer: 64 bytes in all at 7B's shape"
 OTHER_CONSTANTS = (
@@ -161,12 +177,22 @@ OTHER_CONSTANTS = (
     assumed("links", "latency across", 12e-6, "s per hop between nodes", "a guess; zero3d calibrate measures it"),
     assumed("links", "half across", 1e6, "bytes at half the bandwidth", "a guess; zero3d calibrate measures it"),
     assumed("step", "fixed", 0.02, "s per step", "a guess: launching, data, logging"),
-    assumed("step", "host_bandwidth", 100e9, "bytes/s of a node's memory for Adam on the host",
-            "a guess; zero3d calibrate measures it"),
+    assumed(
+        "step",
+        "host_bandwidth",
+        100e9,
+        "bytes/s of a node's memory for Adam on the host",
+        "a guess; zero3d calibrate measures it",
+    ),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
-    assumed("experts", "imbalance", 1.25, "x the mean's rows, on the busiest ep rank",
-            "a guess; zero3d compare prints a run's"),
+    assumed(
+        "experts",
+        "imbalance",
+        1.25,
+        "x the mean's rows, on the busiest ep rank",
+        "a guess; zero3d compare prints a run's",
+    ),
     assumed("schedules", "zero-bubble", 1 / 3, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("schedules", "zbv", 0.0, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("Llama's closed form", "eager copies", 6.5, "bytes kept per hidden element", _LLAMA),
@@ -180,7 +206,7 @@ OTHER_CONSTANTS = (
     assumed("other systems", "spare", 1.1, SPARE, "a guess"),
     assumed("other systems", "context", 2e9, "bytes of CUDA and NCCL", "a guess"),
     assumed("other systems", "buffers", 1e9, "bytes of communication buckets", "a guess"),
-)  # fmt: skip
+)
 
 CONSTANTS = (*SYSTEM_CONSTANTS, *KERNEL_CONSTANTS, *OTHER_CONSTANTS)
 VALUES: Values = {constant.key: constant.value for constant in CONSTANTS}

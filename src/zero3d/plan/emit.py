@@ -83,15 +83,33 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     if degrees.pp > 1:
         schedule.check(batch.accumulate, degrees.pp)
     return ParallelPlan(
-        degrees.dp, degrees.tp, degrees.pp, config.zero.stage, batch.micro_batch, batch.accumulate,
-        config.activations, mesh.sequence_parallel and degrees.tp > 1, schedule.name,
-        schedule.chunks_per_rank if degrees.pp > 1 else 1, config.precision, config.zero.reduce_dtype,
-        config.zero.release, config.zero.reduce, exact=config.zero.exact,
-        reduce_scatter=config.zero.reduce_scatter, master=config.zero.master, **_tiers(config),
-        partition_activations=mesh.partition_activations, offload_activations=config.offload.activations,
-        asynchronous_saves=config.checkpoint.asynchronous, replay=config.health.replay, ema=config.train.ema,
-        ep=degrees.ep, experts=mesh.experts, optimizer=config.optimizer.name,
-    )  # fmt: skip
+        degrees.dp,
+        degrees.tp,
+        degrees.pp,
+        config.zero.stage,
+        batch.micro_batch,
+        batch.accumulate,
+        config.activations,
+        mesh.sequence_parallel and degrees.tp > 1,
+        schedule.name,
+        schedule.chunks_per_rank if degrees.pp > 1 else 1,
+        config.precision,
+        config.zero.reduce_dtype,
+        config.zero.release,
+        config.zero.reduce,
+        exact=config.zero.exact,
+        reduce_scatter=config.zero.reduce_scatter,
+        master=config.zero.master,
+        **_tiers(config),
+        partition_activations=mesh.partition_activations,
+        offload_activations=config.offload.activations,
+        asynchronous_saves=config.checkpoint.asynchronous,
+        replay=config.health.replay,
+        ema=config.train.ema,
+        ep=degrees.ep,
+        experts=mesh.experts,
+        optimizer=config.optimizer.name,
+    )
 
 
 def _tiers(config: Config) -> dict[str, Any]:

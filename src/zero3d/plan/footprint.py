@@ -42,9 +42,15 @@ class Footprint(NamedTuple):
 def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
     """Return the footprint of one micro-batch of `plan` in every part of the model."""
     run = _Run(
-        model, plan.tp, plan.sequence_parallel, Policy.of(plan.activations), plan.precision,
-        plan.micro_batch * model.length, share_here(plan), plan.dispatches,
-    )  # fmt: skip
+        model,
+        plan.tp,
+        plan.sequence_parallel,
+        Policy.of(plan.activations),
+        plan.precision,
+        plan.micro_batch * model.length,
+        share_here(plan),
+        plan.dispatches,
+    )
     return _footprints(run, plan.pp == 1)
 
 
@@ -82,11 +88,13 @@ class _Run(NamedTuple):
             again += self.share * self._input(part)  # all of it comes back beside the part that is here
         logits = 4.0 * self.tokens * self.model.vocab / self.tp
         return Footprint(
-            kept, again, self._transients(part, waiting),
+            kept,
+            again,
+            self._transients(part, waiting),
             for_weights=outputs * self.tokens * WIDTHS[self.precision].weight,
             dropped=min(logits, kept) if part.kind == "head" else 0.0,
             skipped=skipped,
-        )  # fmt: skip
+        )
 
     def _divided(self, cut: float, whole: float) -> float:
         """Return the bytes of one micro-batch's tokens on this rank."""

@@ -62,8 +62,16 @@ CATALOGUE = {
     "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 4),
     "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, 1),
 }
-ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100-80": "h100", "rtx4090": "rtx-4090", "rtx3090": "rtx-3090",
-           "rtx-a6000": "a6000", "4090": "rtx-4090", "3090": "rtx-3090"}  # fmt: skip
+ALIASES = {
+    "v100": "v100-32",
+    "a100": "a100-80",
+    "h100-80": "h100",
+    "rtx4090": "rtx-4090",
+    "rtx3090": "rtx-3090",
+    "rtx-a6000": "a6000",
+    "4090": "rtx-4090",
+    "3090": "rtx-3090",
+}
 
 
 def cluster(name: str, gpus: int, nodes: int | None = None, file: Path | str | None = None) -> ClusterSpec:

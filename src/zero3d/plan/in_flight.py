@@ -134,9 +134,11 @@ def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterato
     chunks = schedule.chunks_per_rank
     row, total, behind = count // max(1, count // pp), chunks * count, pp - 1 - stage
     ahead = {
-        "gpipe": total, "1f1b": behind, "interleaved": (chunks - 1) * row + 2 * behind,
+        "gpipe": total,
+        "1f1b": behind,
+        "interleaved": (chunks - 1) * row + 2 * behind,
         "zero-bubble": (chunks - 1) * row + behind,
-    }[schedule.name]  # fmt: skip
+    }[schedule.name]
     ahead = min(ahead, total)
     forwards = [index // row % chunks for index in range(total)]
     backwards = [chunks - 1 - turn for turn in forwards]

@@ -55,9 +55,7 @@ def input_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) ->
     return kept_bytes(model, plan) / cluster.host_link if on_host(plan) else 0.0
 
 
-def slots_on_host(
-    model: ModelSpec, plan: ParallelPlan, pp_stage: int, chunks: Mapping[int, Sequence[Part]]
-) -> float:  # fmt: skip
+def slots_on_host(model: ModelSpec, plan: ParallelPlan, pp_stage: int, chunks: Mapping[int, Sequence[Part]]) -> float:
     """Return the bytes of a rank's slots: made as many at a time as a micro-batch has inputs, till all have one."""
     if not on_host(plan):
         return 0.0

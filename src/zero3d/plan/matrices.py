@@ -48,9 +48,18 @@ def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[in
 def owners_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose owners are the same."""
     return ParallelPlan(
-        plan.dp, plan.tp, plan.pp, plan.stage, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision,
-        exact=plan.exact, ep=plan.ep, experts=plan.experts, optimizer=plan.optimizer,
-    )  # fmt: skip
+        plan.dp,
+        plan.tp,
+        plan.pp,
+        plan.stage,
+        schedule=plan.schedule,
+        accumulate=plan.pp,
+        precision=plan.precision,
+        exact=plan.exact,
+        ep=plan.ep,
+        experts=plan.experts,
+        optimizer=plan.optimizer,
+    )
 
 
 def held(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:

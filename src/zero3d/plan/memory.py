@@ -90,15 +90,25 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
     fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
     on_host = {
-        "process": PROCESS, "slice": 4.0 * largest, "records": float(fullest.host.total),
-        "buffers": float(buffer_bytes(plan, fullest)[HOST]), "inputs": max(each.inputs for each in ranks),
+        "process": PROCESS,
+        "slice": 4.0 * largest,
+        "records": float(fullest.host.total),
+        "buffers": float(buffer_bytes(plan, fullest)[HOST]),
+        "inputs": max(each.inputs for each in ranks),
         "saves": max(float(copy_bytes(model, plan, each.stage)) for each in ranks),
-    }  # fmt: skip
+    }
     return Memory(
-        float(rank.shard.states.total), allocated, reserved, device, on_node * sum(on_host.values()),
-        {name: size for name, size in parts.items() if size}, peak.instant + rank.name,
-        on_node * float(fullest.disk.total), _away(fullest), {name: size for name, size in on_host.items() if size},
-    )  # fmt: skip
+        float(rank.shard.states.total),
+        allocated,
+        reserved,
+        device,
+        on_node * sum(on_host.values()),
+        {name: size for name, size in parts.items() if size},
+        peak.instant + rank.name,
+        on_node * float(fullest.disk.total),
+        _away(fullest),
+        {name: size for name, size in on_host.items() if size},
+    )
 
 
 def _away(shard: States) -> dict[str, dict[str, float]]:

@@ -114,9 +114,17 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     alike = ParallelPlan(
-        plan.dp, plan.tp, plan.pp, schedule=plan.schedule, accumulate=plan.pp, precision=plan.precision,
-        exact=plan.exact, ep=plan.ep, experts=plan.experts, optimizer=plan.optimizer,
-    )  # fmt: skip
+        plan.dp,
+        plan.tp,
+        plan.pp,
+        schedule=plan.schedule,
+        accumulate=plan.pp,
+        precision=plan.precision,
+        exact=plan.exact,
+        ep=plan.ep,
+        experts=plan.experts,
+        optimizer=plan.optimizer,
+    )
     return _rank_model(model, alike, pp_stage)
 
 

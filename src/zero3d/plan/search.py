@@ -180,9 +180,17 @@ def _groups(
                 for activations, (ep, sequence_parallel) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
-                        dp, tp, pp, stage, activations=activations, sequence_parallel=sequence_parallel,
-                        schedule=schedule, virtual=virtual, ep=ep, optimizer=target.optimizer,
-                    )  # fmt: skip
+                        dp,
+                        tp,
+                        pp,
+                        stage,
+                        activations=activations,
+                        sequence_parallel=sequence_parallel,
+                        schedule=schedule,
+                        virtual=virtual,
+                        ep=ep,
+                        optimizer=target.optimizer,
+                    )
                     plan = replace(plan, **pipeline_moments(stage, pp), **away)
                     yield list(_micro_batches(plan, sequences, len(model.blocks), account))
 

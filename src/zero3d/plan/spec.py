@@ -357,22 +357,45 @@ class ParallelPlan:
     def settings(self) -> Spec:
         """Return what rules are about; whoever runs the plan says where a disk's folder is."""
         return Spec(
-            Zero(self.stage, self.reduce_dtype, self.release, self.reduce, self.reduce_scatter, self.master,
-                 exact=self.exact),
+            Zero(
+                self.stage,
+                self.reduce_dtype,
+                self.release,
+                self.reduce,
+                self.reduce_scatter,
+                self.master,
+                exact=self.exact,
+            ),
             replace(self.tiers, directory="FOLDER"),
-            Mesh(self.dp, self.tp, self.pp, self.ep, self.experts, schedule=self.schedule,
-                 sequence_parallel=self.sequence_parallel and self.tp > 1,
-                 partition_activations=self.partition_activations),
-            self.precision, self.activations, self.optimizer, self.ema, self.replay,
-        )  # fmt: skip
+            Mesh(
+                self.dp,
+                self.tp,
+                self.pp,
+                self.ep,
+                self.experts,
+                schedule=self.schedule,
+                sequence_parallel=self.sequence_parallel and self.tp > 1,
+                partition_activations=self.partition_activations,
+            ),
+            self.precision,
+            self.activations,
+            self.optimizer,
+            self.ema,
+            self.replay,
+        )
 
     @property
     def tiers(self) -> Offload:
         """What leaves the device, as the engine is told."""
         return Offload(
-            self.offload, self.params, self.gradients, self.offload_activations, fraction=self.fraction,
-            moments=self.moments, executor=self.executor,
-        )  # fmt: skip
+            self.offload,
+            self.params,
+            self.gradients,
+            self.offload_activations,
+            fraction=self.fraction,
+            moments=self.moments,
+            executor=self.executor,
+        )
 
 
 # --- estimate -----------------------------------------------------------------------------------

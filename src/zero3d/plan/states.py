@@ -93,10 +93,21 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(
-        plan, micro_batch=1, accumulate=many, activations="none", sequence_parallel=False, offload="none",
-        params="none", fraction=1.0, moments="fp32", executor="auto", partition_activations=False,
-        offload_activations="none", asynchronous_saves=False, replay=0,
-    )  # fmt: skip
+        plan,
+        micro_batch=1,
+        accumulate=many,
+        activations="none",
+        sequence_parallel=False,
+        offload="none",
+        params="none",
+        fraction=1.0,
+        moments="fp32",
+        executor="auto",
+        partition_activations=False,
+        offload_activations="none",
+        asynchronous_saves=False,
+        replay=0,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -37,9 +37,7 @@ class Rates(NamedTuple):
     @classmethod
     def of(cls, cluster: ClusterSpec) -> Rates:
         """Return a GPU's share of its node's rates."""
-        return cls(
-            cluster.host_link, cluster.host_bandwidth / cluster.per_node, cluster.disk / cluster.per_node
-        )  # fmt: skip
+        return cls(cluster.host_link, cluster.host_bandwidth / cluster.per_node, cluster.disk / cluster.per_node)
 
 
 def record_width(plan: ParallelPlan, place: str) -> int:

@@ -64,9 +64,11 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     width = WIDTHS[plan.precision].weight
     if plan.tp > 1:
         key = replace(
-            key, activations=plan.activations, sequence_parallel=plan.sequence_parallel,
+            key,
+            activations=plan.activations,
+            sequence_parallel=plan.sequence_parallel,
             partition_activations=plan.partition_activations,
-        )  # fmt: skip
+        )
         regions, partial = _regions(model, key, stage), _partial_gradients(model, key, stage)
         moved = tensor_traffic(regions, plan.accumulate * tokens, plan.accumulate, plan.tp, width)
         for (operation, _), volume in moved.items():

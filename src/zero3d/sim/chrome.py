@@ -24,10 +24,16 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
         for row, intervals in enumerate(chart.rows):
             events.append(_name("thread_name", PIPELINE, row, f"pp {row}"))
             events += [
-                {"name": f"{i.action.kind} {i.action.micro_batch} (part {i.action.chunk})", "ph": "X", "pid": PIPELINE,
-                 "tid": row, "ts": i.start // scale, "dur": (i.end - i.start) // scale}
+                {
+                    "name": f"{i.action.kind} {i.action.micro_batch} (part {i.action.chunk})",
+                    "ph": "X",
+                    "pid": PIPELINE,
+                    "tid": row,
+                    "ts": i.start // scale,
+                    "dur": (i.end - i.start) // scale,
+                }
                 for i in intervals
-            ]  # fmt: skip
+            ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

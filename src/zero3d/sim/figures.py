@@ -119,9 +119,15 @@ def reduce_model(model: nn.Module, part_names: PartNames) -> ReducedModel:
 
 
 def measure(
-    model: nn.Module, part_names: PartNames, length: int, tp: int, batch: int = 1, packed: bool = False,
-    images: Images | None = None, dispatched: bool = False,
-) -> dict[Any, Figures]:  # fmt: skip
+    model: nn.Module,
+    part_names: PartNames,
+    length: int,
+    tp: int,
+    batch: int = 1,
+    packed: bool = False,
+    images: Images | None = None,
+    dispatched: bool = False,
+) -> dict[Any, Figures]:
     """Return figures of the embedding, every kind of block and the head, for `batch` sequences of `length` tokens.
 
     tp      1, or a degree that divides the model. The model stays as it is
@@ -258,9 +264,13 @@ class _Recorder:
             attention += sum(size for number, size in born.items() if number not in self._outputs)
         flops = [(n, scores) for at, n, scores in self._live.flops if begin <= at < end]
         return Figures(
-            float(sum(kept.values())), attention, self._entering.get(part, 0.0), tuple(self._windows(part)),
-            sum(n for n, scores in flops if not scores), sum(n for n, scores in flops if scores),
-        )  # fmt: skip
+            float(sum(kept.values())),
+            attention,
+            self._entering.get(part, 0.0),
+            tuple(self._windows(part)),
+            sum(n for n, scores in flops if not scores),
+            sum(n for n, scores in flops if scores),
+        )
 
     def _forward_of(self, part: Any) -> tuple[int, int]:
         marks = self._live.marks

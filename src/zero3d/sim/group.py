@@ -45,9 +45,14 @@ class FakeMesh(Mesh):
     """A mesh on the fake group, on the CPU, whose axes stand for those of `backend`, on hosts of `per_host` ranks."""
 
     def __init__(
-        self, dp: int | None, tp: int | None, pp: int | None, backend: str, per_host: int | None = None,
+        self,
+        dp: int | None,
+        tp: int | None,
+        pp: int | None,
+        backend: str,
+        per_host: int | None = None,
         ep: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(dp, tp, pp, ep, device="cpu")
         self._backend, self._per_host = backend, per_host
 

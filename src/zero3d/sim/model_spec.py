@@ -88,12 +88,18 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
     vocab, hidden = (0, 0) if table is None else (table.num_embeddings, table.embedding_dim)
     heads = _setting(config, "num_attention_heads")
     return ModelSpec(
-        name or type(model).__name__, parts, length, hidden, vocab, heads,
+        name or type(model).__name__,
+        parts,
+        length,
+        hidden,
+        vocab,
+        heads,
         kv_heads=_setting(config, "num_key_value_heads") or heads,
         experts=max((w.shape[0] for unit in sum(units, ()) for w in unit.weights if w.stacked), default=0),
         chosen=_setting(config, "num_experts_per_tok"),
-        provenance="outline", chain=part_names.chain,
-    )  # fmt: skip
+        provenance="outline",
+        chain=part_names.chain,
+    )
 
 
 def _setting(config: Any, name: str) -> int:
@@ -102,9 +108,13 @@ def _setting(config: Any, name: str) -> int:
 
 
 def open_spec(
-    path: str, length: int | None = LENGTH, attn: str | None = None, lora: Lora | None = None,
-    packed: bool | None = False, freeze: tuple[str, ...] | None = None,
-) -> ModelSpec:  # fmt: skip
+    path: str,
+    length: int | None = LENGTH,
+    attn: str | None = None,
+    lora: Lora | None = None,
+    packed: bool | None = False,
+    freeze: tuple[str, ...] | None = None,
+) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
     length None: the model's positions, at most MOST
@@ -198,10 +208,14 @@ def _solved(a: tuple[int, Figures], b: tuple[int, Figures] | None, length: int) 
     instants = _instants(tp, one, other, solve)
     most = max(instants, key=lambda at: at.cut + at.whole, default=Instant(0.0, 0.0))
     return Operations(
-        tp * one.matrices / length, tp * one.scores / length, *solve(one.kept, None if other is None else other.kept),
-        attention=tp * one.attention / length, input=one.entering / length, transient=most.cut + most.whole,
+        tp * one.matrices / length,
+        tp * one.scores / length,
+        *solve(one.kept, None if other is None else other.kept),
+        attention=tp * one.attention / length,
+        input=one.entering / length,
+        transient=most.cut + most.whole,
         instants=tuple(instants),
-    )  # fmt: skip
+    )
 
 
 def _instants(

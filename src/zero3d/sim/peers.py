@@ -58,9 +58,16 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
     """Return the keys of the norms of a pipeline stage's ranks, ascending, as `ModelGroup._arrange` makes them."""
     schedule = Schedule.of(config.mesh.schedule).name
     plan = ParallelPlan(
-        mesh.dp, mesh.tp, mesh.pp, schedule=schedule, accumulate=mesh.pp, precision=config.precision,
-        exact=config.zero.exact, ep=mesh.ep, experts=config.mesh.experts,
-    )  # fmt: skip
+        mesh.dp,
+        mesh.tp,
+        mesh.pp,
+        schedule=schedule,
+        accumulate=mesh.pp,
+        precision=config.precision,
+        exact=config.zero.exact,
+        ep=mesh.ep,
+        experts=config.mesh.experts,
+    )
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}
     keys = []

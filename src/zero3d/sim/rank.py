@@ -73,11 +73,23 @@ def dry_run(
         traffic = traffic_of_all(step.first, step.traffic, ran, m, step.engine.policy.reduce)
         alike = step.alike(place.dp)
         return RankResult(
-            rank, *place, alike, len(alike) * mesh.tp, step.elements, step.states, peak_of(step.log),
-            timeline_of(step.log), traffic, work_of_all(step.work, ran[1], m),
-            step.actions, orders(step.engine, schedule.name, m),
-            time.monotonic() - begun, most_resident(), step.away, images,
-        )  # fmt: skip
+            rank,
+            *place,
+            alike,
+            len(alike) * mesh.tp,
+            step.elements,
+            step.states,
+            peak_of(step.log),
+            timeline_of(step.log),
+            traffic,
+            work_of_all(step.work, ran[1], m),
+            step.actions,
+            orders(step.engine, schedule.name, m),
+            time.monotonic() - begun,
+            most_resident(),
+            step.away,
+            images,
+        )
 
 
 def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observation, str]:

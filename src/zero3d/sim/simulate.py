@@ -34,9 +34,14 @@ Report = Callable[[RankResult], None]
 
 
 def simulate(
-    config: Config, world: int, rank: int | None = None, backend: str = "nccl", whole: bool = False,
-    report: Report = lambda _: None, nodes: int = 1,
-) -> Simulation:  # fmt: skip
+    config: Config,
+    world: int,
+    rank: int | None = None,
+    backend: str = "nccl",
+    whole: bool = False,
+    report: Report = lambda _: None,
+    nodes: int = 1,
+) -> Simulation:
     """Simulate one step of one rank per class (or of `rank` alone).
 
     whole   run every micro-batch, though some repeat others (repeats.py)
@@ -71,9 +76,20 @@ def simulate(
     if said := results[0].images:
         notes.append(f"every sequence was simulated {said}.")
     return Simulation(
-        config.model.path, config.zero.stage, config.precision, *degrees[:3], schedule, batch.batch, batch.micro_batch,
-        batch.accumulate, config.data.length, backend, tuple(results), tuple(notes), degrees.ep,
-    )  # fmt: skip
+        config.model.path,
+        config.zero.stage,
+        config.precision,
+        *degrees[:3],
+        schedule,
+        batch.batch,
+        batch.micro_batch,
+        batch.accumulate,
+        config.data.length,
+        backend,
+        tuple(results),
+        tuple(notes),
+        degrees.ep,
+    )
 
 
 def representatives(degrees: Degrees) -> list[int]:
@@ -101,8 +117,10 @@ def in_own_process(request: Request) -> RankResult:
     """Return what `python -m zero3d.sim.rank` answers. Raises its Zero3dError; RuntimeError if the process died."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zero3d.sim.rank"],
-        input=json.dumps(asdict(request)), capture_output=True, text=True,
-    )  # fmt: skip
+        input=json.dumps(asdict(request)),
+        capture_output=True,
+        text=True,
+    )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:

@@ -178,10 +178,11 @@ def described(engine: Engine) -> str | None:
     share = f" ({offload.fraction:g} of them)" if offload.fraction < 1 else ""
     kind = ", moments in bf16," if offload.moments == "bf16" else ""
     parts = {
-        f"optimizer states{share}{kind}": offload.optimizer, "weights": offload.params,
+        f"optimizer states{share}{kind}": offload.optimizer,
+        "weights": offload.params,
         "gradients": offload.gradients if offload.gradients == HOST else "none",
         "inputs of recomputed blocks": offload.activations,
-    }  # fmt: skip
+    }
     away = ", ".join(f"{name} on the {place}" for name, place in parts.items() if place != "none")
     if not away:
         return None
