@@ -15,7 +15,7 @@ drop_in      `initialize`, `init_distributed`, `add_config_arguments`
 engine       its engine: the loop
 questions    what the engine says of itself
 batches      train_batch and eval_batch
-checkpoints  checkpoints, and weights alone
+checkpoints  checkpoints, and weights alone; client_state: what a program keeps in one
 utils, zero  its modules of these names: fp32 parameters, gradients and states; GatheredParameters
 runtime      its package of this name, without modules
 optimizers   the optimizer of a JSON for a program; lion: one of them

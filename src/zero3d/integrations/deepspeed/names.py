@@ -123,7 +123,7 @@ ENGINE = _table(
         "deepspeed_io": "a loader of this rank's micro-batches of a dataset",
         "module_state_dict": "whole weights on rank 0 at every stage, {} on the other ranks",
         "load_module_state_dict": "takes whole weights, the same on all ranks",
-        "save_checkpoint": "writes a checkpoint of ours, and the file latest",
+        "save_checkpoint": "writes a checkpoint of ours, client_state with its tensors, and the file latest",
         "load_checkpoint": "goes on from it; load_optimizer_states=False, load_lr_scheduler_states=False and "
         "load_module_only=True take parts of it",
         "save_16bit_model": "writes a Hugging Face folder, or with save_filename a file of safetensors",
