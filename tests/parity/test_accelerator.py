@@ -1,6 +1,7 @@
 """A loop that is written for Accelerate, with its Accelerator on one process and with ours on two ranks."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -222,6 +223,55 @@ def refused(what):
 def test_what_cannot_be_is_refused(ranks, what, words):
     with pytest.raises(zero3d.ConfigError, match=words):
         refused(what)
+
+
+@pytest.mark.parametrize(("stage", "options", "words"), [
+    (7, {}, "ZeRO stage 7 does not exist: pass stage=0, 1, 2 or 3"),
+    ("3", {}, "ZeRO stage '3' does not exist"),
+    (3, {"ofload": {"optimizer": "host"}}, r"unknown key 'ofload' of zero3d\.Engine\. Did you mean 'offload'\?"),
+    (3, {"xyzzy": 1}, r"unknown key 'xyzzy' of zero3d\.Engine\. docs/api\.md has all"),
+    (3, {"clip_norm": 1.0}, "has 'clip_norm', which comes from Accelerate's clip_grad_norm_"),
+    (3, {"offload": {"optimizr": "host"}}, "offload has no key 'optimizr'"),
+    (3, "offload", "options='offload'.*: pass a mapping"),
+])  # fmt: skip
+def test_a_wrong_stage_or_option_is_refused_before_there_is_a_model(stage, options, words):
+    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.integrations.transformers import Trainer, patch
+
+    for build in (partial(Accelerator, cpu=True), Trainer, patch):
+        with pytest.raises(zero3d.ConfigError, match=words):
+            build(stage=stage, options=options)
+
+
+def stepped(model, optimizer, accelerator):
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(3, 4)).square().sum())
+    optimizer.step()
+
+
+def second():
+    """A model, and a second one in a prepare of its own, which trains after free_memory alone."""
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        accelerator = Accelerator(cpu=True, stage=3)
+        first, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        stepped(first, torch.optim.SGD(first.parameters(), lr=0.1), accelerator)
+        trained = accelerator.get_state_dict(first)
+        with pytest.raises(zero3d.ConfigError, match=r"one model is trained by an Accelerator.*free_memory\(\) before"):
+            accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        assert accelerator.get_state_dict(first).keys() == trained.keys()
+        accelerator.free_memory()
+        assert not any(p.isnan().any() for p in first.parameters())
+        before = other.weight.detach().clone()
+        stepped(other, torch.optim.SGD(other.parameters(), lr=0.1), accelerator)
+        accelerator.free_memory()
+        return bool(other.weight.isfinite().all()) and not torch.equal(other.weight, before)
+
+
+def test_a_second_model_is_refused_and_trains_after_free_memory(ranks):
+    assert ranks(2, second) == [True, True]
 
 
 def test_an_optimizer_alone_is_pickled_and_steps_with_its_model_only():

@@ -1,6 +1,7 @@
 """Programs written for DeepSpeed on `initialize`: plain PyTorch's losses, at every stage, on two ranks, after a resume."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tensors import tiny
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
+from zero3d.integrations.deepspeed.client_state import decode, encode
 
 STEPS, MICRO = 4, 2
 DOCUMENT = {
@@ -68,14 +70,39 @@ def test_one_rank_has_the_losses_of_plain_pytorch(stage, tmp_path):
     assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.gradient_clipping()) == (False, False, 0.05)
 
 
+KEPT = {"epoch": 1, "best": float("inf"), "shape": (2, [3.0, None]), "of": {0: "a", (1, 2): True}, "__kind__": "b"}
+
+
+@pytest.mark.parametrize("value", [
+    torch.ones(2), torch.tensor([[1.5, float("nan")]], dtype=torch.bfloat16), torch.empty(0, 3), torch.tensor(True),
+    torch.get_rng_state(),
+], ids=str)  # fmt: skip
+def test_tensors_of_a_client_state_come_back(value):
+    found = decode(json.loads(json.dumps(encode({"x": [value]}), allow_nan=False)))["x"][0]
+    torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    ({"x": torch.zeros(100_001)}, r"client_state\['x'\] is a tensor of torch\.float32 and 100,001 elements"),
+    ({"x": [1j]}, r"client_state\['x'\]\[0\] is a complex, which would not come back"),
+    ({"x": {1, 2}}, r"client_state\['x'\] is a set"),
+])  # fmt: skip
+def test_what_of_a_client_state_would_not_come_back_is_refused(value, words):
+    with pytest.raises(ConfigError, match=words):
+        encode(value)
+
+
 def train(stage, folder):
     """Two steps, a checkpoint, and the rest by another engine: losses of this rank, and the client's state."""
     tree = DOCUMENT | {"zero_optimization": {"stage": stage, "overlap_comm": True}}
     engine = deepspeed.initialize(model=hf("llama"), config=tree)[0]
     rank, folder = engine.global_rank, f"{folder}/{stage}"
     losses = loop(engine, 0, 2, 2, rank)
-    assert engine.load_checkpoint(f"{folder}/none") == (None, {})
-    engine.save_checkpoint(folder, client_state={"epoch": 1})
+    with (
+        pytest.warns(UserWarning, match="loads nothing: there is no file .*none/latest") if rank == 0 else nullcontext()
+    ):
+        assert engine.load_checkpoint(f"{folder}/none") == (None, None)
+    engine.save_checkpoint(folder, client_state=KEPT)
     other = deepspeed.initialize(model=hf("llama"), config=tree)[0]
     path, state = other.load_checkpoint(folder)
     assert path.endswith("global_step2/step-2")
@@ -87,7 +114,7 @@ def test_two_ranks_at_every_stage_and_after_a_resume(ranks, tmp_path, stage):
     wanted = train_plain(2)
     first, second = ranks(2, train, stage, str(tmp_path))
     assert [sum(both) / 2 for both in zip(first[0], second[0], strict=True)] == pytest.approx(wanted, rel=1e-5)
-    assert first[1:] == second[1:] == ({"epoch": 1}, MICRO * STEPS)
+    assert first[1:] == second[1:] == (KEPT, MICRO * STEPS)
 
 
 def test_a_dataset_a_scheduler_and_an_optimizer_of_ones_own():

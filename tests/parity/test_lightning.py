@@ -10,6 +10,8 @@ from models import hf
 from pool import RankFailure
 from trainers import Rows, launched
 
+import zero3d
+
 pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra lightning")]
 CLOSE = {"rel": 1e-5, "abs": 1e-7}
 
@@ -101,3 +103,14 @@ def test_a_run_resumes_at_another_stage(ranks, tmp_path):
 def test_manual_optimization_is_refused(ranks, tmp_path):
     with pytest.raises(RankFailure, match="ConfigError: manual optimization is not here"):
         ranks(2, fitted, "zero3d_2", tmp_path, 1, None, False, 2)
+
+
+@pytest.mark.parametrize(("stage", "options", "words"), [
+    (7, {}, "ZeRO stage 7 does not exist"),
+    (3, {"ofload": "host"}, r"Zero3dStrategy\(options=\.\.\.\): unknown key 'ofload'.*'offload'"),
+])  # fmt: skip
+def test_a_wrong_stage_or_option_is_refused_before_there_is_a_model(stage, options, words):
+    from zero3d.integrations.lightning import Zero3dStrategy
+
+    with pytest.raises(zero3d.ConfigError, match=words):
+        Zero3dStrategy(stage=stage, options=options)

@@ -117,6 +117,7 @@ REFUSED = {
     "a cluster file that is none": (["plan.cluster=file.txt"], "cluster file file.txt holds the text 'text'"),
     "a long name": ([f"data.train={'n' * 300}"], "cannot be read: File name too long"),
     "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model first"),
+    "a folder that is not there": (["model.path=./nofolder"], "model.path './nofolder' is no folder, no config.json"),
     "a model without config": (["model.path=used"], "used has no config.json (it has thesis.tex): give a folder written"),
     "a model without weights": (["model.path=bare"], "bare has no weights (it has none): save it with save_pretrained"),
     "a config that is cut off": (["model.path=cut.json"], "cut.json is no config that transformers knows: it is no JSON"),
@@ -136,6 +137,7 @@ REFUSED = {
     "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),
     "nobody logged in to wandb": (["log.wandb=mine"], "log.wandb=mine needs a key of Weights & Biases, and there is none: type `wandb login`"),
 }  # fmt: skip
+OF_RANKS = ("batch", "degrees", "a pipeline without micro-batches", "what cannot shrink")  # needs their number
 MISSING = {
     "peft": (["lora.rank=4"], "lora.rank needs peft: pip install 'zero3d[hf]'."),
     "PIL": (["data.images=."], "data.images needs Pillow: pip install 'zero3d[vlm]'."),
@@ -159,7 +161,7 @@ for case, words, missing in json.load(sys.stdin):
     if missing:
         sys.modules[missing] = None
     with redirect_stderr(said):
-        code = main(["train", "--ranks", "2", "data.validation=0", *words])
+        code = main(["train", "data.validation=0", *words])
     if missing:
         del sys.modules[missing]
     print(json.dumps([case, code, said.getvalue(), sorted({"torch", "transformers", "wandb"} & set(sys.modules))]))
@@ -214,7 +216,8 @@ def test_a_package_that_is_not_installed_is_named_with_what_installs_it(folder, 
 
 
 def test_none_of_this_waits_for_torch_or_transformers(folder):
-    asked = [(case, words, None) for case, (words, _) in REFUSED.items()]
+    """Without --ranks, too, where torch counts devices."""
+    asked = [(case, ["--ranks=2"] * (case in OF_RANKS) + words, None) for case, (words, _) in REFUSED.items()]
     asked += [(package, words, package) for package, (words, _) in MISSING.items()]
     done = subprocess.run(
         [sys.executable, "-c", AT_ONCE], input=json.dumps(asked), capture_output=True, text=True, check=True

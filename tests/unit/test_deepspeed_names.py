@@ -2,7 +2,9 @@
 
 import re
 from argparse import ArgumentParser
+from importlib import import_module
 from pathlib import Path
+from types import resolve_bases
 
 import pytest
 import torch
@@ -10,11 +12,19 @@ from models import hf
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
-from zero3d.integrations.deepspeed.names import TABLES, as_markdown
+from zero3d.integrations.deepspeed.names import RUNTIME, TABLES, as_markdown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
-PARTS = ("ops", "moe", "pipe", "checkpointing", "accelerator", "module_inject", "sequence", "groups")
+PARTS = {
+    "deepspeed": {
+        "ops", "moe", "pipe", "checkpointing", "accelerator", "module_inject", "sequence", "checkpoint", "inference",
+        "launcher", "profiling", "monitor",
+    },
+    "deepspeed.utils": {"groups", "zero_to_fp32"},
+    "deepspeed.runtime": set(RUNTIME),
+}  # fmt: skip
+HERE = "zero3d.integrations.deepspeed"
 
 
 def rows():
@@ -36,20 +46,24 @@ def test_the_page_has_the_table_of_names():
 
 
 def place(section, engine):
-    return {"deepspeed": deepspeed, "engine": engine, "deepspeed.utils": deepspeed.utils}.get(section, deepspeed.zero)
+    return {"deepspeed": deepspeed, "engine": engine}.get(section) or getattr(deepspeed, section.partition(".")[2])
 
 
 def test_every_name_is_there_or_says_what_to_use(engine):
     for section, name, fate, line in rows():
         where = place(section, engine)
+        if name in PARTS.get(section, ()):
+            with pytest.raises(ConfigError, match=re.escape(line)):
+                import_module(f"{HERE}{section.removeprefix('deepspeed')}.{name}.some.part")
         if fate in ("built", "alias"):
             assert hasattr(where, name), (section, name)
-        elif section == "engine" or name in PARTS:
+        elif section == "engine" or name in PARTS.get(section, ()):
             with pytest.raises(AttributeError, match=re.escape(line)):
                 getattr(where, name)
         else:
-            with pytest.raises(ConfigError, match=re.escape(line)):
-                getattr(where, name)()
+            for use in (lambda named: named(), lambda named: type("Derived", resolve_bases((named,)), {})):
+                with pytest.raises(ConfigError, match=re.escape(line)):
+                    use(getattr(where, name))
         assert fate != "refused" or re.match(r"(use|write|call|leave|build|choose) ", line), line
 
 
@@ -57,8 +71,39 @@ def test_aliases_are_what_they_say(engine):
     assert deepspeed.comm is torch.distributed
     assert deepspeed.DeepSpeedConfigError is ConfigError
     assert engine.save_fp16_model.__func__ is type(engine).save_16bit_model
+    assert import_module(f"{HERE}.comm") is deepspeed.comm
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         deepspeed.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("from HERE.ops.adam import FusedAdam, DeepSpeedCPUAdam", r"no deepspeed\.ops here.*torch\.optim\.AdamW"),
+    ("from HERE.pipe import PipelineModule, LayerSpec", r"no deepspeed\.pipe here: use zero3d\.Engine"),
+    ("from HERE import moe", r"no deepspeed\.moe here: use a Hugging Face model"),
+    ("from HERE.accelerator import get_accelerator", "use torch.accelerator"),
+    ("import HERE.runtime.lr_schedules", "write scheduler in the JSON"),
+    ("from HERE.runtime.zero.partition_parameters import ZeroParamStatus", "GatheredParameters"),
+    ("from HERE.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict", "use zero3d ckpt export"),
+    ("from HERE.utils import logger; logger.info('a')", "use logging"),
+    ("from HERE import PipelineModule\nclass Mine(PipelineModule): pass", "which cuts a plain model"),
+    ("from HERE import zero\nwith zero.Init(): pass", "build the model on the CPU"),
+])  # fmt: skip
+def test_the_usual_imports_of_what_is_not_here_say_what_to_use(line, words):
+    with pytest.raises((ConfigError, AttributeError), match=words):
+        exec(line.replace("HERE", HERE))
+
+
+def test_other_imports_go_their_way():
+    found = {}
+    exec(f"import {HERE}.comm as dist\nfrom {HERE}.comm import all_reduce", found)
+    assert (found["dist"], found["all_reduce"]) == (torch.distributed, torch.distributed.all_reduce)
+    assert torch.distributed.__spec__.name == "torch.distributed"
+    for missing in ("nothing", "utils.nothing", "zero.nothing", "runtime.nothing"):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{HERE}.{missing}'"):
+            import_module(f"{HERE}.{missing}")
+    with pytest.raises(ImportError):
+        import_module(f"{HERE}.ops.adam")
+    assert not isinstance(torch.nn.Linear(1, 1), deepspeed.PipelineModule)
 
 
 def test_what_the_engine_answers(engine):

@@ -28,6 +28,7 @@ from zero3d.cli.worker import as_worker, end_with, quiet_environment, report_out
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, fitting_ranks, load, split_words
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.models.places import check_model_path
 from zero3d.setup.packages import check_packages
 from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
@@ -76,10 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     if started is not None and ranks is not None:
         return join(arguments, name, config, started, ranks)
-    ranks = arguments.ranks
-    if ranks is None:
-        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
-    check_world(config, ranks)
     start = Start(name, arguments.resume, arguments.overwrite)
     check_start(config, start, alone=True)
     check_paths(config)
@@ -88,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_attention(config)
     if config.log.wandb is not None and arguments.resume is None:  # else perhaps no step is left to log
         check_key(config.log.wandb)
+    ranks = arguments.ranks
+    if ranks is None:  # counting devices imports torch, which takes seconds: after all that needs none
+        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
+    check_world(config, ranks)
     words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
     return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
 
@@ -137,6 +138,7 @@ def _planned(config: Config, ranks: int | None) -> int:
     """Return a micro-batch that fits this machine, of as many ranks as there will be."""
     from zero3d.cli.planned_batch import planned_micro_batch
 
+    check_model_path(config.model)
     mesh = config.mesh
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
     return planned_micro_batch(config, started or ranks_here(mesh.dp, mesh.tp, mesh.pp, mesh.ep))

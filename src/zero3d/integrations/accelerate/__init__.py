@@ -1,6 +1,7 @@
 """Accelerate's loops on our engine: `Accelerator` in place of `accelerate.Accelerator`.
 
 accelerator.py  prepare, backward, clipping, states: a subclass
+keywords.py     what is passed on to the engine, checked at once
 optimizer.py    prepared optimizers: one whose step is the engine's, and one without a model
 """
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
+from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
 from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
 from zero3d.spec.offload import Offload
@@ -60,12 +61,6 @@ def states_in(folder: Path) -> Path | None:
     return folder / STATES if (folder / STATES).is_dir() else None
 
 
-def refuse_stage(options: Mapping[str, Any] | None, what: str) -> None:
-    """Raise ConfigError where options of an engine have a stage, too: it would replace the one that was given."""
-    if "stage" in (options or {}):
-        raise ConfigError(f"{what} takes the stage by itself: pass stage={(options or {})['stage']!r}, not in options.")
-
-
 TAKE_BACK = "zero3d_take_back"  # an attribute of modules in an Accelerator's engine: a function that closes it
 
 
@@ -78,7 +73,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                      loaded in bf16 stays so with "no", too
     others           Accelerate's own
     Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
-    shard in another way, a stage among the options, and a state made before that knows of fewer processes.
+    shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         chosen = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
-        refuse_stage(options, "Accelerator")
+        options = check_keywords(stage, options, "Accelerator")
         if must_say_cpu():
             others.setdefault("cpu", True)
         super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
@@ -104,7 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "before the Accelerator.",
         )
         self._stage = stage
-        self._options = dict(options or {})
+        self._options = options
         self._precision = chosen
         self.engine: Engine | None = None
         self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
@@ -137,6 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _prepared(self, model: nn.Module, optimizer: Optimizer) -> EngineOptimizer:
         """Return the optimizer of a new engine, or that of the model's engine."""
         alone = optimizer
+        self._refuse_second(model)
         if isinstance(optimizer, LoneOptimizer):
             optimizer = optimizer.optimizer
         elif isinstance(optimizer, EngineOptimizer) and optimizer.engine.closed:
@@ -152,6 +148,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.engine.zero_grad()  # of a window that a failure has ended
         self.engine.release()
         return optimizer
+
+    def _refuse_second(self, model: nn.Module) -> None:
+        """Raise ConfigError where the engine trains a model that has no part in common with this one."""
+        if self.engine is None or self.engine.closed:
+            return
+        trained = self.engine.module
+        if not any(one is trained for one in model.modules()) and not any(one is model for one in trained.modules()):
+            raise ConfigError(
+                f"prepare() was given a {type(model).__name__} with its optimizer, and this Accelerator trains a "
+                f"{type(trained).__name__} already: one model is trained by an Accelerator. Call "
+                "accelerator.free_memory() before, or put both models into one module with one optimizer."
+            )
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -7,6 +7,7 @@ merge        together with the caller's own file and overrides, which fill "auto
 report       what was made of it, as lines, as a commented YAML file and as the tables of docs/deepspeed.md
 optimizer_kinds  the optimizers that a JSON may name, and where
 names        what programs call of DeepSpeed: built, an alias or refused
+imports      its modules that programs import: an alias or refused
 
 For programs that are written for DeepSpeed, with torch; the others are without:
 
@@ -14,8 +15,9 @@ drop_in      `initialize`, `init_distributed`, `add_config_arguments`
 engine       its engine: the loop
 questions    what the engine says of itself
 batches      train_batch and eval_batch
-checkpoints  checkpoints, and weights alone
+checkpoints  checkpoints, and weights alone; client_state: what a program keeps in one
 utils, zero  its modules of these names: fp32 parameters, gradients and states; GatheredParameters
+runtime      its package of this name, without modules
 optimizers   the optimizer of a JSON for a program; lion: one of them
 owners       which engine a parameter belongs to
 """
@@ -25,7 +27,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero3d.integrations.deepspeed.names import PACKAGE, refused
+from zero3d.integrations.deepspeed.imports import install
+from zero3d.integrations.deepspeed.names import ALIASES, PACKAGE, refused
 
 if TYPE_CHECKING:
     from zero3d.integrations.deepspeed.drop_in import (
@@ -46,10 +49,13 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
-    if name in ("utils", "zero"):
+    if name in ("utils", "zero", "runtime"):
         return import_module(f"{__name__}.{name}")
-    if name == "comm":
-        return import_module("torch.distributed")
+    if name in ALIASES:
+        return import_module(ALIASES[name])
     if name == "DeepSpeedConfigError":
         return import_module("zero3d.errors").ConfigError
     return refused("deepspeed", PACKAGE, name)
+
+
+install()

@@ -11,6 +11,7 @@ Masters of weights that come alone are made of them, in the dtype of the forward
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.checkpoint.writing import told
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.integrations.deepspeed.client_state import decode, encode
 from zero3d.integrations.deepspeed.questions import Questions
 from zero3d.models.names import persistent_buffers
 from zero3d.watchdog.own_files import write_whole
@@ -49,7 +51,11 @@ class Checkpoints(Questions):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write SAVE_DIR/TAG/step-N, a checkpoint of ours, which resumes on any shape. client_state: plain values."""
+        """Write SAVE_DIR/TAG/step-N, a checkpoint of ours, which resumes on any shape.
+
+        client_state  numbers, texts, lists, tuples, dicts and small tensors: `load_checkpoint` gives them back
+        Raises ConfigError.
+        """
         if exclude_frozen_parameters:
             raise ConfigError(
                 "save_checkpoint(exclude_frozen_parameters=True) is not here: leave it out, or have "
@@ -57,7 +63,7 @@ class Checkpoints(Questions):
             )
         folder, tag = Path(save_dir), tag or f"global_step{self.global_steps}"
         loop = {
-            "client_state": dict(client_state or {}),
+            "client_state": encode(client_state or {}),
             "micro_steps": self.micro_steps,
             "skipped": self.skipped_steps,
             "loaded": self._loaded_steps,
@@ -77,8 +83,10 @@ class Checkpoints(Questions):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from what `save_checkpoint` wrote; return its path and the client_state, or (None, {}) of none.
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what `save_checkpoint` wrote; return its path and the client_state.
+
+        Where there is no checkpoint yet it warns and returns (None, None), as DeepSpeed does.
 
         load_module_strict  False, with weights alone: parameters that one of both does not have are left out
         Raises ConfigError for custom_load_fn, CheckpointError.
@@ -93,7 +101,13 @@ class Checkpoints(Questions):
             raise ConfigError("load_checkpoint(load_module_strict=False) is for load_module_only=True: add that.")
         latest = Path(load_dir) / LATEST
         if tag is None and not latest.is_file():
-            return None, {}
+            if self.global_rank == 0:
+                warnings.warn(
+                    f"load_checkpoint() loads nothing: there is no file {latest}, which names the last checkpoint. "
+                    "Pass the folder that save_checkpoint() was given, or tag=NAME.",
+                    stacklevel=2,
+                )
+            return None, None
         path = find(Path(load_dir) / (tag or latest.read_text().strip()))
         if whole:
             loop = self._load_all(path, load_lr_scheduler_states)
@@ -102,14 +116,14 @@ class Checkpoints(Questions):
             self._load_weights(stored, load_module_strict)
             loop = stored.manifest.value("loop")
             if load_module_only:
-                return str(path), dict(loop["client_state"])
+                return str(path), decode(loop["client_state"])
             if load_lr_scheduler_states and self.lr_scheduler is not None:
                 self._schedule_goes_on(from_json(stored.manifest.value("scheduler"), self.lr_scheduler.state_dict()))
         self.micro_steps, self.skipped_steps = int(loop["micro_steps"]), int(loop["skipped"])
         self._loaded_steps = int(loop.get("loaded", 0))
         if not whole:
             self._loaded_steps += stored.manifest.step - self.engine.steps
-        return str(path), dict(loop["client_state"])
+        return str(path), decode(loop["client_state"])
 
     def module_state_dict(
         self,

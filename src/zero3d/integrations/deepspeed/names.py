@@ -3,7 +3,8 @@
     fate      of a name that is read or called here
     built     it does what the line says
     alias     it is another thing of this name
-    refused   ConfigError when it is called, AttributeError when it is read, with the line as what to use
+    refused   ConfigError when it is called, subclassed or imported, AttributeError when it is read, with the line as
+              what to use
 
 A name of the engine that is in none of these tables is the module's, as there. Source: deepspeed/__init__.py,
 runtime/engine.py, runtime/pipe/engine.py, runtime/zero/__init__.py, utils/__init__.py of DeepSpeed 0.19.8.
@@ -45,6 +46,7 @@ PACKAGE = _table(
         "DeepSpeedEngine": "the class of the engine",
         "utils": "the functions below",
         "zero": "the functions below",
+        "runtime": "a package without modules: those below are refused",
     },
     {
         "comm": "torch.distributed",
@@ -72,6 +74,30 @@ PACKAGE = _table(
         "accelerator": "use torch.accelerator",
         "module_inject": "write tensor_parallel: {autotp_size: N} in the JSON",
         "sequence": "use mesh.tp with mesh.sequence_parallel=true",
+        "checkpoint": "use zero3d ckpt import, which reads DeepSpeed's checkpoints",
+        "inference": "use engine.generate, or engine.export and an inference server",
+        "launcher": "use torchrun, or zero3d launch",
+        "profiling": "use zero3d train with profile.steps, which makes a trace",
+        "monitor": "use zero3d train with log.tensorboard=true",
+    },
+)
+
+RUNTIME = _table(
+    {},
+    {},
+    {},
+    {
+        "lr_schedules": "write scheduler in the JSON, or pass lr_scheduler=SCHEDULER to initialize()",
+        "zero": "use deepspeed.zero.GatheredParameters: parameters have no ds_id and no ds_status here",
+        "engine": "use deepspeed.DeepSpeedEngine",
+        "config": "use deepspeed.DeepSpeedConfigError, and the JSON",
+        "pipe": "use zero3d.Engine(mesh=zero3d.Mesh(pp=N)), which cuts a plain model",
+        "activation_checkpointing": "use zero3d.activations.recompute(model) before initialize()",
+        "fp16": "write fp16 in the JSON",
+        "bf16_optimizer": "write bf16 in the JSON",
+        "utils": "use torch.cuda.memory_stats, and gradient_clipping in the JSON",
+        "dataloader": "use engine.deepspeed_io, and utils.RepeatingLoader",
+        "data_pipeline": "choose the data in the loader",
     },
 )
 
@@ -97,7 +123,7 @@ ENGINE = _table(
         "deepspeed_io": "a loader of this rank's micro-batches of a dataset",
         "module_state_dict": "whole weights on rank 0 at every stage, {} on the other ranks",
         "load_module_state_dict": "takes whole weights, the same on all ranks",
-        "save_checkpoint": "writes a checkpoint of ours, and the file latest",
+        "save_checkpoint": "writes a checkpoint of ours, client_state with its tensors, and the file latest",
         "load_checkpoint": "goes on from it; load_optimizer_states=False, load_lr_scheduler_states=False and "
         "load_module_only=True take parts of it",
         "save_16bit_model": "writes a Hugging Face folder, or with save_filename a file of safetensors",
@@ -201,7 +227,10 @@ UTILS = _table(
         "OnDevice": "use torch.device('meta') and zero3d.Engine(weights=...), or build the model on the CPU",
         "instrument_w_nvtx": "use torch.cuda.nvtx.range",
     },
-    {"groups": "use zero3d.Mesh, whose axes have their ranks"},
+    {
+        "groups": "use zero3d.Mesh, whose axes have their ranks",
+        "zero_to_fp32": "use zero3d ckpt export, which writes a folder for from_pretrained",
+    },
 )
 
 ZERO = _table(
@@ -219,8 +248,15 @@ ZERO = _table(
 )
 
 TABLES: Mapping[str, Mapping[str, Name]] = MappingProxyType(
-    {"deepspeed": PACKAGE, "engine": ENGINE, "deepspeed.utils": UTILS, "deepspeed.zero": ZERO}
+    {
+        "deepspeed": PACKAGE,
+        "engine": ENGINE,
+        "deepspeed.utils": UTILS,
+        "deepspeed.zero": ZERO,
+        "deepspeed.runtime": RUNTIME,
+    }
 )
+ALIASES: Mapping[str, str] = MappingProxyType({"comm": "torch.distributed"})  # modules
 
 
 def instead_of(table: Mapping[str, Name], name: str) -> str | None:
@@ -229,8 +265,40 @@ def instead_of(table: Mapping[str, Name], name: str) -> str | None:
     return row.line if row is not None and row.fate == REFUSED else None
 
 
+def module_line(name: str) -> str | None:
+    """Return what to use for a module such as ops.adam, by its first two names; None for one that is nobody's."""
+    first, _, rest = name.partition(".")
+    second = TABLES.get(f"deepspeed.{first}", {}).get(rest.partition(".")[0])
+    row = second or PACKAGE.get(first)
+    return row.line if row is not None and row.parts else None
+
+
+class Refused:
+    """Stands for a class, a function or an object of DeepSpeed's that is not here. Nothing is an instance of it."""
+
+    _why = ""  # of one that is copied, before it has its own
+
+    def __init__(self, name: str, module: str, line: str) -> None:
+        self.__name__, self._why = name, f"{name} of {module} is not here: {line}."
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(self._why)
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> NoReturn:
+        raise ConfigError(self._why)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._why)
+
+
 def refused(module: str, table: Mapping[str, Name], name: str) -> Any:
-    """Return what stands in a module for a name that is refused: it raises ConfigError when it is called.
+    """Return what stands in a module for a name that is refused: it raises ConfigError when it is called or subclassed.
 
     Raises AttributeError for a module of DeepSpeed's, and for a name that is unknown.
     """
@@ -239,11 +307,7 @@ def refused(module: str, table: Mapping[str, Name], name: str) -> Any:
         raise AttributeError(f"module 'zero3d.integrations.{module}' has no attribute {name!r}")
     if table[name].parts:
         raise AttributeError(f"there is no deepspeed.{name} here: {line}.")
-
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise ConfigError(f"{name}() of {module} is not here: {line}.")
-
-    return refuse
+    return Refused(name, module, line)
 
 
 def as_markdown() -> str:

@@ -16,6 +16,8 @@ from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.names import UTILS, refused
 from zero3d.integrations.deepspeed.owners import Owned, engine_of
 
+__path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
+
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

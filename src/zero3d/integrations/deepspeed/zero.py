@@ -14,6 +14,8 @@ from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.names import ZERO, refused
 from zero3d.integrations.deepspeed.owners import engine_of
 
+__path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
+
 
 @contextmanager
 def GatheredParameters(

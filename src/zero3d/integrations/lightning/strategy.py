@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.integrations.accelerate.accelerator import load_engine, refuse_stage, save_engine
+from zero3d.integrations.accelerate.accelerator import load_engine, save_engine
+from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.accelerate.world import refuse_other_world
 
 NAME = "zero3d"
@@ -57,9 +58,9 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     def __init__(self, stage: int = 3, options: Mapping[str, Any] | None = None, **others: Any) -> None:
-        refuse_stage(options, type(self).__name__)
+        options = check_keywords(stage, options, type(self).__name__)
         super().__init__(**others)
-        self._stage, self._options = stage, dict(options or {})
+        self._stage, self._options = stage, options
         self.engine: Engine | None = None
         self._waits = False  # inside a window of accumulation: more micro-batches follow
 

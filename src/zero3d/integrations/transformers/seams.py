@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zero3d.checkpoint.json_values import from_json, to_json
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine, save_engine, states_in
+from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
 from zero3d.integrations.transformers.arguments import json_of
@@ -34,10 +35,13 @@ SCHEDULE = "lr_scheduler"  # where its state is in what the engine's checkpoint 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`."""
+    """How a trainer shards. stage: of ZeRO; options: more of `zero3d.Engine`. Raises ConfigError."""
 
     stage: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", check_keywords(self.stage, self.options, "Trainer"))
 
 
 class TrainersAccelerator(Accelerator):
@@ -75,7 +79,7 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
     stage = options.pop("stage")
     if choice.stage is not None:
         stage = choice.stage
-    build = partial(TrainersAccelerator, stage=stage, options={**options, **choice.options})
+    build = partial(TrainersAccelerator, stage=stage, options={**options, **(choice.options or {})})
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
     if json is not None and args.process_index == 0:

@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def __init__(
         self, *given: Any, stage: int | None = None, options: Mapping[str, Any] | None = None, **named: Any
     ) -> None:
-        self.zero3d = Choice(stage, dict(options or {}))
+        self.zero3d = Choice(stage, options)
         super().__init__(*given, **named)
 
 
@@ -74,5 +74,5 @@ def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) ->
                 del base.zero3d, base.zero3d_undo
 
         base.zero3d_undo = staticmethod(undo)
-    base.zero3d = Choice(stage, dict(options or {}))
+    base.zero3d = Choice(stage, options)
     return undo

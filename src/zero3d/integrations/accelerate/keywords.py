@@ -1,0 +1,53 @@
+"""What a trainer's user passes for `zero3d.Engine` is checked before there is a model.
+
+stage     0, 1, 2 or 3
+options   more keywords of the engine, but those that the trainer passes itself
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from zero3d.config.hints import nearest
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError, short
+from zero3d.spec.offload import Offload
+from zero3d.zero.stages import stage_row
+
+KEYWORDS = tuple(inspect.signature(Engine).parameters)
+OWN: Mapping[str, str] = MappingProxyType(  # what the trainer passes itself -> where it takes it from
+    {
+        "model": "the model that it trains",
+        "optimizer": "the model's own optimizer",
+        "clip_norm": "Accelerate's clip_grad_norm_, TrainingArguments(max_grad_norm=), Lightning's gradient_clip_val",
+    }
+)
+
+
+def check_keywords(stage: Any, options: Any, what: str) -> dict[str, Any]:
+    """Return a copy of the options. Raises ConfigError, which calls the trainer `what`.
+
+    stage  None where it comes from elsewhere
+    """
+    if stage is not None:
+        stage_row(stage)
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(
+            f"{what}(options={short(options)!r}): pass a mapping, such as {{'offload': {{'optimizer': 'host'}}}}."
+        )
+    given = dict(options or {})
+    for key in given:
+        if key == "stage":
+            raise ConfigError(f"{what} takes the stage by itself: pass stage={given[key]!r}, not in options.")
+        if key in OWN:
+            raise ConfigError(f"{what}(options=...) has {key!r}, which comes from {OWN[key]}: leave it out.")
+        if key not in KEYWORDS:
+            near = nearest(str(key), KEYWORDS)
+            hint = f"Did you mean {near!r}?" if near else "docs/api.md has all."
+            raise ConfigError(f"{what}(options=...): unknown key {short(key)!r} of zero3d.Engine. {hint}")
+    if "offload" in given:
+        Offload.of(given["offload"])
+    return given
