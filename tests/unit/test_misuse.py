@@ -523,6 +523,17 @@ def test_more_bad_input(case):
     assert words in str(caught.value)
 
 
+def test_a_buffer_that_was_made_in_inference_mode_is_loaded_like_others(tmp_path):
+    model = build("net")
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(3))
+    engine = make(model)
+    engine.save(tmp_path)
+    engine.module.scale.zero_()
+    engine.load(tmp_path)
+    assert engine.module.scale.tolist() == [1, 1, 1]
+
+
 def test_lora_adapters_over_a_frozen_base_agree_at_all_stages(tmp_path):
     peft = pytest.importorskip("peft")
     hashes = set()

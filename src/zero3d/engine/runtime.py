@@ -197,5 +197,8 @@ def move_buffers(module: nn.Module, dp: Comm) -> None:
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None:
-                inner._buffers[name] = buffer = buffer.to(dp.device).contiguous()
+                buffer = buffer.to(dp.device).contiguous()
+                if buffer.is_inference():  # a load could not write to it
+                    buffer = buffer.clone()
+                inner._buffers[name] = buffer
                 dp.broadcast(buffer, "-")
