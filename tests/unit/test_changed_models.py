@@ -1,6 +1,7 @@
 """A model that is changed after its engine was built, wrapped before it, or compiled, is trained as it is or refused."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -236,6 +237,21 @@ def test_a_nan_loss_names_the_rank_and_the_likely_reason():
     assert result.reason.startswith("NaN loss on rank 0: all labels there may be -100")
     backward(engine)
     assert engine.step().reason == "applied"
+
+
+def test_a_nan_loss_without_a_weight_is_named_where_its_gradients_are_nan_too():
+    engine = engine_of(accumulate=2)
+    ids = torch.arange(4)[None]
+    engine.backward(engine(ids).float().sum() * float("nan"), weight=0)
+    engine.backward(engine(ids).float().mean())
+    assert engine.step().reason.startswith("NaN loss on rank 0, of weight 0, and gradients may be NaN with it")
+
+
+def test_a_weight_that_only_the_device_knows_is_named_where_it_is_not_finite():
+    engine = engine_of()
+    with mock.patch("zero3d.engine.losses._checked_number"):  # as on a device, which is not read
+        engine.backward(engine(torch.arange(4)[None]).float().mean(), weight=torch.tensor(float("nan")))
+    assert engine.step().reason.startswith("overflow, with a weight on rank 0 that is NaN, infinite or negative")
 
 
 def test_a_regulariser_over_released_weights_is_refused_by_name():
