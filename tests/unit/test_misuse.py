@@ -296,6 +296,22 @@ def test_a_train_batch_that_fails_is_forgotten():
         assert weights(engine) == weights(fresh)
 
 
+def test_a_train_batch_in_a_half_window_is_refused_and_changes_nothing():
+    def lossy(output, ids):
+        return output.float().square().sum(), 1.0
+
+    engine, other = make(accumulate=2, loss=lossy), make(accumulate=2)
+    for each in (engine, other):
+        each.backward(loss_of(each, batch(0)))
+    with pytest.raises(zero3d.ConfigError, match=r"train_batch\(\) after 1 micro-batches .*engine\.zero_grad\(\)"):
+        engine.train_batch([batch(1)])
+    for each in (engine, other):
+        each.backward(loss_of(each, batch(1)))
+        assert each.step().applied
+    assert weights(engine) == weights(other)
+    engine.train_batch([batch(2)])
+
+
 def test_evaluation_gives_every_module_its_own_mode_back():
     engine = make("llama")
     engine.module.train()
