@@ -92,7 +92,7 @@ def checked_weight(weight: Any) -> float | Tensor:
         _refuse_weight(f"a tensor of shape {tuple(weight.shape)} and dtype {weight.dtype}")
     number: Tensor = weight.detach().double().reshape(())
     if number.device.type == "cpu" and not isinstance(number, FakeTensor):
-        _checked_number(number.item())
+        _checked_number(number.tolist())
     return number
 
 
