@@ -92,7 +92,8 @@ def checked_weight(weight: Any) -> float | Tensor:
         _refuse_weight(f"a tensor of shape {tuple(weight.shape)} and dtype {weight.dtype}")
     number: Tensor = weight.detach().double().reshape(())
     if number.device.type == "cpu" and not isinstance(number, FakeTensor):
-        _checked_number(number.tolist())
+        on_host: Any = number.tolist()
+        _checked_number(on_host)
     return number
 
 
