@@ -390,19 +390,34 @@ class KeepsWeight(torch.autograd.Function):
         return grad @ ctx.weight, grad.t() @ x, None
 
 
+class KeepsAll(torch.autograd.Function):
+    """The same, and its input in the same way."""
+
+    @staticmethod
+    def forward(ctx, x, weight, keep):
+        ctx.kept = x, keep(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.kept
+        return grad @ weight, grad.t() @ x, None
+
+
 class Keeper(nn.Module):
-    def __init__(self, keep):
+    def __init__(self, keep, function):
         super().__init__()
-        self.linear, self.keep = nn.Linear(WIDTH, WIDTH), keep
+        self.linear, self.keep, self.function = nn.Linear(WIDTH, WIDTH), keep, function
 
     def forward(self, x):
-        self.kept = KeepsWeight.apply(x, self.linear.weight, self.keep)
+        self.kept = self.function.apply(x, self.linear.weight, self.keep)
         return self.kept.tanh()
 
 
-def keeper(keep, stage):
+def keeper(keep, stage, function=KeepsWeight):
     torch.manual_seed(0)
-    return zero3d.Engine(Chain([Keeper(keep), Keeper(keep)]), stage=stage, precision="fp32", units=[Keeper])
+    blocks = [Keeper(keep, function), Keeper(keep, function)]
+    return zero3d.Engine(Chain(blocks), stage=stage, precision="fp32", units=[Keeper])
 
 
 @pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()])
@@ -417,11 +432,12 @@ def test_weights_that_a_function_keeps_by_itself_are_there_in_an_ordinary_backwa
 
 
 @pytest.mark.parametrize("loss", [penalty, two_graphs])
+@pytest.mark.parametrize("function", [KeepsWeight, KeepsAll])
 @pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()], ids=["itself", "detached"])
-def test_weights_that_a_function_keeps_by_itself_are_there_in_a_gradient_of_a_gradient(keep, loss):
+def test_weights_that_a_function_keeps_by_itself_are_there_in_a_gradient_of_a_gradient(keep, function, loss):
     found = set()
     for stage in (2, 3):
-        engine = keeper(keep, stage)
+        engine = keeper(keep, stage, function)
         for step in range(2):
             engine.backward(loss(engine, engine.module, batch(step)))
             assert engine.step().applied
