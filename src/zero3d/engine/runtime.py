@@ -201,4 +201,5 @@ def move_buffers(module: nn.Module, dp: Comm) -> None:
                 if buffer.is_inference():  # a load could not write to it
                     buffer = buffer.clone()
                 inner._buffers[name] = buffer
-                dp.broadcast(buffer, "-")
+                is_narrow = buffer.is_floating_point() and buffer.itemsize == 1  # gloo moves no float8
+                dp.broadcast(buffer.view(torch.uint8) if is_narrow else buffer, "-")
