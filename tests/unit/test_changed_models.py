@@ -1,16 +1,24 @@
 """A model that is changed after its engine was built, wrapped before it, or compiled, is trained as it is or refused."""
 
+import copy
+from unittest import mock
+
 import pytest
 import torch
-from models import build, net
+from models import Block, build, net
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 import zero3d
 from zero3d.activations import recompute
 from zero3d.activations.recomputation import Recomputed
 from zero3d.engine.registry import Registry
 from zero3d.errors import CheckpointError, ConfigError, LayoutError
-from zero3d.models.wrappers import Compiled
+from zero3d.models.wrappers import Compiled, unwrap
 
 
 def engine_of(model=None, **options):
@@ -122,6 +130,73 @@ def test_compiled_models_keep_their_names_and_bits(how, stage):
     assert all(isinstance(block.forward, Recomputed) == ("recomputed" in how) for block in engine.module.layers)
 
 
+def in_blocks(wrap):
+    def wrapped(model):
+        for number, each in enumerate(model.layers):
+            model.layers[number] = wrap(each)
+        return model
+
+    return wrapped
+
+
+WRAPPERS = {
+    "checkpoint": in_blocks(checkpoint_wrapper),
+    "reentrant": in_blocks(lambda block: checkpoint_wrapper(block, CheckpointImpl.REENTRANT)),
+    "offload": in_blocks(lambda block: offload_wrapper(checkpoint_wrapper(block))),
+    "compiled": in_blocks(lambda block: torch.compile(checkpoint_wrapper(block), backend="eager")),
+    "compiled inside": in_blocks(lambda block: checkpoint_wrapper(torch.compile(block, backend="eager"))),
+    "whole": checkpoint_wrapper,
+    "compiled around": lambda model: torch.compile(in_blocks(checkpoint_wrapper)(model), backend="eager"),
+    "data parallel": in_blocks(nn.DataParallel),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_wrapped_modules_keep_their_names_and_bits(how, stage):
+    model = WRAPPERS[how](net())
+    calls = []
+    inner = next(module for module in model.modules() if type(module) is Block)
+    inner.norm.register_forward_hook(lambda *_: calls.append("norm"))
+    engine, other = engine_of(model, stage=stage), engine_of(net(), stage=stage)
+    assert names_of(engine) == names_of(other)
+    assert list(engine.whole_state_dict()) == list(other.whole_state_dict())
+    for each in (engine, other):
+        backward(each)
+        each.step()
+    assert engine.fingerprint() == other.fingerprint()
+    assert "compile" in how or len(calls) == (1 if how == "data parallel" else 2)  # it is recomputed
+
+
+def test_a_gradient_of_a_gradient_goes_through_wrapped_modules():
+    def fingerprint(wrap, stage):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3)))
+        engine = engine_of(model, stage=stage, units=["[0-2]"])
+        x = torch.ones(2, 4).requires_grad_()
+        y = engine(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        engine.backward(y.mean() + gradient.square().mean())
+        assert engine.step().applied
+        return engine.fingerprint()
+
+    assert len({fingerprint(wrap, stage) for wrap in (checkpoint_wrapper, nn.Module.train) for stage in (0, 3)}) == 1
+
+
+def test_a_copied_module_calls_its_own_forward_inside_a_wrapper():
+    block = unwrap(nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3))))
+    copied = copy.deepcopy(block)
+    copied[0].weight.data.zero_()
+    copied[0].bias.data.zero_()
+    assert not copied(torch.ones(1, 3)).any()
+    assert block(torch.ones(1, 3)).any()
+
+
+def test_blocks_that_torch_recomputes_are_not_recomputed_twice():
+    with pytest.raises(ConfigError, match=r"layers\.0 is inside torch's CheckpointWrapper: .*activations=none"):
+        recompute(WRAPPERS["checkpoint"](net()), "full")
+
+
 def test_a_compiled_model_without_blocks_says_that_it_is_not_compiled():
     with pytest.warns(UserWarning, match=r"torch.compile\(Linear\) without effect"):
         engine = engine_of(torch.compile(nn.Linear(3, 3), backend="eager"))
@@ -162,6 +237,21 @@ def test_a_nan_loss_names_the_rank_and_the_likely_reason():
     assert result.reason.startswith("NaN loss on rank 0: all labels there may be -100")
     backward(engine)
     assert engine.step().reason == "applied"
+
+
+def test_a_nan_loss_without_a_weight_is_named_where_its_gradients_are_nan_too():
+    engine = engine_of(accumulate=2)
+    ids = torch.arange(4)[None]
+    engine.backward(engine(ids).float().sum() * float("nan"), weight=0)
+    engine.backward(engine(ids).float().mean())
+    assert engine.step().reason.startswith("NaN loss on rank 0, of weight 0, and gradients may be NaN with it")
+
+
+def test_a_weight_that_only_the_device_knows_is_named_where_it_is_not_finite():
+    engine = engine_of()
+    with mock.patch("zero3d.engine.losses._checked_number"):  # as on a device, which is not read
+        engine.backward(engine(torch.arange(4)[None]).float().mean(), weight=torch.tensor(float("nan")))
+    assert engine.step().reason.startswith("overflow, with a weight on rank 0 that is NaN, infinite or negative")
 
 
 def test_a_regulariser_over_released_weights_is_refused_by_name():

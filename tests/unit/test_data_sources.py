@@ -302,6 +302,7 @@ def test_links_are_followed_and_each_real_file_is_read_once(tmp_path):
     (data / "a.txt").write_text("a")
     (elsewhere / "sub" / "c.txt").write_text("c")
     (data / "b.txt").symlink_to("a.txt")
+    (data / "hard.txt").hardlink_to(data / "a.txt")
     (data / "loop").symlink_to(".")
     (data / "more").symlink_to("../elsewhere")
     (data / "more-of-it").symlink_to("../elsewhere/sub")

@@ -197,16 +197,20 @@ def test_what_cannot_be_unfrozen_has_a_remedy_that_works(options, words):
         assert torch.equal(other.module.head.weight, head)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"offload": {"optimizer": "host"}}, "off the device"), ({"optimizer": zero3d.optim.muon(lr=0.1)}, "Muon"),
+@pytest.mark.parametrize(("options", "words", "remedy"), [
+    ({"offload": {"optimizer": "host"}}, "off the device", "offload=None"),
+    ({"optimizer": zero3d.optim.muon(lr=0.1)}, "Muon", "AdamW"),
 ])  # fmt: skip
-def test_offload_and_muon_refuse_both_at_once(options, words):
+def test_offload_and_muon_refuse_both_at_once(options, words, remedy):
     engine = engine_of(["head"], 3, **options)
     with pytest.raises(ConfigError, match=f"(?s){words}.*build a new Engine"):
         engine.unfreeze("head*")
-    with pytest.raises(ConfigError, match=f"'norm.weight' is frozen after .* {words}.*before the Engine is built"):
+    with pytest.raises(
+        ConfigError, match=f"'norm.weight' is frozen after .* {words}.*before the Engine is built, or pass {remedy}"
+    ):
         engine.freeze("norm.*")
     assert engine.module.norm.weight.requires_grad
+    engine_of(["head"], 3, **dict.fromkeys(options)).freeze("norm.*")  # offload=None, optimizer=None (AdamW)
 
 
 def test_in_a_window_nothing_is_frozen():

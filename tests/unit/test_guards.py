@@ -181,3 +181,33 @@ def test_backward_needs_one_number():
     engine = zero3d.Engine(Net(), stage=2)
     with pytest.raises(zero3d.ConfigError, match=r"loss\.mean"):
         engine.backward(engine(batch(0)))
+
+
+NO_LOSS = {
+    "a dict": (lambda loss: {"loss": loss}, {}, r"was given dict: pass its loss, such as output\.loss"),
+    "a number": (lambda loss: loss.item(), {}, r"was given float: pass the tensor itself"),
+    "nothing": (lambda loss: None, {}, "was given NoneType: a model returns a loss where it is given labels"),
+    "a vector of weights": (lambda loss: loss, {"weight": torch.ones(3)}, r"weight=a tensor of shape \(3,\) and dtype"),
+    "a text": (lambda loss: loss, {"weight": "3"}, "weight='3': pass the number of targets"),
+    "less than none": (lambda loss: loss, {"weight": -2}, "weight=-2: pass the number of targets"),
+    "NaN": (lambda loss: loss, {"weight": float("nan")}, "weight=nan: pass the number of targets"),
+    "infinity": (lambda loss: loss, {"weight": torch.tensor(torch.inf)}, "weight=inf: pass the number of targets"),
+}
+
+
+@pytest.mark.parametrize("call", ["backward", "backward_sum"])
+@pytest.mark.parametrize("case", NO_LOSS)
+def test_what_is_no_loss_or_no_weight_is_refused_and_changes_nothing(case, call):
+    wrong, options, words = NO_LOSS[case]
+    engine = zero3d.Engine(Net(), stage=2)
+    with pytest.raises(zero3d.ConfigError, match=words):
+        getattr(engine, call)(wrong(loss_of(engine, batch(0))), **options)
+    assert engine.step().reason == "not due"
+    engine.backward(loss_of(engine, batch(0)))
+    assert engine.step().applied
+
+
+def test_a_weight_of_the_callers_own_loss_is_refused_in_a_train_batch_too():
+    engine = zero3d.Engine(Net(), stage=2, loss=lambda output, ids: (output.float().sum(), -1.0))
+    with pytest.raises(zero3d.ConfigError, match=r"weight=-1: pass the number of targets"):
+        engine.train_batch([batch(0)])

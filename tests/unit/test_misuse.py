@@ -296,6 +296,22 @@ def test_a_train_batch_that_fails_is_forgotten():
         assert weights(engine) == weights(fresh)
 
 
+def test_a_train_batch_in_a_half_window_is_refused_and_changes_nothing():
+    def lossy(output, ids):
+        return output.float().square().sum(), 1.0
+
+    engine, other = make(accumulate=2, loss=lossy), make(accumulate=2)
+    for each in (engine, other):
+        each.backward(loss_of(each, batch(0)))
+    with pytest.raises(zero3d.ConfigError, match=r"train_batch\(\) after 1 micro-batches .*engine\.zero_grad\(\)"):
+        engine.train_batch([batch(1)])
+    for each in (engine, other):
+        each.backward(loss_of(each, batch(1)))
+        assert each.step().applied
+    assert weights(engine) == weights(other)
+    engine.train_batch([batch(2)])
+
+
 def test_evaluation_gives_every_module_its_own_mode_back():
     engine = make("llama")
     engine.module.train()
@@ -477,6 +493,18 @@ def named(kind):
     return type(kind, (torch.optim.SGD,), {})
 
 
+def with_frozen(values):
+    model = build("net")
+    model.register_parameter("extra", nn.Parameter(values, requires_grad=False))
+    return model
+
+
+def with_buffer(values):
+    model = build("net")
+    model.register_buffer("extra", values)
+    return model
+
+
 BAD = {
     "stage 3.0": (lambda: make(stage=3.0), "stage=0, 1, 2 or 3"),
     "clip text": (lambda: make(clip_norm="1"), "positive"),
@@ -490,6 +518,15 @@ BAD = {
     "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
     "weights of inference": (lambda: make(of_inference()), "build the model outside of it"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
+    "frozen float8": (
+        lambda: make(with_frozen(torch.ones(3).to(torch.float8_e4m3fn))),
+        "parameter 'extra' is torch.float8_e4m3fn, in which nothing can be gathered",
+    ),
+    "frozen sparse": (
+        lambda: make(with_frozen(torch.eye(3).to_sparse())),
+        "parameter 'extra' is sparse (torch.sparse_coo), and an engine takes dense ones alone",
+    ),
+    "a sparse buffer": (lambda: make(with_buffer(torch.eye(3).to_sparse())), "buffer 'extra' is sparse"),
     "looks at whole tensors": (
         lambda: make(optimizer=named("SOAP")),
         "SOAP looks at whole tensors, and ZeRO updates pieces of parameters: use AdamW",
@@ -521,6 +558,28 @@ def test_more_bad_input(case):
     with pytest.raises(zero3d.ConfigError) as caught:
         build_it()
     assert words in str(caught.value)
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_loaded_like_others(tmp_path):
+    model = build("net")
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(3))
+    engine = make(model)
+    engine.save(tmp_path)
+    engine.module.scale.zero_()
+    engine.load(tmp_path)
+    assert engine.module.scale.tolist() == [1, 1, 1]
+
+
+def saved_and_loaded(folder):
+    engine = make(with_buffer(torch.ones(3).to(torch.float8_e4m3fn)))
+    engine.save(folder)
+    engine.load(folder)
+    return str(engine.module.extra.dtype), engine.module.extra.float().tolist()
+
+
+def test_a_float8_may_be_a_buffer(ranks, tmp_path):
+    assert ranks(2, saved_and_loaded, str(tmp_path)) == [("torch.float8_e4m3fn", [1, 1, 1])] * 2
 
 
 def test_lora_adapters_over_a_frozen_base_agree_at_all_stages(tmp_path):

@@ -337,6 +337,44 @@ def test_functional_gradients_inside_a_forward_need_whole_weights():
             torch.testing.assert_close(p, wanted, rtol=1e-6, atol=1e-7)
 
 
+def of_function(transform):
+    """A loss of what a transform of torch.func makes of the model as a function of its input."""
+
+    def loss(model, module, x):
+        return transform(lambda x: model(x).sum())(x).pow(2).mean() + model(x).pow(2).mean()
+
+    return loss
+
+
+FUNCTIONS = {
+    "grad": torch.func.grad,
+    "jacrev": torch.func.jacrev,
+    "hessian": lambda f: torch.func.jacrev(torch.func.grad(f)),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.tensor(2.0))[0],
+    "each": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x[None]))),
+}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a forward"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functional_gradients_of_an_engine_are_those_of_torch(name, stage, alone):
+    loss = of_function(FUNCTIONS[name])
+    if alone:
+        loss = lambda model, module, x: FUNCTIONS[name](lambda x: model(x).sum())(x).pow(2).mean()  # noqa: E731
+    plain = reference(chain(), loss)
+    options = {"units": [Block], "clip_norm": None, "precision": "fp32"}
+    engine = zero3d.Engine(chain(), stage=stage, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05), **options)
+    for step in STEPS:
+        with engine.full_params():
+            engine.backward(loss(engine, engine.module, batch(step)))
+        assert engine.accumulation.count == 1
+        assert engine.step().reason == "applied"
+    with engine.full_params():
+        for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, wanted, rtol=1e-5, atol=1e-6)
+
+
 class KeepsWeight(torch.autograd.Function):
     """A product that keeps its weight as an attribute, where autograd does not see it."""
 
@@ -352,19 +390,34 @@ class KeepsWeight(torch.autograd.Function):
         return grad @ ctx.weight, grad.t() @ x, None
 
 
+class KeepsAll(torch.autograd.Function):
+    """The same, and its input in the same way."""
+
+    @staticmethod
+    def forward(ctx, x, weight, keep):
+        ctx.kept = x, keep(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.kept
+        return grad @ weight, grad.t() @ x, None
+
+
 class Keeper(nn.Module):
-    def __init__(self, keep):
+    def __init__(self, keep, function):
         super().__init__()
-        self.linear, self.keep = nn.Linear(WIDTH, WIDTH), keep
+        self.linear, self.keep, self.function = nn.Linear(WIDTH, WIDTH), keep, function
 
     def forward(self, x):
-        self.kept = KeepsWeight.apply(x, self.linear.weight, self.keep)
+        self.kept = self.function.apply(x, self.linear.weight, self.keep)
         return self.kept.tanh()
 
 
-def keeper(keep, stage):
+def keeper(keep, stage, function=KeepsWeight):
     torch.manual_seed(0)
-    return zero3d.Engine(Chain([Keeper(keep), Keeper(keep)]), stage=stage, precision="fp32", units=[Keeper])
+    blocks = [Keeper(keep, function), Keeper(keep, function)]
+    return zero3d.Engine(Chain(blocks), stage=stage, precision="fp32", units=[Keeper])
 
 
 @pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()])
@@ -375,6 +428,22 @@ def test_weights_that_a_function_keeps_by_itself_are_there_in_an_ordinary_backwa
         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
         assert engine.step().applied
         found.add(engine.fingerprint())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("loss", [penalty, two_graphs])
+@pytest.mark.parametrize("function", [KeepsWeight, KeepsAll])
+@pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()], ids=["itself", "detached"])
+def test_weights_that_a_function_keeps_by_itself_are_there_in_a_gradient_of_a_gradient(keep, function, loss):
+    found = set()
+    for stage in (2, 3):
+        engine = keeper(keep, stage, function)
+        for step in range(2):
+            engine.backward(loss(engine, engine.module, batch(step)))
+            assert engine.step().applied
+        found.add(engine.fingerprint())
+        engine.release()
+        assert stage == 2 or engine.arena.live("gathered") == 0
     assert len(found) == 1
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from zero3d.activations.segments import Recomputed
 from zero3d.activations.targets import Blocks, blocks_of
 from zero3d.errors import ConfigError
-from zero3d.models.wrappers import Compiled
+from zero3d.models.wrappers import Compiled, Wrapped
 
 
 def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
@@ -27,10 +27,16 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
     for name, block in blocks_of(model, blocks, "compile").items():
         if isinstance(block.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call compile_blocks() first, or prepare_blocks().")
-        block.forward = Compiled(block, partial(torch.compile, **options))
+        compile = partial(torch.compile, **options)
+        if isinstance(block.forward, Wrapped):
+            block.forward.compile(compile)
+        else:
+            block.forward = Compiled(block, compile)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module's own forward is compiled, inside recomputation perhaps."""
     forward: Any = module.forward
-    return isinstance(forward.inner if isinstance(forward, Recomputed) else forward, Compiled)
+    while isinstance(forward, (Recomputed, Wrapped)):
+        forward = forward.inner
+    return isinstance(forward, Compiled)

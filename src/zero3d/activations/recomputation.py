@@ -27,7 +27,7 @@ from zero3d.activations.policy import Policy
 from zero3d.activations.segments import Recomputed, Recorder
 from zero3d.activations.targets import Blocks, attentions_in, blocks_of
 from zero3d.errors import ConfigError
-from zero3d.models.wrappers import Compiled
+from zero3d.models.wrappers import Compiled, Wrapped
 
 
 def prepare_blocks(
@@ -61,6 +61,9 @@ def recompute(model: nn.Module, policy: str, blocks: Blocks | None = None) -> No
     for name, module in modules.items():
         if isinstance(module.forward, Recomputed):
             raise ConfigError(f"{name} is recomputed already: call recompute() once, with one policy.")
+        if isinstance(module.forward, Wrapped):
+            wrapper = type(module.forward.wrappers[0]).__name__
+            raise ConfigError(f"{name} is inside torch's {wrapper}: leave that out, or pass activations=none.")
     for name, module in modules.items():
         module.forward = Recomputed(name, module, recorder)
 

@@ -152,13 +152,14 @@ def _library(format: str) -> list[Source]:
 
 def _visible_files(folder: Path) -> list[Path]:
     """Return the files below a folder, without hidden ones. Raises DataError for what cannot be read or followed."""
-    files: dict[str, Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(_below(folder)):
         if path.name == SPLITS:
             raise DataError(f"{path.parent} is a DatasetDict, below {folder}: name it, or one of its splits, itself.")
         if path.is_file():
             if not is_bookkeeping(path):
-                files.setdefault(os.path.realpath(path), path)
+                at = path.stat()
+                files.setdefault((at.st_dev, at.st_ino), path)  # one file, whatever links, hard ones too, lead to it
         elif path.is_symlink() and not path.exists():
             raise DataError(_missing(path).replace("or name the file", "or remove it"))
     return list(files.values())

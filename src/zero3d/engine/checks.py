@@ -76,11 +76,22 @@ def _refuse_untrainable(model: nn.Module) -> None:
                 f"{name or kind} was compiled by torch.jit, whose weights cannot be pointed elsewhere: pass the plain "
                 "module, and torch.compile its blocks (zero3d.activations.compile_blocks)."
             )
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        if sparse := next(((name, t.layout) for name, t in named if t.layout is not torch.strided), None):
+            raise ConfigError(
+                f"{what} {sparse[0]!r} is sparse ({sparse[1]}), and an engine takes dense ones alone: replace it by "
+                "its to_dense(), or make it a plain attribute of its module."
+            )
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name!r} has no shape yet (a lazy module of {kind}): call the model once on an example, "
                 "without gradient, before the Engine is built."
+            )
+        if p.dtype.is_floating_point and p.dtype.itemsize == 1:
+            raise ConfigError(
+                f"parameter {name!r} is {p.dtype}, in which nothing can be gathered or trained: load the model "
+                "dequantized, or make this one a buffer, which no engine casts."
             )
         if p.is_inference():
             raise ConfigError(

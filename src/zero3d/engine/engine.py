@@ -337,9 +337,9 @@ class Engine:
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
         the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
         number of shifted labels that are not -100; of a model that returns one number, that as the mean
-        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says. Of the device the
-        step reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
-        returns after the last backward, [k] float64 on the device.
+        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says; ConfigError after
+        micro-batches of another one. Of the device the step reads once; `figures` has the loss and what else came with
+        that, as plain numbers: also what `besides` returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
         It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
         next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What
@@ -352,6 +352,7 @@ class Engine:
         batches = list(micro_batches)
         order, execution, stepper = self._assembly.base.order, self._assembly.execution, self._assembly.stepper
         execution.check()
+        self._refuse_window("train_batch()")
         self._counts.check(batches)
         refuse_none(len(batches), "train_batch")
         order.begin(batches)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zero3d.engine.features import having
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import next_logits
-from zero3d.engine.losses import Losses
+from zero3d.engine.losses import Losses, check_loss, checked_weight
 from zero3d.engine.replay.passages import Again
 from zero3d.engine.runtime import Runtime
 from zero3d.engine.step import Stepper
@@ -83,20 +83,19 @@ class Direct:
         return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"engine.backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean(), or "
-                "call out.backward(gradient=...) yourself."
-            )
-        weight = 1.0 if weight is None else weight
+        check_loss("engine.backward", loss)
+        weight = 1.0 if weight is None else checked_weight(weight)
         if isinstance(weight, Tensor) or weight != 1.0:
             loss = at_least_fp32(loss) * weight
-        self.backward_sum(loss, weight, last)
+        self._backward(loss, weight, last)
 
     def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+        check_loss("engine.backward_sum", total)
+        self._backward(total, checked_weight(weight), last)
+
+    def _backward(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
         self._heartbeat.work(b"a backward")
         total = self._scaled(total)
-        weight = weight.detach().double().reshape(()) if isinstance(weight, Tensor) else float(weight)
         nan = self._accumulation.note_loss(total, weight)
         try:
             on_host = total.device.type == "cpu" and not isinstance(total, FakeTensor)  # else to look would be to wait

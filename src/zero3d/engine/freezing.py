@@ -81,7 +81,7 @@ class Freezing:
             return
         hindering = [(each.name, each.instead_of_it) for each in self._features if each.instead_of_it is not None]
         if self._runtime.tiers is not None:
-            hindering.insert(0, ("states off the device", "offload='none'"))
+            hindering.insert(0, ("states off the device", "offload=None"))
         if hindering:
             what, remedy = hindering[0]
             raise ConfigError(

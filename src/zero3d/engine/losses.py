@@ -8,13 +8,16 @@ Sums over all ranks' micro-batches, in the order that the engine sums in, make t
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.models.packing import forward_options
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
@@ -46,7 +49,8 @@ class Losses:
     def sum_and_weight(self, output: Any, batch: Any) -> SumAndWeight:
         """Return the sum of a micro-batch's losses and its weight. Raises ConfigError where neither says it."""
         if self._loss is not None:
-            return self._loss(output, batch)
+            total, weight = self._loss(output, batch)
+            return total, checked_weight(weight)
         if isinstance(output, Tensor) and output.dim() == 0:
             return at_least_fp32(output), 1.0
         loss = getattr(output, "loss", None)
@@ -59,6 +63,50 @@ class Losses:
         weight = (labels[..., 1:] != IGNORED).sum()
         total = at_least_fp32(loss) * weight
         return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
+
+
+def check_loss(call: str, loss: Any) -> None:
+    """Raise ConfigError for what is no loss: a tensor of one number."""
+    if not isinstance(loss, Tensor):
+        if isinstance(loss, Mapping) or hasattr(loss, "loss"):
+            remedy = "pass its loss, such as output.loss or output['loss']."
+        elif loss is None:
+            remedy = "a model returns a loss where it is given labels, or compute one of its output."
+        else:
+            remedy = "pass the tensor itself, before loss.item()."
+        raise ConfigError(f"{call} needs a loss, a tensor of one number, and was given {type(loss).__name__}: {remedy}")
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"{call} needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean(), or call "
+            "out.backward(gradient=...) yourself."
+        )
+
+
+def checked_weight(weight: Any) -> float | Tensor:
+    """Return the weight of a micro-batch. Raises ConfigError for what is none; no device is read for that."""
+    if not isinstance(weight, Tensor):
+        if not isinstance(weight, Real):
+            _refuse_weight(short(repr(weight)))
+        return _checked_number(float(weight))
+    if weight.numel() != 1 or weight.is_complex():
+        _refuse_weight(f"a tensor of shape {tuple(weight.shape)} and dtype {weight.dtype}")
+    number: Tensor = weight.detach().double().reshape(())
+    if number.device.type == "cpu" and not isinstance(number, FakeTensor):
+        on_host: Any = number.tolist()
+        _checked_number(on_host)
+    return number
+
+
+def _checked_number(weight: float) -> float:
+    if not 0 <= weight < math.inf:
+        _refuse_weight(f"{weight:g}")
+    return weight
+
+
+def _refuse_weight(shown: str) -> NoReturn:
+    raise ConfigError(
+        f"weight={shown}: pass the number of targets of this micro-batch, one finite number that is not negative."
+    )
 
 
 def _keywords(model: nn.Module) -> frozenset[str] | None:

@@ -197,5 +197,9 @@ def move_buffers(module: nn.Module, dp: Comm) -> None:
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None:
-                inner._buffers[name] = buffer = buffer.to(dp.device).contiguous()
-                dp.broadcast(buffer, "-")
+                buffer = buffer.to(dp.device).contiguous()
+                if buffer.is_inference():  # a load could not write to it
+                    buffer = buffer.clone()
+                inner._buffers[name] = buffer
+                is_narrow = buffer.is_floating_point() and buffer.itemsize == 1  # gloo moves no float8
+                dp.broadcast(buffer.view(torch.uint8) if is_narrow else buffer, "-")

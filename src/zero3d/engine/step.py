@@ -29,6 +29,8 @@ from zero3d.errors import ConfigError
 from zero3d.zero.hooks import SAVE
 from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, StepResult
 
+_WITHOUT_WEIGHT, _LOST, _NO_WEIGHT = 1.0, 2.0, 3.0  # a rank's NaN loss of weight 0, of another weight; a bad weight
+
 
 class StepFigures(NamedTuple):
     """A step's result as plain numbers, from the one read of the device that it needs anyway.
@@ -76,7 +78,7 @@ class Stepper:
                     "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
                 )
             return self._result(NOT_DUE, self._constant("no norm", math.nan, self.base.resolved.policy.master), lr)
-        nan = accumulation.nan
+        nan, nans, weights = accumulation.nan, accumulation.nans, accumulation.weights
         try:
             weight = accumulation.poison(order.end(accumulation))
         except ConfigError:
@@ -97,26 +99,41 @@ class Stepper:
         if applied and self.scheduler is not None:
             self.scheduler.step()
         self.figures = StepFigures(applied, outcome.host_norm, loss_scale.value, lr, outcome.besides)
-        reason = self._why(nan) if outcome.reason == OVERFLOW else outcome.reason
+        reason = self._why(nan, nans, weights) if outcome.reason == OVERFLOW else outcome.reason
         for of_chunk in self.runtime.hooks:
             of_chunk.without_weights.clear()
         return self._result(reason, outcome.norm, lr)
 
-    def _why(self, nan: Tensor | None) -> str:
-        """Return the reason of a step whose norm is not finite, with the ranks whose loss was NaN.
+    def _why(self, nan: Tensor | None, nans: Sequence[Tensor], weights: Sequence[float | Tensor]) -> str:
+        """Return the reason of a step whose norm is not finite, with the ranks whose loss or weight was not.
 
         All ranks call it; 8 bytes to each other rank.
         """
         axes, hooks = self.base.axes, self.runtime.hooks
-        mine = torch.zeros((), dtype=torch.float64, device=axes.dp.device) if nan is None else nan.double()
+        lost = torch.stack([each.double() for each in nans]).amax() if nans else 0.0
+        mine = torch.zeros((), dtype=torch.float64, device=axes.dp.device)
+        mine += _WITHOUT_WEIGHT * lost if nan is None else torch.where(nan, _LOST, _WITHOUT_WEIGHT * lost)
+        if of_device := [weight.to(mine) for weight in weights if isinstance(weight, Tensor)]:  # others were checked
+            values = torch.stack(of_device)
+            mine = torch.where((values.isfinite() & (values >= 0)).all(), mine, _NO_WEIGHT)
         told = axes.world.read(axes.world.exchange(mine.view(1)).view(-1), [0.0] * axes.world.size)
-        ranks = [rank for rank, flag in enumerate(told) if flag]
-        if not ranks:
+        worst = max(told)
+        if not worst:
             unseen = sorted(name for of_chunk in hooks for name in of_chunk.without_weights)
             return f"{OVERFLOW}, after a backward of {unseen[0]!r} without its weights. {SAVE}" if unseen else OVERFLOW
+        ranks = name_ranks([rank for rank, flag in enumerate(told) if flag == worst])
+        if worst == _NO_WEIGHT:
+            return (
+                f"{OVERFLOW}, with a weight on {ranks} that is NaN, infinite or negative: pass the number of targets."
+            )
+        if worst == _WITHOUT_WEIGHT:
+            return (
+                f"{NAN_LOSS} on {ranks}, of weight 0, and gradients may be NaN with it: where there is no target pass "
+                "a loss of 0, such as output.sum() * 0, or sums: engine.backward_sum(total, weight=n)"
+            )
         released = any(of_chunk.saved is not None for of_chunk in hooks)
         return (
-            f"{NAN_LOSS} on {name_ranks(ranks)}: all labels there may be -100, and a mean over no targets is NaN (pass "
+            f"{NAN_LOSS} on {ranks}: all labels there may be -100, and a mean over no targets is NaN (pass "
             "the number of targets: engine.backward(loss, weight=n), with loss 0 where n is 0, or call train_batch)"
             + "; or, at stage 3, a forward goes through parameters() of a module that it does not call"
             * released

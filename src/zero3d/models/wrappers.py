@@ -2,10 +2,13 @@
 
     DistributedDataParallel(model)   its parameters are named module.*; its hooks rest while it is not called itself
     torch.compile(block)             its parameters are named _orig_mod.*
+    checkpoint_wrapper(block)        its parameters are named _checkpoint_wrapped_module.*; so are offload_wrapper's
     block.compile()                  no wrapper: compiles the call, with the hooks that an engine adds later
     block.forward = Compiled(...)    no wrapper: compiles the forward, inside the hooks
+    block.forward = Wrapped(...)     no wrapper: does inside the hooks what torch's wrapper of activations did
 
-`unwrap` takes the first two off; what the second has compiled becomes the last.
+`unwrap` takes the first three off, wherever they are in the model and around one another. What the second has compiled
+becomes `Compiled`, what the third does `Wrapped`, around the compiled forward in either order.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,8 +44,64 @@ class Compiled:
         return self._forward(*args, **kwargs)
 
 
+class Wrapped:
+    """Calls a module's own forward as torch's wrappers of its activations would: recomputed, or saved on the CPU.
+
+    wrappers  the innermost first
+
+    A recomputation calls the module, for an engine's hooks gather weights there, but with the arguments that the
+    forward had, whatever other hooks make of them.
+    """
+
+    def __init__(self, module: nn.Module, wrappers: Sequence[nn.Module]) -> None:
+        self._module, self.wrappers = module, tuple(wrappers)
+        self.inner = module.forward
+        self._again: Callable[[], Any] | None = None  # what a recomputation that is calling the module wants of it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapped:
+        """Call the copied module's forward."""
+        copied = Wrapped(copy.deepcopy(self._module, memo), self.wrappers)
+        copied.inner = copy.deepcopy(self.inner, memo)
+        return copied
+
+    def compile(self, compile: Compile) -> None:
+        """Compile the forward inside, if it is not yet."""
+        if not isinstance(self.inner, Compiled):
+            self._module.forward = self.inner
+            self.inner = Compiled(self._module, compile)
+            self._module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._again is not None:
+            again, self._again = self._again, None
+            return again()
+        forward = self.inner
+        for wrapper in self.wrappers:
+            forward = partial(self._call, wrapper, forward)
+        return forward(*args, **kwargs)
+
+    def _call(self, wrapper: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is inside a wrapper as it would."""
+        is_recomputation = False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_recomputation
+            if not is_recomputation:
+                is_recomputation = True
+                return forward(*args, **kwargs)
+            self._again = partial(forward, *args, **kwargs)
+            try:
+                return self._module(*args, **kwargs)
+            finally:
+                self._again = None
+
+        wrapper = copy.copy(wrapper)
+        vars(wrapper).update(_modules={}, _checkpoint_wrapped_module=run)
+        return wrapper.forward(*args, **kwargs)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """Take wrappers off a model and return it. A module that torch.compile has wrapped has a compiled forward then.
+    """Take wrappers off a model and its modules; return the model. Its modules do what the wrappers did (see above).
 
     Of a model that is compiled as a whole each block is compiled by itself: one graph would hold an engine's hooks.
     Raises ConfigError for what is no module.
@@ -52,26 +111,56 @@ def unwrap(model: nn.Module) -> nn.Module:
             f"the model is {short(type(model).__name__)}, no torch.nn.Module: an Engine takes modules. (torch.compile "
             "of a compiled module is a function: pass the module that it was made of.)"
         )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        return unwrap(model.module)
-    compiled = _compile_of(model)
-    if compiled is not None:
-        model = unwrap(model._modules["_orig_mod"])  # type: ignore[arg-type]
-        if not _compile_blocks(model, compiled):
-            warnings.warn(
-                f"torch.compile({type(model).__name__}) without effect: the model has no list of blocks to compile one "
-                "by one. Compile parts of it: model.part = torch.compile(model.part).",
-                stacklevel=2,
-            )
-        return model
-    for module in list(model.modules()):
+    around, model = _peel(model)
+    for module in [module for module in model.modules() if _wrapped_by(module) is None]:
         for name, child in list(module._modules.items()):
-            if child is not None and (compiled := _compile_of(child)) is not None:
-                original = child._modules["_orig_mod"]
-                assert original is not None
+            if child is None:
+                continue
+            of_child, original = _peel(child)
+            if of_child:
                 module._modules[name] = original
-                _compile_forward(original, compiled)
+                for compile in filter(None, map(_compile_of, of_child)):
+                    compile_forward(original, compile)
+                _wrap_forward(original, of_child)
+    if (compiled := next(filter(None, map(_compile_of, around)), None)) and not _compile_blocks(model, compiled):
+        warnings.warn(
+            f"torch.compile({type(model).__name__}) without effect: the model has no list of blocks to compile one "
+            "by one. Compile parts of it: model.part = torch.compile(model.part).",
+            stacklevel=2,
+        )
+    _wrap_forward(model, around)
     return model
+
+
+def _peel(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
+    """Return the wrappers around a module, the innermost first, and the module."""
+    around: list[nn.Module] = []
+    while (inner := _wrapped_by(module)) is not None:
+        around.insert(0, module)
+        module = inner
+    return around, module
+
+
+def _wrapped_by(module: nn.Module) -> nn.Module | None:
+    """Return the module inside a wrapper; None for what is no wrapper."""
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module._modules["module"]
+    if _compile_of(module) is not None:
+        return module._modules["_orig_mod"]
+    return module._modules["_checkpoint_wrapped_module"] if _is_of_activations(module) else None
+
+
+def _wrap_forward(module: nn.Module, around: Iterable[nn.Module]) -> None:
+    """Have a module's forward do what those of `around` did that are about activations; once, whatever its places."""
+    wrappers = list(filter(_is_of_activations, around))
+    if wrappers and not isinstance(vars(module).get("forward"), Wrapped):
+        module.forward = Wrapped(module, wrappers)
+
+
+def _is_of_activations(module: nn.Module) -> bool:
+    """Return whether a module is torch's wrapper of activations. Only who has imported that has one."""
+    imported = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return imported is not None and isinstance(module, imported.ActivationWrapper)
 
 
 def compile_by_block(model: nn.Module) -> None:
@@ -87,7 +176,7 @@ def _compile_blocks(model: nn.Module, compile: Compile) -> bool:
     """Compile each block's forward; return whether there are blocks."""
     blocks = find_blocks(model)
     for block in blocks.values():
-        _compile_forward(block, compile)
+        compile_forward(block, compile)
     return bool(blocks)
 
 
@@ -97,6 +186,10 @@ def _compile_of(module: nn.Module) -> Compile | None:
     return module.dynamo_ctx if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
-def _compile_forward(module: nn.Module, compile: Compile) -> None:
-    if "forward" not in vars(module):  # compiled or recomputed already
+def compile_forward(module: nn.Module, compile: Compile) -> None:
+    """Compile a module's own forward, inside what `Wrapped` does. One that is compiled or recomputed stays as it is."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Wrapped):
+        forward.compile(compile)
+    elif forward is None:
         module.forward = Compiled(module, compile)

@@ -34,6 +34,7 @@ class Accumulation:
     usual    micro-batches of the last step; `accumulate` before there was one
     weight   sum of their weights, which are in `weights`
     nan      whether a loss of the step that has a weight is NaN, on its device; None where none was seen
+    nans     whether each loss is NaN, one without a weight, too
     reached  the boundary: `step()` will apply
     draw     in exact mode: called with the number of a micro-batch before its forward. It has one backward then
     """
@@ -54,6 +55,7 @@ class Accumulation:
             self.usual = self.count
         self.count = 0
         self.nan: Tensor | None = None
+        self.nans: list[Tensor] = []
         self.weight: float | Tensor = 0.0
         self.weights: list[float | Tensor] = []
         self._drawn = -1  # the last micro-batch whose forward began
@@ -81,10 +83,11 @@ class Accumulation:
     def note_loss(self, loss: Tensor, weight: float | Tensor) -> Tensor:
         """Note whether a loss that has a weight is NaN before its backward, and return it; no device is read."""
         nan = loss.detach().isnan().any()
+        self.nans.append(nan)
         if not isinstance(weight, Tensor) and weight == 0:
             return nan
         if isinstance(weight, Tensor):
-            nan &= weight.to(nan.device, non_blocking=True).bool().any()
+            nan = nan & weight.to(nan.device, non_blocking=True).bool().any()
         self.nan = nan if self.nan is None else self.nan | nan
         return nan
 

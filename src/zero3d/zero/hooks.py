@@ -213,6 +213,8 @@ class Hooks:
 
     def _backward_needs(self, units: list[Unit], call: int) -> None:
         self._creates_graph = torch.is_grad_enabled()
+        if self._creates_graph and self.saved is not None:
+            self.saved.follow_functions()
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
             self._gathers.release(unit, TURN)  # the turn has served its purpose
@@ -321,8 +323,11 @@ class Hooks:
         """Return whether what is under way are gradients of inputs: by torch.autograd.grad, or all else is frozen."""
         if self._scheduled or self._accumulation.is_announced:
             return False
-        inputs = (known() for known in self._inputs)
-        asked_for = any(_Reached.of(t) is _Reached.ASKED_FOR for t in inputs if t is not None)
+        inputs = [t for known in self._inputs if (t := known()) is not None]
+        transforms = torch._C._functorch  # torch.func.grad, jacrev and others, and what vjp has returned, call autograd
+        if transforms.maybe_current_level() is not None or any(map(transforms.is_functorch_wrapped_tensor, inputs)):
+            return True
+        asked_for = any(_Reached.of(t) is _Reached.ASKED_FOR for t in inputs)
         trained = [p for unit in self._trainable for p in unit.weights.params if p.requires_grad]
         for p in trained:
             reached = _Reached.of(p)
@@ -404,6 +409,8 @@ class Hooks:
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""
         self._task = self._dropping = None
+        if self.saved is not None:
+            self.saved.forget_functions()
         self.without_weights.clear()
         for calls in self._open.values():
             calls.clear()

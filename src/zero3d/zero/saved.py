@@ -14,6 +14,9 @@ hooks: they are in force until its node has run, since autograd restores the sta
 Note 3, hooks around ours, such as those of torch's checkpoint, pack what they would have packed without ours.
 Note 4, cycles. A node that keeps its own output would keep itself alive, so a detached tensor is kept, which shares
 memory and version.
+Note 5, Functions of the caller's own that keep a weight as an attribute of ctx. Nothing is unpacked when their nodes
+run, so Note 2 does not reach what these save for gradients of gradients. A backward with create_graph looks for such
+nodes ahead of it, once, and pushes the hooks as they begin.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero3d.zero.gathers import OPENED
 from zero3d.zero.policy import State
@@ -43,6 +47,9 @@ class SavedWeights:
         self._gather, self._hold = gather, hold
         self._units = {unit.weights.full.untyped_storage()._cdata: unit for unit in units}
         self._calls: list[tuple[nn.Module, bool]] = []  # under way, and which of them has pushed the hooks
+        self._task = -1  # the backward with create_graph under way, and what of its graph is known (Note 5)
+        self._seen: set[Any] = set()
+        self._begun: list[RemovableHandle] = []
 
     def follow(self, module: nn.Module) -> None:
         """Have the hooks in force during a module's forwards."""
@@ -79,6 +86,33 @@ class SavedWeights:
             self._gather(unit)
         if torch.is_grad_enabled():
             self._hold(unit)
+
+    def follow_functions(self) -> None:
+        """Have the hooks in force in nodes of the caller's own Functions ahead of the one that runs (Note 5)."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self.forget_functions()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget_functions)
+        left: list[Any] = [torch._C._current_autograd_node()]
+        while left:
+            node = left.pop()
+            if node is None or node in self._seen:
+                continue
+            self._seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self._begun.append(node.register_prehook(self._begins_function))
+            left += [following for following, _ in node.next_functions]
+
+    def forget_functions(self) -> None:
+        """Forget a backward with create_graph, which has ended or died."""
+        for handle in self._begun:
+            handle.remove()
+        self._task, self._seen, self._begun = -1, set(), []
+
+    def _begins_function(self, grads: Any) -> None:
+        if torch.is_grad_enabled():
+            _push(self._pack, self._unpack)
 
     def _put_in_force(self) -> None:
         """Put the hooks in force, inside of those that are."""
