@@ -1,5 +1,6 @@
 """A loop that is written for Accelerate, with its Accelerator on one process and with ours on two ranks."""
 
+import copy
 import pickle
 from functools import partial
 
@@ -380,6 +381,11 @@ def loaded_after_prepare():
         model.load_state_dict(other)
         there = accelerator.get_state_dict(model)
         one_window(accelerator, model, optimizer, loader)
+        for duplicate in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                zero3d.ConfigError, match=r"cannot be copied or pickled.*accelerator\.save_state\(FOLDER\)"
+            ):
+                duplicate(optimizer)
         groups = optimizer.state_dict()["param_groups"]
         with pytest.raises(zero3d.ConfigError, match=r"save all with accelerator\.save_state"):
             dict(optimizer.state_dict()["state"])
@@ -395,8 +401,6 @@ def test_a_prepared_model_loads_weights_and_the_optimizer_shows_its_groups(ranks
 
 def freed(precision):
     """A model trained by two Accelerators, one after the other, and read as a plain one between."""
-    import copy
-
     with launched():
         model, read = hf("llama"), []
         for _ in range(2):
