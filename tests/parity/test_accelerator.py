@@ -230,6 +230,8 @@ def test_what_cannot_be_is_refused(ranks, what, words):
     (7, {}, "ZeRO stage 7 does not exist: pass stage=0, 1, 2 or 3"),
     ("3", {}, "ZeRO stage '3' does not exist"),
     (3, {"ofload": {"optimizer": "host"}}, r"unknown key 'ofload' of zero3d\.Engine\. Did you mean 'offload'\?"),
+    (3, {"clip": 1}, r"unknown key 'clip' of zero3d\.Engine\. Its clip_norm comes from Accelerate's clip_grad_norm_"),
+    (3, {"stages": 1}, r"unknown key 'stages' of zero3d\.Engine\. The stage is not among them: .*\(stage=3\)"),
     (3, {"xyzzy": 1}, r"unknown key 'xyzzy' of zero3d\.Engine\. docs/api\.md has all"),
     (3, {"clip_norm": 1.0}, "has 'clip_norm', which comes from Accelerate's clip_grad_norm_"),
     (3, {"offload": {"optimizr": "host"}}, "offload has no key 'optimizr'"),
