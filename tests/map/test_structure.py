@@ -78,12 +78,12 @@ TORCH_FREE = (
     "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {
-    "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints",
+    "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints", "integrations.deepspeed.client_state",
     "integrations.deepspeed.drop_in", "integrations.deepspeed.engine", "integrations.deepspeed.engine_options",
     "integrations.deepspeed.lion", "integrations.deepspeed.optimizers", "integrations.deepspeed.owners", "integrations.deepspeed.questions", "integrations.deepspeed.utils",
     "integrations.deepspeed.zero",
     "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
-    "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.optimizer",
+    "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.keywords", "integrations.accelerate.optimizer",
     "integrations.accelerate.world",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",

@@ -1,5 +1,6 @@
 """A loop that is written for Accelerate, with its Accelerator on one process and with ours on two ranks."""
 
+import copy
 import pickle
 from functools import partial
 
@@ -229,6 +230,8 @@ def test_what_cannot_be_is_refused(ranks, what, words):
     (7, {}, "ZeRO stage 7 does not exist: pass stage=0, 1, 2 or 3"),
     ("3", {}, "ZeRO stage '3' does not exist"),
     (3, {"ofload": {"optimizer": "host"}}, r"unknown key 'ofload' of zero3d\.Engine\. Did you mean 'offload'\?"),
+    (3, {"clip": 1}, r"unknown key 'clip' of zero3d\.Engine\. Its clip_norm comes from Accelerate's clip_grad_norm_"),
+    (3, {"stages": 1}, r"unknown key 'stages' of zero3d\.Engine\. The stage is not among them: .*\(stage=3\)"),
     (3, {"xyzzy": 1}, r"unknown key 'xyzzy' of zero3d\.Engine\. docs/api\.md has all"),
     (3, {"clip_norm": 1.0}, "has 'clip_norm', which comes from Accelerate's clip_grad_norm_"),
     (3, {"offload": {"optimizr": "host"}}, "offload has no key 'optimizr'"),
@@ -380,6 +383,11 @@ def loaded_after_prepare():
         model.load_state_dict(other)
         there = accelerator.get_state_dict(model)
         one_window(accelerator, model, optimizer, loader)
+        for duplicate in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                zero3d.ConfigError, match=r"cannot be copied or pickled.*accelerator\.save_state\(FOLDER\)"
+            ):
+                duplicate(optimizer)
         groups = optimizer.state_dict()["param_groups"]
         with pytest.raises(zero3d.ConfigError, match=r"save all with accelerator\.save_state"):
             dict(optimizer.state_dict()["state"])
@@ -395,8 +403,6 @@ def test_a_prepared_model_loads_weights_and_the_optimizer_shows_its_groups(ranks
 
 def freed(precision):
     """A model trained by two Accelerators, one after the other, and read as a plain one between."""
-    import copy
-
     with launched():
         model, read = hf("llama"), []
         for _ in range(2):

@@ -177,16 +177,18 @@ def split(pattern):
     ("entries", "what"),
     [
         ({"pre_tokenizer": split("(a+)+b")}, "fails: PanicException: .*retry-limit"),
+        ({"pre_tokenizer": split("(a+)+$")}, "fails: PanicException: .*retry-limit"),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "(Z+)+b"}, "content": ""}}, "fails: PanicException"),
         ({"padding": {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
                       "pad_type_id": 0, "pad_token": "<s>"}}, r"(was ended by SIGABRT|needs more than|fails: Panic)"),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_panics_or_aborts_is_refused_when_it_is_loaded(tmp_path, entries, what):
+def test_a_tokenizer_that_panics_or_aborts_is_refused_when_it_is_loaded(tmp_path, capfd, entries, what):
     with pytest.raises(
         ConfigError, match=rf"{tmp_path}/t/tokenizer.json cannot be used: a process .* {what}"
     ) as caught:
         load_tokenizer(str(changed(tmp_path / "t", **entries)))
+    assert capfd.readouterr().err == ""
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 

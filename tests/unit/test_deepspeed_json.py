@@ -185,6 +185,18 @@ def test_what_is_no_file_of_text_is_one_line(tmp_path, harm):
         read_document(path)
 
 
+@pytest.mark.parametrize(("text", "why"), [
+    ("", "is no JSON: it is empty"), (" \n", "is no JSON: it is empty"),
+    ("[" * 100_000, "nested too deeply"), (f'{{"seed": {"1" * 5000}}}', "Exceeds the limit .4300 digits."),
+], ids=["nothing", "blanks", "deep", "digits"])  # fmt: skip
+def test_what_can_be_no_hjson_is_not_taken_for_it(tmp_path, monkeypatch, text, why):
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match=why) as error:
+        read_document(tmp_path / "ds.json")
+    assert "Hjson" not in str(error.value)
+
+
 def test_hjson_is_read_where_its_library_is_there(tmp_path, monkeypatch):
     path = tmp_path / "ds.json"
     path.write_text("{\n  # mine\n  seed: 3\n}")

@@ -68,6 +68,16 @@ def test_full_params_opens_everything_but_copies():
         model.state_dict()
 
 
+def test_a_trainers_user_is_told_what_a_trainer_has():
+    model = build("net")
+    engine = zero3d.Engine(model, stage=3, precision="fp32")
+    engine.release()
+    with pytest.raises(zero3d.ReleasedParameterError, match=r"accelerator\.get_state_dict\(model\) on all ranks"):
+        model.state_dict()
+    with pytest.raises(zero3d.ConfigError, match=r"of a Trainer trainer\.accelerator\.close_engine\(\)"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_that_keep_weights_allow_state_dict_and_refuse_copies(stage):
     model = build("net")

@@ -36,7 +36,7 @@ QUOTED = 200  # characters of what a library says
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n\tdef f(x):\r\n        return x**2  # \u4e2d e\u0301",
-    *(character * LONG for character in "aZx0 _-=.\n\u00e9\u4e2d"),
+    *(character * LONG + end for end in ("", "!") for character in "aZx0 _-=.\n\u00e9\u4e2d"),  # "!": nearly a match
     *(both * (LONG // 2) for both in ("ab", "a ", "1.", " \n")),
 )
 SYSTEM, ASKED, ANSWERED = ({"role": role, "content": f"{role} says so"} for role in ("system", "user", "assistant"))

@@ -102,7 +102,8 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 "torch's functions cannot clip gradients that an Engine has taken (`grad` of its parameters is None): "
                 "pass Engine(clip_norm=...), whose default is 1.0, and remove this call. A step's norm is "
-                "engine.step().grad_norm."
+                "engine.step().grad_norm. If the program is to train without an engine, close that first: "
+                "engine.close(), of a Trainer trainer.accelerator.close_engine()."
             )
         return clip(parameters, *args, **kwargs)
 
@@ -140,5 +141,6 @@ def guard_rest(model: nn.Module, kept: Set[nn.Parameter], why: str = CUT_INTO_ST
 def _refuse(what: str, name: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} of {name!r}: the engine holds only shards of it here. Wrap the call in "
-        "`with engine.full_params():` (gathers the weights), or use engine.export(directory)."
+        "`with engine.full_params():` (gathers the weights), or use engine.export(directory); of a Trainer or an "
+        "Accelerator, accelerator.get_state_dict(model) on all ranks."
     )

@@ -45,9 +45,19 @@ def check_keywords(stage: Any, options: Any, what: str) -> dict[str, Any]:
         if key in OWN:
             raise ConfigError(f"{what}(options=...) has {key!r}, which comes from {OWN[key]}: leave it out.")
         if key not in KEYWORDS:
-            near = nearest(str(key), KEYWORDS)
-            hint = f"Did you mean {near!r}?" if near else "docs/api.md has all."
-            raise ConfigError(f"{what}(options=...): unknown key {short(key)!r} of zero3d.Engine. {hint}")
+            raise ConfigError(
+                f"{what}(options=...): unknown key {short(key)!r} of zero3d.Engine. {_hint(str(key), what)}"
+            )
     if "offload" in given:
         Offload.of(given["offload"])
     return given
+
+
+def _hint(key: str, what: str) -> str:
+    """Return what to type in place of an unknown key."""
+    near = nearest(key, KEYWORDS)
+    if near is not None and near in OWN:
+        return f"Its {near} comes from {OWN[near]}."
+    if near == "stage":
+        return f"The stage is not among them: {what}(stage=3)."
+    return f"Did you mean {near!r}?" if near else "docs/api.md has all."

@@ -90,3 +90,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
         """Raise ConfigError: a rank has a part of the states."""
         raise ConfigError("a rank has a part of the optimizer's states: load all with accelerator.load_state(FOLDER).")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise ConfigError: a copy or a pickle would be without its engine."""
+        raise ConfigError(
+            "a prepared optimizer cannot be copied or pickled, since its states are an engine's: save them with "
+            "accelerator.save_state(FOLDER), which accelerator.load_state(FOLDER) reads. After "
+            "accelerator.free_memory() optimizer.optimizer is torch's own, without states."
+        )

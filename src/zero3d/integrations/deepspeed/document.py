@@ -91,12 +91,18 @@ def read_document(path: Path, program: bool = False) -> Document:
 
 def parse(text: str, name: str) -> Any:
     """Return what a JSON holds, or an Hjson where the library for it is there. Raises ConfigError."""
+    if not text.strip():
+        raise ConfigError(f"{name} is no JSON: it is empty.")
     try:
         return json.loads(text, object_pairs_hook=_once)
     except _Twice as error:
         raise ConfigError(f"{name} is no JSON: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        why = short(str(error).partition(";")[0])
+    except json.JSONDecodeError as error:  # its syntax: it may be Hjson
+        why = short(str(error))
+    except RecursionError as error:
+        raise ConfigError(f"{name} is no JSON that Python reads: it is nested too deeply.") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} is no JSON that Python reads: {short(str(error).partition(';')[0])}.") from error
     try:
         read = import_module("hjson").loads
     except ImportError as error:
