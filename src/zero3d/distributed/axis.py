@@ -260,9 +260,7 @@ def forget_note(axis: Axis) -> None:
 
 
 def _lost(where: str, error: RuntimeError, early: str, phase: str) -> Zero3dError | None:
-    """Return the error of a rank whose peer went away; None for other errors of torch.
-
-    early  said in the place of `where` by a rank that did not wait itself
+    """Return the error of a rank whose peer went away; None for other errors of torch. early, phase: see `_gone`.
 
     NCCL and the stores have types of their own for it; gloo, and a store of files, say it in words alone.
     """
@@ -275,30 +273,30 @@ def _lost(where: str, error: RuntimeError, early: str, phase: str) -> Zero3dErro
     reason = reason.strip()[:_SHOWN] if found else _OF_GLOO.sub("", reason).strip()[-_SHOWN:]
     backend = "the backend (such as NCCL) failed or " if isinstance(error, DistBackendError) else ""
     if late:
-        return _gone(early or where, late, waits=not early, phase=phase)
+        return _gone(where, late, early=early, phase=phase)
     return _gone(f"{where} when {backend}a peer went away", late, reason)
 
 
-def _gone(where: str, late: bool, message: str = "", waits: bool = True, phase: str = "") -> Zero3dError:
+def _gone(where: str, late: bool, message: str = "", early: str = "", phase: str = "") -> Zero3dError:
     """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one.
 
-    waits  this rank has waited, and not a peer before
+    early  said in the place of `where` by a rank that did not wait itself, where there is no note
     phase  that may take long, in which all ranks must be together
     """
-    none_came = " and no peer came" * (late and waits)
     note, code = _note()
     if note:
-        lost = Zero3dError(f"{note} ({where}{none_came}.)")
+        lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}.)")
         lost.agreed = code
         return lost
     if late:
+        what = early or f"{where} and no peer came"
         if phase:
             return OrderError(
-                f"{where}{none_came}: not all ranks have begun this phase, or one is stuck. What is called there all "
-                "ranks must call together; look at what the other ranks say."
+                f"{what}: not all ranks have begun this phase, or one is stuck. What is called there all ranks must "
+                "call together; look at what the other ranks say."
             )
         return OrderError(
-            f"{where}{none_came}: ranks used units in different orders or numbers, or a peer is stuck. "
+            f"{what}: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
     if ended := _has_ended():
