@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
+from zero3d.distributed import axis
 from zero3d.distributed.axis import Axis
 from zero3d.errors import OrderError, Zero3dError
+from zero3d.watchdog.heartbeat import Heartbeat
 
 
-def raised_of(error):
+def raised_of(error, unit="head", heartbeat=None):
     """What an axis makes of an error of its groups."""
 
     def fail():
         raise error
 
     try:
-        Axis("dp", 1, 2).call("all_gather", "head", fail)
+        Axis("dp", 1, 2, heartbeat=heartbeat).call("all_gather", unit, fail)
     except Exception as found:
         return found
 
@@ -38,7 +40,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", LATE, ids=str)
-def test_a_peer_that_never_came(error):
+def test_a_peer_that_never_came(error, monkeypatch):
+    monkeypatch.setattr(axis, "AT_ONCE", 0.0)
     found = raised_of(error)
     assert type(found) is OrderError
     assert "rank 1 of axis dp waited 0.0 s in all_gather of unit 'head' and no peer came" in str(found)
@@ -50,8 +53,33 @@ def test_a_peer_that_went_away(error):
     found = raised_of(error)
     assert type(found) is Zero3dError
     assert "in all_gather of unit 'head' when a peer went away: look at the first rank" in str(found)
-    assert str(error) in str(found)
+    assert str(error).removeprefix("[pair.cc:547] ") in str(found)
     assert found.__cause__ is error
+
+
+def test_a_rank_that_has_not_waited_itself_does_not_say_so():
+    said = str(raised_of(LATE[1]))
+    assert said.startswith("rank 1 of axis dp began all_gather of unit 'head' after a peer had given up waiting: ranks")
+
+
+def test_a_call_that_not_all_ranks_make_is_named(monkeypatch):
+    monkeypatch.setattr(axis, "AT_ONCE", 0.0)
+    heartbeat = Heartbeat(None)
+    with heartbeat.phase("save"):
+        said = str(raised_of(LATE[1], "-", heartbeat))
+    assert "waited 0.0 s in all_gather, in phase save, and no peer came: not all ranks have begun this phase" in said
+    assert "units" not in said
+    assert "phase" not in str(raised_of(LATE[1], "-", heartbeat))
+
+
+def test_what_gloo_says_beside_the_reason_is_left_out():
+    error = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40878. This is "
+        "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting. GLHF!"
+    )
+    assert str(raised_of(error)).endswith(
+        "look at the first rank that failed. (Connection closed by peer [127.0.0.1]:40878.)"
+    )
 
 
 NCCL = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with

@@ -156,6 +156,10 @@ def test_a_kind_of_adapter_loads_with_peft_and_is_merged_as_peft_merges_it(folde
     check_kind(folders["llama"], tmp_path, kind, 3, KINDS[kind])
 
 
+def test_a_kind_that_scales_a_bias_is_merged_into_layers_without_one(folders, tmp_path):
+    check_kind(folders["qwen3"], tmp_path, "IA3", 3, KINDS["IA3"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", RARE)
 def test_a_rare_kind_of_adapter_loads_with_peft_and_is_merged_as_peft_merges_it(folders, tmp_path, kind):

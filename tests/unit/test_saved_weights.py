@@ -1,12 +1,14 @@
 """Stage 3: a backward that does not come through a module's outputs finds its weights all the same (zero/saved.py)."""
 
 import collections
+import contextlib
 import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -304,6 +306,41 @@ def test_hooks_of_the_caller_are_kept():
 
     check(model, loss)
     assert len(seen) > 2 * 20
+
+
+class OnCpu(Chain):
+    """Saves what its last blocks need on the CPU."""
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        with save_on_cpu():
+            for block in self.layers[1:]:
+                x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, save_on_cpu])
+@pytest.mark.parametrize("loss", [of_output, penalty, third])
+def test_what_is_saved_on_the_cpu_is_there_in_gradients_of_gradients(loss, around):
+    def around_loss(model, module, x):
+        with around():
+            return loss(model, module, x)
+
+    torch.manual_seed(0)
+    check(OnCpu([Block(nn.LayerNorm(WIDTH)) for _ in range(3)]), around_loss)
+
+
+def test_saving_on_the_cpu_inside_a_module_is_refused_by_name_in_gradients_of_gradients():
+    class Inside(Block):
+        def forward(self, x):
+            with save_on_cpu():
+                return super().forward(x)
+
+    engine = zero3d.Engine(Chain([Inside(nn.Tanh()) for _ in range(2)]), stage=3, precision="fp32", units=[Inside])
+    with pytest.raises(ReleasedParameterError, match=r"such as torch's save_on_cpu, around modules.*stage=2"):
+        engine.backward(penalty(engine, engine.module, batch(0)))
+    engine.backward(of_output(engine, engine.module, batch(0)))
+    assert engine.step().reason == "applied"
 
 
 def test_functional_gradients_inside_a_forward_need_whole_weights():

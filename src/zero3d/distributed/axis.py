@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,9 @@ from zero3d.errors import FAULT, OrderError, Zero3dError
 if TYPE_CHECKING:
     from zero3d.watchdog.heartbeat import Heartbeat
 
+_OF_GLOO = re.compile(r"\S*\.(?:cc|cpp|h):\d+\] ?|This (?:is typically|may indicate).*")  # its source, its advice
 _NOTE, _ENDED = "zero3d/why a rank went away", "zero3d/a rank that ended without an error"
+AT_ONCE = 1.0  # seconds: a call that times out sooner has met a connection on which somebody's wait had ended before
 ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
@@ -97,7 +100,11 @@ class Axis:
         except RuntimeError as error:
             waited = time.monotonic() - begun
             whom = "" if peer is None else f" for rank {peer} of that axis"
-            lost = _lost(f"{self._waited(waited)}{whom} in {op} of unit {unit!r}", error)
+            phase = "" if self.heartbeat is None else self.heartbeat.long_phase
+            what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}," * bool(phase)
+            rank = f"rank {self.rank} of axis {self.name}"
+            early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
+            lost = _lost(f"{self._waited(waited)}{whom} in {what}", error, early, phase)
             if lost is None:
                 raise
             raise lost from error
@@ -253,8 +260,8 @@ def forget_note(axis: Axis) -> None:
                 _get_default_store().delete_key(_NOTE)
 
 
-def _lost(where: str, error: RuntimeError) -> Zero3dError | None:
-    """Return the error of a rank whose peer went away; None for other errors of torch.
+def _lost(where: str, error: RuntimeError, early: str, phase: str) -> Zero3dError | None:
+    """Return the error of a rank whose peer went away; None for other errors of torch. early, phase: see `_gone`.
 
     NCCL and the stores have types of their own for it; gloo, and a store of files, say it in words alone.
     """
@@ -264,21 +271,33 @@ def _lost(where: str, error: RuntimeError) -> Zero3dError | None:
     if not (late or isinstance(error, DistError) or any(w in words for w in ("connection", "closed", "peer", "reset"))):
         return None
     _, found, reason = message.rpartition("Last error:")  # NCCL ends with its own
-    reason = reason.strip()[:_SHOWN] if found else reason[-_SHOWN:]
+    reason = reason.strip()[:_SHOWN] if found else _OF_GLOO.sub("", reason).strip()[-_SHOWN:]
     backend = "the backend (such as NCCL) failed or " if isinstance(error, DistBackendError) else ""
-    return _gone(where if late else f"{where} when {backend}a peer went away", late, reason)
+    if late:
+        return _gone(where, late, early=early, phase=phase)
+    return _gone(f"{where} when {backend}a peer went away", late, reason)
 
 
-def _gone(where: str, late: bool, message: str = "") -> Zero3dError:
-    """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one."""
+def _gone(where: str, late: bool, message: str = "", early: str = "", phase: str = "") -> Zero3dError:
+    """Return the error of a rank whose peer came `late` or, as `where` says, went away, with its note if it has one.
+
+    early  said in the place of `where` by a rank that did not wait itself, where there is no note
+    phase  that may take long, in which all ranks must be together
+    """
     note, code = _note()
     if note:
         lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}.)")
         lost.agreed = code
         return lost
     if late:
+        what = early or f"{where} and no peer came"
+        if phase:
+            return OrderError(
+                f"{what}: not all ranks have begun this phase, or one is stuck. What is called there all ranks must "
+                "call together; look at what the other ranks say."
+            )
         return OrderError(
-            f"{where} and no peer came: ranks used units in different orders or numbers, or a peer is stuck. "
+            f"{what}: ranks used units in different orders or numbers, or a peer is stuck. "
             "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
         )
     if ended := _has_ended():

@@ -120,7 +120,7 @@ class Checkpoints:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.settle()
-        with self._unsharded.resharded():
+        with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
             return export(Path(directory), self._state(), self._assembly.whole_parameters.gathered, kind)
 
     # --- from files -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Checkpoints:
         """Continue from a checkpoint, as `Engine.load` says; where that is refused what was open is open again."""
         before = self._unsharded.now
         try:
-            with self._unsharded.resharded():
+            with self._mesh.heartbeat.phase("load"), self._unsharded.resharded():
                 return self._load(Path(directory))
         except CheckpointError:  # of all ranks
             self._unsharded.again(*before)

@@ -518,7 +518,8 @@ class Engine:
         self.optimizer.settle()
         if self.world.size > self.dp.size or self.mesh.ep > 1 or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
-        return self._assembly.whole_parameters.copied(self.module, trained_only)
+        with self.mesh.heartbeat.phase("whole_state_dict"):
+            return self._assembly.whole_parameters.copied(self.module, trained_only)
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""

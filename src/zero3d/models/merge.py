@@ -126,7 +126,11 @@ def _inner_twin(module: nn.Module, head: str, child: nn.Module, held: Mapping[st
     from peft.utils.other import ModulesToSaveWrapper
 
     if head == KEPT or (head == WRAPPED and not hasattr(child, WRAPPED)):
-        return _holding(held)
+        base = _holding(held)
+        for name, p in child._parameters.items():
+            if p is None and name not in held:
+                base.register_parameter(name, None)  # a layer without bias, which PEFT asks for
+        return base
     if head == REPLACED and isinstance(module, ModulesToSaveWrapper):
         saved = nn.ModuleDict()
         for adapter in child._modules:

@@ -158,6 +158,12 @@ class Heartbeat:
         finally:
             self._write(_OF_PHASE, _PHASE, before)
 
+    @property
+    def long_phase(self) -> str:
+        """Name of the phase under way that may take long; nothing in training."""
+        name = bytes(self._memory[_PHASE:_WORK]).rstrip(b"\0").decode(errors="replace")
+        return "" if name in (TRAINING, ENDED) else name
+
     def end(self) -> None:
         """Say that this rank leaves on its own."""
         self._write(_OF_PHASE, _PHASE, ENDED.encode())

@@ -384,7 +384,8 @@ class Hooks:
         if name := next(self._released_behind(loss), None):
             raise ReleasedParameterError(
                 f"a backward used memory of a weight that is released, perhaps of {name!r}: at stage 3 those that "
-                f"autograd has saved are gathered again. {SAVE}"
+                f"autograd has saved are gathered again. {SAVE} Put hooks on saved tensors, such as "
+                "torch's save_on_cpu, around modules, not inside of a module's forward. Or pass stage=2."
             ) from error
 
     def _released_behind(self, loss: Tensor, since: int = -1) -> Iterator[str]:

@@ -112,7 +112,7 @@ class SavedWeights:
 
     def _begins_function(self, grads: Any) -> None:
         if torch.is_grad_enabled():
-            _push(self._pack, self._unpack)
+            self._put_in_force()
 
     def _put_in_force(self) -> None:
         """Put the hooks in force, inside of those that are."""
@@ -121,7 +121,14 @@ class SavedWeights:
             _push(self._pack, self._unpack)
         else:
             pack, unpack = around
-            _push(lambda t: (pack(t), self._unit_of(t)), lambda saved: unpack(self._gathered(*saved)))  # Note 3
+
+            def unpack_gathered(saved: tuple[Any, Unit | None]) -> Tensor:
+                value: Tensor = unpack(self._gathered(*saved))
+                if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+                    self._put_in_force()  # Note 2: it may be the weight itself, as of torch's save_on_cpu on a CPU
+                return value
+
+            _push(lambda t: (pack(t), self._unit_of(t)), unpack_gathered)  # Note 3
 
     def _unit_of(self, t: Tensor) -> Unit | None:
         try:
