@@ -75,8 +75,8 @@ KEPT = {"epoch": 1, "best": float("inf"), "shape": (2, [3.0, None]), "of": {0: "
 
 @pytest.mark.parametrize("value", [
     torch.ones(2), torch.tensor([[1.5, float("nan")]], dtype=torch.bfloat16), torch.empty(0, 3), torch.tensor(True),
-    torch.get_rng_state(),
-], ids=str)  # fmt: skip
+    torch.Generator().manual_seed(1).get_state(),
+], ids=("ones", "nan", "empty", "one", "random state"))  # fmt: skip
 def test_tensors_of_a_client_state_come_back(value):
     found = decode(json.loads(json.dumps(encode({"x": [value]}), allow_nan=False)))["x"][0]
     torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True)
