@@ -17,19 +17,26 @@ from source_facts import ROOT, SRC, code_lines, core, facts, imports, is_module,
 
 REASONS = Path(__file__).with_name("sizes.yaml")
 LONG, MANY = 500, 15
+SIGNS = ("one importer", "long", "many attributes")
 RECORDS = ("NamedTuple", "Protocol", "Enum", "Exception", "Error", "TypedDict")  # how the names of their bases end
 
 
+@cache
 def signs():
     """What is to have a reason: files, or classes as FILE::CLASS, by the name of the sign."""
-    importers = file_importers()
-    return {
-        "one importer": {file for file, found in importers.items() if len(found) == 1},
-        "long": {file_of(path) for _, path in modules() if code_lines(path) > LONG},
-        "many attributes": {
-            f"{file_of(path)}::{name}" for _, path in modules() for name, kept in classes(path) if len(kept) > MANY
+    importers, texts = file_importers(), {path: path.read_text() for _, path in modules()}
+    found = (
+        {file for file, found in importers.items() if len(found) == 1},
+        {file_of(path) for path, text in texts.items() if text.count("\n") > LONG and code_lines(path) > LONG},
+        {
+            f"{file_of(path)}::{name}"
+            for path, text in texts.items()
+            if "class " in text
+            for name, kept in classes(path)
+            if len(kept) > MANY
         },
-    }
+    )
+    return dict(zip(SIGNS, found, strict=True))
 
 
 def reasons():
@@ -90,7 +97,8 @@ def classes(path):
                 for each in ast.walk(node)
                 if isinstance(each, ast.Attribute)
                 and isinstance(each.ctx, ast.Store)
-                and ast.unparse(each.value) == "self"
+                and isinstance(each.value, ast.Name)
+                and each.value.id == "self"
             }
             yield node.name, kept | (fields(node) if is_dataclass(node) else set())
 
@@ -108,16 +116,20 @@ def fields(node):
     return {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
 
 
-def counts():
-    """(what, number of files, lines of code) of the source, of its core and of the tests."""
+def parts():
+    """The files of the source, of its core and of the tests, by what they are."""
     files = dict(modules())
-    parts = {
-        "`src`": files.values(),
+    return {
+        "`src`": list(files.values()),
         "the core: `zero/` and what it needs": [files[name] for name in core()],
         "`zero/`": [path for name, path in files.items() if package_of(name) == "zero"],
-        "`tests`": (ROOT / "tests").rglob("*.py"),
+        "`tests`": list((ROOT / "tests").rglob("*.py")),
     }
-    for what, paths in parts.items():
+
+
+def counts():
+    """(what, number of files, lines of code) of each part."""
+    for what, paths in parts().items():
         lines = [code_lines(path) for path in paths]
         yield what, len(lines), sum(lines)
 
