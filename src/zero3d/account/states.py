@@ -104,7 +104,7 @@ class Sums(NamedTuple):
 
 
 class UnitShare(NamedTuple):
-    """How a rank holds a unit.
+    """Describes how a rank holds a unit.
 
     stage    the row of the stage table that the unit follows
     n        ranks that it is cut over

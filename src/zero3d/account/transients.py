@@ -40,7 +40,7 @@ def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2) -> int:
 
 
 class Reduction(NamedTuple):
-    """How gradients of one unit travel.
+    """Describes how the gradients of one unit travel.
 
     slots    that a message has: one for each rank, or for each other rank where messages go in pairs
     travels  bytes of an element on its way

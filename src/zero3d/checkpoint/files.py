@@ -114,7 +114,7 @@ class Hasher:
 
 
 def has_checksum(path: Path, checksum: str) -> bool:
-    """Say whether a file has this checksum: XXH3, or by its length the SHA-256 of older ones.
+    """Return whether a file has a checksum: XXH3, or SHA-256 in older checkpoints, told apart by its length.
 
     Raises CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""What a restart from a rank's slots on a disk needs beside their records (offload/disk_slab.py): the note of a step.
+"""Writes and reads notes of steps: what a restart from slots needs beside their records (offload/disk_slab.py).
 
     DIRECTORY/
       rank-00003.note-0.json          of even steps: loop, options, scheduler, loss scale, random states, checksum of

@@ -197,7 +197,7 @@ def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, co
 
 
 def unfinished(plan: ComparisonPlan, variant: Variant, stop_signal: int | None) -> int:
-    """Say on stderr why there is no table; return the code of the signal that stopped it, else of bad input."""
+    """Print on stderr why there is no table; return the exit code: of the signal that stopped it, or 2."""
     kept = plan.output / "compare.json"
     before = f"; the runs before it are in {kept}" if kept.exists() else ""
     if stop_signal is not None:
@@ -209,7 +209,7 @@ def unfinished(plan: ComparisonPlan, variant: Variant, stop_signal: int | None) 
 
 
 def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
-    """Say in one line why a run failed: how a rank died, else the last line it printed, else its exit code."""
+    """Return in one line why a run failed: how a rank died, else the last line it printed, else its exit code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in _tail(_log(plan, variant)) if line.strip()]
@@ -218,7 +218,7 @@ def reason(plan: ComparisonPlan, variant: Variant, code: int) -> str:
 
 
 def done(variant: Variant, result: dict[str, Any]) -> Text:
-    """Say in one line what a run came to."""
+    """Return the result of a run in one line."""
     loss = "not finite" if result["losses"][-1] is None else f"{result['losses'][-1]:.6f}"
     return Text(f"{variant.label}: {result['steps']:,} steps, loss {loss}, {result['step_seconds']:.3f} s a step")
 

@@ -1,4 +1,4 @@
-"""What a configuration asks for that cannot be, across its keys; and the sections that an engine takes in another form.
+"""Finds keys of a configuration that cannot be together, and gives an engine the sections that it takes otherwise.
 
 What sections of zero3d/spec cannot be together is in spec/rules.py, for Engine's keywords and the planner, too.
 """

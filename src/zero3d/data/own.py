@@ -202,7 +202,7 @@ class OwnSamples:
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """What the items say of themselves: of a function its name and their number, what they hold is its business."""
+        """Return what tells these items from others: the name of the function, and how many it gives."""
         digest = hashlib.sha256(self._own.says.encode()).hexdigest()[:16]
         return {
             "length": self.length,
@@ -263,7 +263,7 @@ class ImageItems(OwnSamples):
 
     @property
     def identity(self) -> dict[str, int | str]:
-        """What the items say of themselves, and what makes pixels."""
+        """Return what tells these items from others, and the processor that makes their pixels."""
         return super().identity | {"processor": self._images.vision.fingerprint}
 
     def stack(self, samples: Listed[Sample]) -> Batch:

@@ -106,7 +106,7 @@ class Mesh:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its ranks compute on CPUs."""
+        """Return whether the ranks of this mesh compute on CPUs."""
         return self.device.type == "cpu"
 
     @property

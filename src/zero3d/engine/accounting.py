@@ -129,7 +129,7 @@ class Accounts:
 
     @property
     def _on_device(self) -> Held:
-        """What this rank's device holds of all units by formula, records apart."""
+        """Return the bytes of all units on this rank's device by formula, without those in records."""
         return sum(map(self._of_unit, self._units), NOTHING)
 
     def _of_unit(self, unit: Unit) -> Held:

@@ -171,7 +171,7 @@ class Checkpoints:
         return note.loop
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:
-        """Say that all of a step has happened, as `Engine.note` says."""
+        """Write the note of a step that is over, for restarts from slots (`Engine.note`)."""
         if self._slots is not None:
             self._slots.write(self._state(loop))
 

@@ -49,12 +49,12 @@ class StateRecord:
 
     @property
     def kind(self) -> str:
-        """Of placement.py: optimizer, parameters, frozen or gradients."""
+        """Return what the record is of: optimizer, parameters, frozen or gradients (placement.py)."""
         return self.placed.kind
 
     @property
     def place(self) -> str:
-        """Device, host or disk."""
+        """Return where the record is: device, host or disk."""
         return self.placed.place
 
     @property
@@ -66,7 +66,7 @@ class StateRecord:
 
     @property
     def has_master(self) -> bool:
-        """Whether a whole master is in it, of which weights are cast."""
+        """Return whether the record has whole masters, from which weights can be cast."""
         return MASTER in self.names and self.record.fields[self.names.index(MASTER)][0] != REMAINDER
 
 

@@ -51,7 +51,7 @@ NEVER, UNKNOWN = -1, 0  # no step; one whose number cannot be read
 
 
 class Site(NamedTuple):
-    """Where tiers are made.
+    """Describes the rank that tiers are made for.
 
     world    all ranks, which make theirs together
     owner    who writes on the disk, in words

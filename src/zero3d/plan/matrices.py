@@ -9,10 +9,11 @@ Which parameters are matrices is what the engine takes by default: `optimizer.gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.optim.owners import WIRE, Owners, matrices_of
-from zero3d.plan.rank_model import RankUnit, rank_model
+from zero3d.plan.rank_model import RankUnit, division_key, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.optimizer import MUON
 
@@ -47,19 +48,7 @@ def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[in
 
 def owners_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose owners are the same."""
-    return ParallelPlan(
-        plan.dp,
-        plan.tp,
-        plan.pp,
-        plan.stage,
-        schedule=plan.schedule,
-        accumulate=plan.pp,
-        precision=plan.precision,
-        exact=plan.exact,
-        ep=plan.ep,
-        experts=plan.experts,
-        optimizer=plan.optimizer,
-    )
+    return replace(division_key(plan), stage=plan.stage)
 
 
 def held(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:

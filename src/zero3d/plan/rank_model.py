@@ -109,11 +109,9 @@ class RankModel(NamedTuple):
     signature: int
 
 
-def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
-    """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
-    if plan.pp > 1:
-        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    alike = ParallelPlan(
+def division_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all that divide a model alike: the key under which a division is computed once."""
+    return ParallelPlan(
         plan.dp,
         plan.tp,
         plan.pp,
@@ -125,7 +123,13 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
         experts=plan.experts,
         optimizer=plan.optimizer,
     )
-    return _rank_model(model, alike, pp_stage)
+
+
+def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
+    """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
+    if plan.pp > 1:
+        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    return _rank_model(model, division_key(plan), pp_stage)
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ class UnitBuckets:
 
     @property
     def resident(self) -> bool:
-        """Whether all of it is on the device, where it is used."""
+        """Return whether all buckets are on the device, where they are used."""
         return isinstance(self.records, Resident)
 
     @contextmanager

@@ -96,12 +96,12 @@ class BucketPieces:
 
     @property
     def buckets(self) -> UnitBuckets:
-        """All buckets of the unit."""
+        """Return all buckets of the unit."""
         return self.unit.weights.masters.buckets
 
     @property
     def range(self) -> slice:
-        """Where it is in what this rank updates of the unit."""
+        """Return the range of the bucket in what this rank updates of the unit."""
         return slice(self.bucket.start, self.bucket.stop)
 
     def within(self, owned: MasterPiece) -> slice:
@@ -124,7 +124,7 @@ class OpenBucket(NamedTuple):
 
     @property
     def states(self) -> list[str]:
-        """The fields that are states of the optimizer."""
+        """Return the names of the fields that are optimizer states."""
         return [name for name in self.fields if name not in (MASTER, WEIGHTS)]
 
 
