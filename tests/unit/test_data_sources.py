@@ -325,6 +325,15 @@ def test_a_link_to_nothing_in_a_folder_is_named(tmp_path, name):
         find_sources([str(tmp_path)])
 
 
+def test_a_pipe_in_a_folder_is_named_where_it_would_be_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    os.mkfifo(tmp_path / "control")
+    assert texts(tmp_path) == ["a"]
+    os.mkfifo(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl is a pipe, and a regular file is wanted: write its contents to one"):
+        find_sources([str(tmp_path)])
+
+
 def test_a_line_longer_than_any_record_is_bad_and_those_around_it_are_read(tmp_path, monkeypatch):
     for module in ("records", "streamed", "json_list"):
         monkeypatch.setattr(f"zero3d.data.{module}.LONGEST", 100)

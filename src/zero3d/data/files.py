@@ -162,6 +162,8 @@ def _visible_files(folder: Path) -> list[Path]:
                 files.setdefault((at.st_dev, at.st_ino), path)  # one file, whatever links, hard ones too, lead to it
         elif path.is_symlink() and not path.exists():
             raise DataError(_missing(path).replace("or name the file", "or remove it"))
+        elif _format_of(path):  # a pipe, under the name of data
+            _check_readable(path)
     return list(files.values())
 
 
@@ -194,16 +196,24 @@ def _place(path: str) -> Path:
 def _is_folder(place: Path) -> bool:
     """Return whether it is a folder, and not a regular file. Raises DataError for all that is neither."""
     try:
-        check_regular(place)
+        _check_readable(place)
     except IsADirectoryError:
         return True
+    return False
+
+
+def _check_readable(place: Path) -> None:
+    """Raise DataError for what is no regular file, IsADirectoryError for a folder."""
+    try:
+        check_regular(place)
+    except IsADirectoryError:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(_missing(place)) from None
     except Unreadable as error:
         raise DataError(f"{place} {error}.") from None
     except OSError as error:
         raise DataError(f"{short(place)} cannot be read: {error.strerror}.") from None
-    return False
 
 
 def _missing(place: Path) -> str:
