@@ -22,7 +22,7 @@ from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as
 from zero3d.offload.placement import record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.offload import DEVICE, DISK, HOST
-from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.optimizer import OPTIMIZERS
 
 MANY = 10**9  # parameters for whose update an executor is chosen
 
@@ -70,7 +70,7 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
     """Choose by the engine's rule; a disk takes as long in both cases."""
-    if plan.optimizer != ADAMW or plan.precision == "fp64":
+    if not OPTIMIZERS[plan.optimizer].on_host or plan.precision == "fp64":
         what = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
         return ExecutorChoice(DEVICE, what)
     rates = Rates.of(cluster)
