@@ -155,7 +155,7 @@ def test_a_split_master_costs_every_optimizer_the_same_bytes_more():
         whole, split = (ParallelPlan(dp=8, optimizer=optimizer, master=master) for master in ("fp32", "split"))
         return seconds(split).parts["optimizer"] - seconds(whole).parts["optimizer"]
 
-    assert more("adamw") > 0
+    assert more("adamw") > 34 * MODEL.params / 8 / A100.gpu.bandwidth  # which no kernel reaches
     assert more("muon") == pytest.approx(more("adamw"))
 
 
