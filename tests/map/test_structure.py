@@ -205,6 +205,17 @@ def test_the_core_needs_the_ground_alone():
 OF_MANY_OPTIONS = {("engine.engine", "__init__"), ("optim.muon_optimizer", "muon")}  # by name, each with a default
 
 
+def test_an_optimizer_has_its_name_in_its_row_and_in_files_of_its_own():
+    """What asks for a name elsewhere is to ask the row (spec/optimizer.py). DeepSpeed's Muon is another one."""
+    from zero3d.spec.optimizer import ADAMW, NAMES
+
+    others = "|".join(name for name in NAMES if name != ADAMW)
+    named = re.compile(rf'^(?! *>>>).*"({others})"', re.MULTILINE)  # but in an example
+    found = {name for name, path in modules() if named.search(path.read_text())}
+    assert "spec.optimizer" in found
+    assert {package_of(name) for name in found - {"spec.optimizer"}} <= {"optim", "integrations"}
+
+
 def test_functions_take_few_parameters():
     named = {(name, function) for name, path in modules() for function, _ in facts(path).functions}
     assert named >= OF_MANY_OPTIONS

@@ -8,7 +8,7 @@ from models import batch, bits, hf
 
 import zero3d
 from zero3d.integrations.deepspeed.merge import load_merged
-from zero3d.setup.optimizer import adamw, parameter_groups
+from zero3d.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.setup.schedule import scheduler
 
 STEPS = 6
@@ -49,7 +49,7 @@ def train_plain(name, choice):
     groups = [{"params": [], "weight_decay": 0.0}, {"params": []}]
     for p in model.parameters():
         groups[p.dim() >= 2]["params"].append(p)
-    optimizer = adamw(choice)(groups)
+    optimizer = optimizer_of(choice)(groups)
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"], group["betas"] = rates(name, step)
@@ -70,7 +70,7 @@ def test_one_rank_is_as_plain_pytorch(tmp_path, name, offload):
     model = hf("llama")
     engine = zero3d.Engine(
         model, stage=config.zero.stage, precision=config.precision, clip_norm=config.optimizer.clip_norm,
-        optimizer=adamw(config.optimizer), param_groups=parameter_groups(model, config.optimizer),
+        optimizer=optimizer_of(config.optimizer), param_groups=parameter_groups(model, config.optimizer),
         scheduler=scheduler(config.schedule, STEPS, config.optimizer.lr),
         offload={"optimizer": config.offload.optimizer},
     )  # fmt: skip

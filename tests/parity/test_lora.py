@@ -16,7 +16,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.config import Optimizer, load
 from zero3d.models.names import is_named, own_name
 from zero3d.models.trained import open_trained
-from zero3d.setup.optimizer import adamw as adamw_of, parameter_groups
+from zero3d.setup.optimizer import optimizer_of, parameter_groups
 
 BATCHES = [batch(step) for step in range(3)]
 IMAGES = [torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(step)) for step in range(3)]
@@ -124,7 +124,7 @@ def test_groups_have_their_own_learning_rate_and_the_rest_the_files(tmp_path):
         {"params": [p for name, p in named if "lm_head" in name], "lr": 1e-4},
         {"params": [p for name, p in named if "lora_B" in name], "lr": 1e-1},
     ]
-    make = adamw_of(choice)
+    make = optimizer_of(choice)
     engine = zero3d.Engine(
         opened.module, weights=opened.weights, stage=2, precision="fp32", clip_norm=CLIP, optimizer=make,
         param_groups=parameter_groups(opened.module, choice),

@@ -7,19 +7,11 @@ from fractions import Fraction
 
 import pytest
 
-from zero3d.account.optimizers import (
-    CODE,
-    STATES,
-    OptimizerBytes,
-    master_width,
-    segments,
-    state_spans,
-    state_width,
-    states_of,
-)
+from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width, states_of
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
 from zero3d.account.traffic import Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.state_spans import Span
 
@@ -56,7 +48,9 @@ def test_adamw_has_two_states_of_all_and_muon_two_of_the_norm_and_one_of_the_mat
 
 
 def test_a_matrix_has_one_state_with_muon_and_all_else_has_two():
-    found = {name: (states_of(name, matrix=True), states_of(name, matrix=False)) for name in STATES}
+    found = {
+        name: (states_of(name, matrix=True), states_of(name, matrix=False)) for name in ("adamw", "adamw8bit", "muon")
+    }
     assert found == {"adamw": (2, 2), "adamw8bit": (2, 2), "muon": (1, 2)}
 
 
@@ -64,7 +58,7 @@ def test_a_shard_of_padding_has_no_states_but_room_for_all_of_them_in_a_record()
     for optimizer, states in (("adamw", 2), ("muon", 3)):
         assert state_spans(optimizer, [], MATRIX, 64, 8) == []
         assert segments(optimizer, [], 64) == [(64, states)]
-        assert len(STATES[optimizer]) == states
+        assert len(OPTIMIZERS[optimizer].states) == states
 
 
 def test_states_whose_parameters_are_mixed_have_room_in_all_elements():

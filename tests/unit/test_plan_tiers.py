@@ -217,6 +217,7 @@ def test_seconds_of_updates_follow_the_elements_and_the_fraction():
     assert update_seconds(replace(plan, fraction=0.25), SPEC, 1e9) == pytest.approx(0.6)
     assert update_seconds(P(), SPEC, 1e9) == 0.0
     assert update_seconds(P(stage=3, params="host"), SPEC, 1e9) == pytest.approx(0.4)  # weights there and back
+    assert update_seconds(replace(plan, optimizer="muon"), SPEC, 1e9) == pytest.approx(1.6)  # one state of matrices
 
 
 def test_weights_are_read_for_every_gather_at_the_slower_rate():

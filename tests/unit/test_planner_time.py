@@ -150,6 +150,15 @@ def test_every_part_of_a_model_lies_on_one_rank():
         assert len(cut) == ranks * virtual
 
 
+def test_a_split_master_costs_every_optimizer_the_same_bytes_more():
+    def more(optimizer):
+        whole, split = (ParallelPlan(dp=8, optimizer=optimizer, master=master) for master in ("fp32", "split"))
+        return seconds(split).parts["optimizer"] - seconds(whole).parts["optimizer"]
+
+    assert more("adamw") > 34 * MODEL.params / 8 / A100.gpu.bandwidth  # which no kernel reaches
+    assert more("muon") == pytest.approx(more("adamw"))
+
+
 def test_offloading_moves_the_optimizer_to_the_slower_host():
     plan = ParallelPlan(dp=8, stage=2)
     on, off = seconds(plan).parts, seconds(replace(plan, offload="host")).parts

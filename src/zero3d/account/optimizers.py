@@ -3,10 +3,7 @@
 stored of a master beside its weight   4 (fp32), 2 (the remainder of one in halves), 0 where the weight is the master
 state                                  4, or 8 under fp64; 2 rounded to bf16; 1 and a scale for a block in 8 bits
 
-optimizer   of all parameters       of matrices alone   of the rest alone
-adamw       exp_avg, exp_avg_sq
-adamw8bit   exp_avg, exp_avg_sq
-muon                                momentum_buffer     exp_avg, exp_avg_sq
+Which states an optimizer has, and of which parameters, says its row (spec/optimizer.py).
 """
 
 from __future__ import annotations
@@ -16,13 +13,11 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from zero3d.spec.optimizer import ADAMW, EIGHT_BIT, MUON
+from zero3d.spec.optimizer import ALL, MATRICES, OPTIMIZERS, REST
 from zero3d.zero.layout import ALIGN, Piece
 from zero3d.zero.state_spans import Span, span_of
 
 T = TypeVar("T")
-ALL, MATRICES, REST = "all", "matrices", "rest"  # which parameters have a state
-STATES = {ADAMW: (ALL, ALL), EIGHT_BIT: (ALL, ALL), MUON: (MATRICES, REST, REST)}
 BF16 = 2
 REMAINDER = 2  # bytes of a split master beside its bf16 weight
 CODE = 1 + Fraction(4, ALIGN)  # bytes of a state in 8 bits: a code, and its part of a block's fp32 scale
@@ -52,7 +47,7 @@ def state_spans(
     used      parameters that all elements stand for
     """
     has = {ALL: lambda slot: True, MATRICES: lambda slot: slot in matrices, REST: lambda slot: slot not in matrices}
-    spans = (span_of(pieces, has[of], elements, used) for of in STATES[optimizer])
+    spans = (span_of(pieces, has[of], elements, used) for of in OPTIMIZERS[optimizer].states.values())
     return [span for span in spans if span is not None]
 
 
@@ -63,7 +58,7 @@ def segments(optimizer: str, spans: Sequence[Span], elements: int) -> list[tuple
     [(4, 2), (12, 1)]
     """
     if not spans:
-        return [(elements, len(STATES[optimizer]))]
+        return [(elements, len(OPTIMIZERS[optimizer].states))]
     return [(stop - start, len(those)) for start, stop, those in cut_by_states(dict(enumerate(spans)), elements)]
 
 
@@ -77,8 +72,8 @@ def cut_by_states(spans: Mapping[T, Span], elements: int) -> list[tuple[int, int
 
 
 def states_of(optimizer: str, matrix: bool) -> int:
-    """Return how many states an optimizer keeps of a parameter. matrix: whether Muon would take it as one."""
-    return sum(of in (ALL, MATRICES if matrix else REST) for of in STATES[optimizer])
+    """Return how many states an optimizer keeps of a parameter. matrix: whether it is a block's matrix."""
+    return sum(of in (ALL, MATRICES if matrix else REST) for of in OPTIMIZERS[optimizer].states.values())
 
 
 class OptimizerBytes(NamedTuple):

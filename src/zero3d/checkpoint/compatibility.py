@@ -21,13 +21,17 @@ from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manife
 from zero3d.checkpoint.resume_contract import EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
+from zero3d.spec.optimizer import OPTIMIZERS
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
-OURS = {
-    "MuonWithAdamW": "optimizer.name=muon (zero3d.optim.muon)",
-    "AdamW8bit": "optimizer.name=adamw8bit (zero3d.optim.adamw8bit)",
+OURS = {  # what to type, by the name of a class that torch has not
+    row.kind: f"optimizer.name={row.name} ({row.call.replace(':', '.')})"
+    for row in OPTIMIZERS.values()
+    if row.call.startswith("zero3d.optim")
 }
-ALIKE = {"AdamW", "AdamW8bit"}  # the same states and options, stored otherwise
+ALIKE = [  # names of classes with the same states and options, stored otherwise
+    {row.kind, OPTIMIZERS[row.codes].kind} for row in OPTIMIZERS.values() if row.codes is not None
+]
 COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
 COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -134,7 +138,7 @@ def fill_buffer(live: Tensor, values: Tensor) -> None:
 def _check_kind(manifest: Manifest, engine: EngineState) -> None:
     saved, live = manifest.fields.entry("optimizer"), engine.optimizer.torch
     live_class, saved_class = type(live).__name__, _saved_class(manifest)
-    if live_class != saved_class and not {live_class, saved_class} <= ALIKE:
+    if live_class != saved_class and {live_class, saved_class} not in ALIKE:
         raise CheckpointError(
             f"{manifest.folder} holds states of {saved_class}, this engine uses {live_class}: build it with "
             f"{OURS.get(saved_class, saved_class)}."

@@ -28,7 +28,7 @@ from zero3d.plan.ladder import ladder
 from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
-from zero3d.spec.optimizer import NAMES
+from zero3d.spec.optimizer import ADAMW, NAMES
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
     )
-    parser.add_argument("--optimizer", default="adamw", help=f"{' or '.join(NAMES)} (default %(default)s)")
+    parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")

@@ -8,7 +8,7 @@ keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
 batch       batch = micro_batch x accumulate x dp
-problems    what keys cannot be together; Muon's options and section offload, as an engine takes them
+problems    what keys cannot be together; sections optimizer and offload, as an engine takes them
 own_code    what module:name names, imported; an error of it in one line
 shrinking   how many of the ranks that are there train, under health.min_ranks
 deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults

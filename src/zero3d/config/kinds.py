@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from zero3d.config.sources import FORMATS, DataSource, Refused, read_sources
 from zero3d.errors import SHOWN, short
+from zero3d.spec.optimizer import ADAMW, RULES_OF_GROUPS
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULLS = ("null", "none", "~", "")
@@ -140,7 +141,7 @@ def _group(value: Any) -> Mapping[str, str | float]:
     if not own or "match" not in value or not own <= {*GROUP_NUMBERS, "name"} or not _text(value["match"]):
         raise ValueError
     numbers = {name: _number(value[name]) for name in GROUP_NUMBERS if name in value}
-    if any(number < 0 for number in numbers.values()) or value.get("name", GROUP_RULES[0]) not in GROUP_RULES:
+    if any(number < 0 for number in numbers.values()) or value.get("name", ADAMW) not in RULES_OF_GROUPS:
         raise ValueError
     return {"match": value["match"], **({"name": value["name"]} if "name" in value else {}), **numbers}
 
@@ -163,7 +164,7 @@ def _option(value: Any) -> float | str | bool | None:
 
 OPTIONS = Mapping[str, float | str | bool | None]
 GROUPS = tuple[Mapping[str, str | float], ...]
-GROUP_NUMBERS, GROUP_RULES = ("lr", "weight_decay"), ("adamw", "muon")
+GROUP_NUMBERS = ("lr", "weight_decay")
 SOURCE: Mapping[str, Any] = {
     "type": "object",
     "required": ["path"],
@@ -209,8 +210,8 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             },
         ),
         GROUPS: Kind(
-            "a list of {match: text, lr: number, weight_decay: number, name: adamw or muon} with one at least, numbers "
-            "from 0",
+            f"a list of {{match: text, lr: number, weight_decay: number, name: {' or '.join(RULES_OF_GROUPS)}}} with "
+            "one at least, numbers from 0",
             _groups,
             {
                 "type": "array",
@@ -222,7 +223,7 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
                     "additionalProperties": False,
                     "properties": {
                         "match": {"type": "string", "minLength": 1},
-                        "name": {"enum": [*GROUP_RULES]},
+                        "name": {"enum": [*RULES_OF_GROUPS]},
                         **{name: {"type": "number", "minimum": 0} for name in GROUP_NUMBERS},
                     },
                 },

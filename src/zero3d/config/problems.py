@@ -5,32 +5,24 @@ What sections of zero3d/spec cannot be together is in spec/rules.py, for Engine'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import Config, Lora
+from zero3d.config.sections import Config, Lora, Optimizer
 from zero3d.config.shrinking import refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
 from zero3d.spec.offload import HOST_BUDGET, Offload
-from zero3d.spec.optimizer import MUON
+from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 from zero3d.spec.rules import Spec, refusals
 from zero3d.spec.sizes import parse_size
 
 HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
 FOLDER = "offload"  # of an output folder
-ADJUSTMENTS = ("match_rms_adamw", "original")
-MUON_OPTIONS: Mapping[str, tuple[type[Any], Callable[[Any], bool], str]] = {
-    "lr": (float, lambda value: value > 0, "a number above 0"),
-    "momentum": (float, lambda value: 0 <= value < 1, "a number from 0 and below 1"),
-    "nesterov": (bool, lambda value: True, "true or false"),
-    "ns_steps": (int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
-    "adjust_lr": (str, lambda value: value in ADJUSTMENTS, " or ".join(ADJUSTMENTS)),
-}
 
 
 def problems_across(config: Config) -> Iterator[tuple[str, str]]:
@@ -128,21 +120,25 @@ def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:
 def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of the optimizer that cannot be, and why."""
     choice = config.optimizer
-    named = [str(group["match"]) for group in choice.groups or () if group.get("name") == MUON]
-    if named and choice.name != MUON:
-        text = f"optimizer.groups asks for Muon for {named[0]!r}, and optimizer.name is {choice.name}:"
-        yield "optimizer.groups", f"{text} type optimizer.name=muon, or leave it out."
-    for name, value in (choice.muon or {}).items():
-        if name not in MUON_OPTIONS:
-            yield "optimizer.muon", f"optimizer.muon has no {name!r}: it takes {', '.join(MUON_OPTIONS)}."
-            continue
-        kind, fits, wants = MUON_OPTIONS[name]
-        try:
-            fine = fits(convert(value, (kind,)))
-        except ValueError:
-            fine = False
-        if not fine:
-            yield "optimizer.muon", f"optimizer.muon: {name} takes {wants}; found {describe_value(value)}."
+    for group in choice.groups or ():
+        asked = OPTIMIZERS.get(str(group.get("name")))
+        if asked is not None and choice.name in OPTIMIZERS and asked.name not in OPTIMIZERS[choice.name].rules:
+            text = f"optimizer.groups asks for {asked.title} for {str(group['match'])!r}, and optimizer.name is"
+            yield "optimizer.groups", f"{text} {choice.name}: type optimizer.name={asked.name}, or leave it out."
+            break
+    for row in OPTIMIZERS.values():
+        key = f"optimizer.{row.name}"
+        for name, value in _own_options(choice, row).items():
+            if name not in row.options:
+                yield key, f"{key} has no {name!r}: it takes {', '.join(row.options)}."
+                continue
+            kind, fits, wants = row.options[name]
+            try:
+                fine = fits(convert(value, (kind,)))
+            except ValueError:
+                fine = False
+            if not fine:
+                yield key, f"{key}: {name} takes {wants}; found {describe_value(value)}."
 
 
 def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -178,9 +174,16 @@ def _spec_of(config: Config) -> Spec:
 # --- as an engine takes them ---------------------------------------------------------------------
 
 
-def muon_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return checked options as `zero3d.optim.muon` takes them."""
-    return {name: convert(value, (MUON_OPTIONS[name][0],)) for name, value in (given or {}).items()}
+def optimizer_arguments(choice: Optimizer) -> dict[str, Any]:
+    """Return what a checked section gives the function that its optimizer's row names; options of its own key win."""
+    row = OPTIMIZERS[choice.name]
+    own = {name: convert(value, (row.options[name].kind,)) for name, value in _own_options(choice, row).items()}
+    return {name: getattr(choice, key) for name, key in row.takes.items()} | own
+
+
+def _own_options(choice: Optimizer, row: OptimizerRow) -> Mapping[str, Any]:
+    """Return what is given under an optimizer's own key; nothing where it has none."""
+    return (getattr(choice, row.name) or {}) if row.options else {}
 
 
 def offload_of(config: Config) -> Offload:

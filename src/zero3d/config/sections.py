@@ -22,7 +22,7 @@ from zero3d.config.sources import FORMATS, DataSource
 from zero3d.spec.declaring import key
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
-from zero3d.spec.optimizer import ADAMW, NAMES
+from zero3d.spec.optimizer import ADAMW, NAMES, OPTIMIZERS
 from zero3d.spec.zero import PRECISIONS, Zero
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
@@ -140,10 +140,7 @@ class Optimizer:
     """AdamW or Muon, its groups, and clipping."""
 
     name: str = key(
-        ADAMW,
-        "muon: Muon on the matrices of blocks, AdamW on all else; adamw8bit: AdamW with moments in 8 bits, 2.03 bytes "
-        "per parameter for 8",
-        choices=NAMES,
+        ADAMW, "; ".join(f"{row.name}: {row.text}" for row in OPTIMIZERS.values() if row.text), choices=NAMES
     )
     lr: float = key(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)

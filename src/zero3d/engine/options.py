@@ -29,11 +29,10 @@ from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.rules import Spec, check
 from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
-from zero3d.zero.layout import GROUP
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
@@ -92,9 +91,17 @@ class Options:
         return parse_budget(self.zero.gather_budget)
 
     def settings(self, mesh: Mesh, precision: Precision) -> Spec:
-        """Return what rules are about, as far as it is known before the optimizer is built."""
-        asked = replace(self.mesh, **mesh.degrees._asdict())
-        return Spec(self.zero, self.offload, asked, precision.name, ema=self.optimizer.ema, replay=self.step.replay)
+        """Return what rules are about; of an optimizer, and what builds it, `row` says which one it is."""
+        asked, row = replace(self.mesh, **mesh.degrees._asdict()), getattr(self.optimizer.optimizer, "row", None)
+        return Spec(
+            self.zero,
+            self.offload,
+            asked,
+            precision.name,
+            optimizer=row.name if isinstance(row, OptimizerRow) else None,
+            ema=self.optimizer.ema,
+            replay=self.step.replay,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     row = stage_row(zero.stage)
     precision = Precision.of(options.model.precision)
     mesh = mesh if mesh is not None else Mesh()
-    settings = options.settings(mesh, precision)
-    check(settings)
+    check(options.settings(mesh, precision))
     schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
     budgeted = options.gather_budget is not None and row.shards_parameters
     released = "every_use" if budgeted else options.offload.release(zero.release)
@@ -145,8 +151,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_moments(options.offload.moments, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
-    if groups.block != GROUP:
-        check(replace(settings, optimizer=EIGHT_BIT))
     wide = torch.float64 if precision.name == "fp64" else torch.float32
     # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
     accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate

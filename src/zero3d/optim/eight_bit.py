@@ -23,8 +23,10 @@ from torch.optim.adamw import adamw
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.optim.blockwise import BLOCK, Blocks, decode, encode
+from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+ROW = OPTIMIZERS["adamw8bit"]
 
 
 class Run(NamedTuple):
@@ -43,6 +45,7 @@ class Run(NamedTuple):
 class AdamW8bit(Optimizer):
     """Updates 1-D pieces of parameters by AdamW, with moments in blocks of 8 bits."""
 
+    row = ROW
     coded = SIGNED
     block = BLOCK
 
@@ -158,6 +161,7 @@ class AdamW8bitRule:
     """What `adamw8bit` returns: builds the optimizer of groups of pieces."""
 
     options: dict[str, Any]
+    row: ClassVar[OptimizerRow] = ROW
     block: ClassVar[int] = BLOCK
 
     def __call__(self, params: Any) -> AdamW8bit:

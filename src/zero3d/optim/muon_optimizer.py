@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from torch.optim import AdamW, Optimizer
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import STEPS, adjusted
 from zero3d.optim.newton_schulz import COEFFICIENTS, EPS, orthogonalize
+from zero3d.spec.optimizer import ADJUSTMENTS, OPTIMIZERS, OptimizerRow
 
 MATRICES = "matrices"  # option of a group: whether Muon updates it
 MOMENTUM = "momentum_buffer"
-ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class MuonWithAdamW(Optimizer):
@@ -101,6 +101,7 @@ class MuonRule:
     adamw: Mapping[str, Any]
     match: str | None
     split: Mapping[str, str]
+    row: ClassVar[OptimizerRow] = OPTIMIZERS["muon"]
 
     def __call__(self, groups: Sequence[dict[str, Any]]) -> MuonWithAdamW:
         """Return the optimizer of groups of pieces."""

@@ -27,6 +27,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.offload import AUTO, DISK, HOST, Offload
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 
 TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
@@ -67,7 +68,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "activations": plan.activations,
         }
         | ({"offload": away} if away else {})
-        | ({"optimizer": {"name": plan.optimizer}} if plan.optimizer != "adamw" else {})
+        | ({"optimizer": {"name": plan.optimizer}} if plan.optimizer != ADAMW else {})
         | saves
         | health
     )
@@ -121,8 +122,11 @@ def _tiers(config: Config) -> dict[str, Any]:
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     """Return DeepSpeed's JSON of a run without pipelines. Raises ConfigError."""
-    if plan.optimizer != "adamw":
-        raise ConfigError("--emit-deepspeed: DeepSpeed's Muon is another one: pass --optimizer adamw.")
+    if plan.optimizer != ADAMW:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON is written for AdamW alone, and the plan is for "
+            f"{OPTIMIZERS[plan.optimizer].title}: pass --optimizer adamw."
+        )
     if plan.ep > 1:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say ep={plan.ep}: its experts are layers written for it."

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from zero3d.plan.search import Evaluate
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 
 RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
 RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, "host"), "3": (3, "none"), "3 + offload": (3, "host")}
@@ -39,7 +39,7 @@ class Rung(NamedTuple):
 
 
 def ladder(
-    model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = "adamw"
+    model: ModelSpec, cluster: ClusterSpec, sequences: int, limit: float, evaluate: Evaluate, optimizer: str = ADAMW
 ) -> list[Rung]:
     """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
 
@@ -50,7 +50,7 @@ def ladder(
     )
     rungs = []
     for name, (stage, offload) in RUNGS.items():
-        if offload != "none" and optimizer == EIGHT_BIT:
+        if offload != "none" and OPTIMIZERS[optimizer].coded:
             continue
         rung_plan = faster_reduction(model, replace(plan, stage=stage, offload=offload), cluster)
         estimate = evaluate(model, cluster, rung_plan)

@@ -15,9 +15,7 @@ from functools import lru_cache
 from zero3d.optim.owners import WIRE, Owners, matrices_of
 from zero3d.plan.rank_model import RankUnit, division_key, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.spec.optimizer import MUON
-
-TOUCHED = 42  # bytes of memory per parameter: 16 for the momentum, 12 for what travels, 14 for the update
+from zero3d.spec.optimizer import OPTIMIZERS
 
 
 @lru_cache(maxsize=4096)
@@ -51,17 +49,20 @@ def owners_key(plan: ParallelPlan) -> ParallelPlan:
     return replace(division_key(plan), stage=plan.stage)
 
 
+def _owners(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str, Owners], ...]:
+    """Return the owners of a plan's matrices; none where its optimizer makes no matrix orthogonal."""
+    return owners_of(model, owners_key(plan), stage) if OPTIMIZERS[plan.optimizer].orthogonal else ()
+
+
 def held(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
     """Return the most bytes that are on their way to owners and back on the first dp rank."""
-    if plan.optimizer != MUON:
-        return 0
-    return max((WIRE * owners.held(0) for _, owners in owners_of(model, owners_key(plan), stage)), default=0)
+    return max((WIRE * owners.held(0) for _, owners in _owners(model, plan, stage)), default=0)
 
 
 def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float]:
     """Return the bytes that the first dp rank of a pipeline stage sends in a step, by "operation axis"."""
     sent: dict[str, float] = {}
-    for axis, owners in owners_of(model, owners_key(plan), stage) if plan.optimizer == MUON else ():
+    for axis, owners in _owners(model, plan, stage):
         for row in owners.traffic(axis, 0, 0, plan.tp):
             if row.moved.bytes:
                 sent[f"{row.op} {row.axis}"] = sent.get(f"{row.op} {row.axis}", 0.0) + row.moved.bytes
@@ -70,7 +71,5 @@ def traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, float
 
 def operations_of(model: ModelSpec, plan: ParallelPlan) -> int:
     """Return the operations of Newton-Schulz of the rank that has most: of slices that tp cuts, its share."""
-    if plan.optimizer != MUON:
-        return 0
-    of_stages = (owners_of(model, owners_key(plan), stage) for stage in range(plan.pp))
+    of_stages = (_owners(model, plan, stage) for stage in range(plan.pp))
     return max(sum(max(owners.costs()) for _, owners in of_stage) for of_stage in of_stages)

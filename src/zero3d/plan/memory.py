@@ -44,7 +44,7 @@ from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import Windows, backwards
 from zero3d.spec.offload import DEVICE, DISK, HOST
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
@@ -292,7 +292,7 @@ class _Rank:
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
         rounds, splits = self.plan.precision == "bf16", self.plan.master == "split"
         scratch = float(rounds * master_scratch(elements, "cuda", splits))
-        if self.plan.optimizer == EIGHT_BIT:
+        if OPTIMIZERS[self.plan.optimizer].coded:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
             scratch = scratch + decoded if splits else max(scratch, decoded)
         if self.plan.averages:

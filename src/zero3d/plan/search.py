@@ -33,6 +33,7 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
+from zero3d.spec.optimizer import ADAMW
 
 Tiers = tuple[dict[str, Any], ...]  # settings of a plan
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
@@ -83,14 +84,14 @@ class Target(NamedTuple):
     sequences  of a step over all ranks
     limit      bytes of a GPU that may be used
     offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
-    optimizer  adamw, muon, adamw8bit
+    optimizer  the name of its row (spec/optimizer.py)
     """
 
     sequences: int
     limit: float
     goal: str = "fastest"
     offload: str = "auto"
-    optimizer: str = "adamw"
+    optimizer: str = ADAMW
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> SearchResult:

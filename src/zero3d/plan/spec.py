@@ -22,7 +22,7 @@ from typing import Any
 from zero3d.optim.matrices import Form
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import Spec
 from zero3d.spec.zero import Zero
 from zero3d.zero.layout import ALIGN, GROUP
@@ -292,7 +292,7 @@ class ParallelPlan:
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     ep             ranks, neighbours on dp, that share each layer's experts out
     experts        exact, fast (one product of what all ep ranks send)
-    optimizer      adamw, muon, adamw8bit
+    optimizer      the name of its row (spec/optimizer.py)
     partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
     """
 
@@ -331,7 +331,7 @@ class ParallelPlan:
     @property
     def block(self) -> int:
         """Return of how many elements together no shard has a part."""
-        return ALIGN if self.optimizer == EIGHT_BIT else GROUP
+        return ALIGN if OPTIMIZERS[self.optimizer].coded else GROUP
 
     @property
     def averages(self) -> int:

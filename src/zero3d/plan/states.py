@@ -30,7 +30,7 @@ from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
 from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import check
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
@@ -159,7 +159,7 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
     optimizer = OptimizerBytes(0)
     if unit.trainable and not tiers.states:
         wide = WIDTHS[plan.precision].reduced
-        width = CODE if plan.optimizer == EIGHT_BIT else wide
+        width = CODE if OPTIMIZERS[plan.optimizer].coded else wide
         elements, spans = updated(unit, plan, dp_rank)
         states = [(span, width) for span in spans]
         if spans:

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from zero3d.account.optimizers import master_width, state_width
+from zero3d.account.optimizers import master_width, state_width, states_of
 from zero3d.account.states import WIDTHS
 from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
 from zero3d.offload.placement import record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
 from zero3d.spec.offload import DEVICE, DISK, HOST
-from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.optimizer import OPTIMIZERS
 
 MANY = 10**9  # parameters for whose update an executor is chosen
 
@@ -41,10 +41,11 @@ class Rates(NamedTuple):
 
 
 def record_width(plan: ParallelPlan, place: str) -> int:
-    """Return the bytes of a parameter in a record of optimizer states."""
+    """Return the bytes of a parameter in a record of optimizer states: of a matrix, as most of them are."""
     weight, wide, _ = WIDTHS[plan.precision]
     master = master_width(weight, wide, plan.master == "split")
-    widths = record_widths(weight, master, 2 * state_width(wide, plan.moments), place)
+    states = states_of(plan.optimizer, matrix=True) * state_width(wide, plan.moments)
+    widths = record_widths(weight, master, states, place)
     return widths.total - (widths.weight if plan.params != "none" else 0)
 
 
@@ -70,7 +71,7 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
     """Choose by the engine's rule; a disk takes as long in both cases."""
-    if plan.optimizer != ADAMW or plan.precision == "fp64":
+    if not OPTIMIZERS[plan.optimizer].on_host or plan.precision == "fp64":
         what = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
         return ExecutorChoice(DEVICE, what)
     rates = Rates.of(cluster)

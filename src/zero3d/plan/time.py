@@ -32,16 +32,15 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
-from zero3d.plan.matrices import TOUCHED, operations_of, traffic as matrix_traffic
+from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
-from zero3d.spec.optimizer import EIGHT_BIT, MUON
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.zero.stages import resolve_policies, stage_row
 
-OF_CODES = 100  # bytes of memory per parameter that two moments of 8 bits are read and written in, beside the update
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
@@ -300,10 +299,7 @@ def _exposed(communication: float, computation: float, hide: float) -> float:
 
 
 def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str, float]:
-    """Time optimizer and offload. Adam reads gradient, master, m, v, writes master, m, v, weight: 30 bytes.
-
-    A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
-    (18 in scratch): 34 more.
+    """Time optimizer and offload.
 
     hidden  seconds of a micro-batch's forward, and of that with its backward
     """
@@ -325,7 +321,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
     on_device = updated * (1 - plan.fraction) if plan.executor == "host" else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-    records = plan.tiers.states or plan.master != "fp32" or plan.optimizer == EIGHT_BIT
+    records = plan.tiers.states or plan.master != "fp32" or OPTIMIZERS[plan.optimizer].coded
     touched = _touched(plan) + 32 * plan.averages
     buckets = on_device / update_bucket("cuda") if records else 0.0
     own = touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch
@@ -333,9 +329,12 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
 
 
 def _touched(plan: ParallelPlan) -> int:
-    """Return the bytes of memory per parameter that an update reads and writes."""
-    usual = 64 if plan.master == "split" else TOUCHED if plan.optimizer == MUON else 30
-    return usual + OF_CODES * (plan.optimizer == EIGHT_BIT)
+    """Return the bytes of memory per parameter that an update reads and writes.
+
+    A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
+    (18 in scratch): 34 more.
+    """
+    return OPTIMIZERS[plan.optimizer].touched + 34 * (plan.master == "split")
 
 
 def _matrices(step: _Step) -> float:

@@ -5,44 +5,30 @@ from __future__ import annotations
 import fnmatch
 import glob
 from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero3d.config import Optimizer
-from zero3d.config.problems import muon_options
+from zero3d.config.problems import optimizer_arguments
 from zero3d.models.names import check_patterns, matches
-from zero3d.optim import adamw8bit, muon
-from zero3d.spec.optimizer import ADAMW, EIGHT_BIT, MUON
+from zero3d.spec.optimizer import OPTIMIZERS
 
 
 def optimizer_of(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
     """Return the builder of the optimizer that a configuration names."""
-    if choice.name == ADAMW:
-        return adamw(choice)
-    if choice.name == EIGHT_BIT:
-        return adamw8bit(choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay)
-    options = {"lr": choice.lr} | muon_options(choice.muon)
-    return muon(
-        adamw_lr=choice.lr,
-        weight_decay=choice.weight_decay,
-        betas=choice.betas,
-        adamw_eps=choice.eps,
-        split=choice.split,
-        **options,
-    )
+    make: Callable[..., Callable[[Any], torch.optim.Optimizer]] = resolve_name(OPTIMIZERS[choice.name].call)
+    return make(**optimizer_arguments(choice))
 
 
-def adamw(choice: Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a builder of fused AdamW (Loshchilov and Hutter 2019)."""
-
-    def build(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            params, lr=choice.lr, betas=choice.betas, eps=choice.eps, weight_decay=choice.weight_decay, fused=True
-        )
-
-    return build
+def adamw(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a builder of torch's fused AdamW (Loshchilov and Hutter 2019)."""
+    return partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
 def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]]:
@@ -61,7 +47,7 @@ def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]
         names.setdefault((place, _decays(name, p, choice.no_decay)), []).append(name)
     if not own:
         names.pop((0, True), None)
-    left_out = {"match"} if choice.name == MUON else {"match", "name"}
+    left_out = {"match"} if OPTIMIZERS[choice.name].orthogonal else {"match", "name"}
     settings: list[dict[str, Any]] = [{}, *({key: of[key] for key in of if key not in left_out} for of in own)]
     return [
         {"match": "|".join(map(glob.escape, names[place, decays])), **settings[place]}

@@ -4,7 +4,7 @@ zero      what data-parallel ranks shard, and how gradients are reduced
 mesh      degrees, and how pipeline, tensor and expert parallelism divide a model
 offload   what leaves the device
 rules     what settings cannot be together, once for files, engines and plans
-optimizer names of those that a file asks for
+optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it
 declaring how a key says its default, meaning and range
 sizes     bytes as people write them
 """

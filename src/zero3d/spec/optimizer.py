@@ -1,3 +1,126 @@
-"""Names the optimizers that a file may ask for. No torch."""
+"""Has a row for each optimizer that a file may ask for: optimizer.name. No torch.
 
-NAMES = ADAMW, MUON, EIGHT_BIT = ("adamw", "muon", "adamw8bit")
+The row says all that is asked of an optimizer before there is one: how a file's section builds it, which options and
+states it has, what a step costs, what cannot be together with it. Nobody else compares names: an optimizer is added by
+its file in optim/, its row and its test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ALL, MATRICES, REST = "all", "matrices", "rest"  # which parameters have a state
+ADJUSTMENTS = ("match_rms_adamw", "original")
+NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Option(NamedTuple):
+    """An option under an optimizer's own key: its type, which values fit, and the same in words."""
+
+    kind: type[Any]
+    fits: Callable[[Any], bool]
+    wants: str
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """What is known of an optimizer before there is one.
+
+    name     as in optimizer.name
+    title    in sentences
+    call     MODULE:FUNCTION that takes what `takes` and `options` name, and returns what builds it over pieces
+    takes    the function's parameters, each with the key of the section that it gets
+    kind     its torch class, as checkpoints name it
+    states   which parameters have each state, by the state's name
+    touched  bytes of memory per parameter that an update reads and writes, its master in fp32
+    text     what the configuration says of it
+    options  of its own key (optimizer.NAME), where it has one
+    rules    what optimizer.groups may say under `name`
+    codes    the optimizer whose states it has in 8 bits: a checkpoint of one is loaded by the other
+    on_host  whether the host can update it, too (offload/host_adam.py)
+    """
+
+    name: str
+    title: str
+    call: str
+    takes: Mapping[str, str]
+    kind: str
+    states: Mapping[str, str]
+    touched: int
+    text: str = ""
+    options: Mapping[str, Option] = field(default_factory=lambda: NO_ITEMS)
+    rules: tuple[str, ...] = ()
+    codes: str | None = None
+    on_host: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """Return whether its states are codes of 8 bits in whole blocks: on the device, of fp32 masters alone."""
+        return self.codes is not None
+
+    @property
+    def orthogonal(self) -> bool:
+        """Return whether it makes matrices orthogonal, which travel whole to an owner and back."""
+        return MATRICES in self.states.values()
+
+
+OF_ADAMW = MappingProxyType({key: key for key in ("lr", "betas", "eps", "weight_decay")})
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAMW = "adamw"
+
+_ROWS = (
+    OptimizerRow(
+        ADAMW,
+        "AdamW",
+        "zero3d.setup.optimizer:adamw",
+        OF_ADAMW,
+        "AdamW",
+        dict.fromkeys(MOMENTS, ALL),
+        touched=30,  # reads gradient, master, m, v, writes master, m, v, weight
+        rules=(ADAMW,),
+        on_host=True,
+    ),
+    OptimizerRow(
+        "muon",
+        "Muon",
+        "zero3d.optim:muon",
+        {
+            "lr": "lr",
+            "adamw_lr": "lr",
+            "betas": "betas",
+            "adamw_eps": "eps",
+            "weight_decay": "weight_decay",
+            "split": "split",
+        },
+        "MuonWithAdamW",
+        {"momentum_buffer": MATRICES, **dict.fromkeys(MOMENTS, REST)},
+        touched=42,  # of matrices: 16 for the momentum, 12 for what travels, 14 for the update
+        text="Muon on the matrices of blocks, AdamW on all else",
+        options={
+            "lr": Option(float, lambda value: value > 0, "a number above 0"),
+            "momentum": Option(float, lambda value: 0 <= value < 1, "a number from 0 and below 1"),
+            "nesterov": Option(bool, lambda value: True, "true or false"),
+            "ns_steps": Option(int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
+            "adjust_lr": Option(str, lambda value: value in ADJUSTMENTS, " or ".join(ADJUSTMENTS)),
+        },
+        rules=(ADAMW, "muon"),
+    ),
+    OptimizerRow(
+        "adamw8bit",
+        "AdamW with moments in 8 bits",
+        "zero3d.optim:adamw8bit",
+        OF_ADAMW,
+        "AdamW8bit",
+        dict.fromkeys(MOMENTS, ALL),
+        touched=130,  # AdamW's, and 50 for each moment, which is read into fp32 and written again
+        text="AdamW with moments in 8 bits, 2.03 bytes per parameter for 8",
+        rules=(ADAMW,),
+        codes=ADAMW,
+    ),
+)
+OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType({row.name: row for row in _ROWS})
+NAMES = tuple(OPTIMIZERS)
+RULES_OF_GROUPS = tuple(dict.fromkeys(rule for row in _ROWS for rule in row.rules))

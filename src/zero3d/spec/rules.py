@@ -22,7 +22,7 @@ from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS, Mesh
 from zero3d.spec.offload import AUTO, DISK, HOST, Offload
-from zero3d.spec.optimizer import EIGHT_BIT
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.zero import Zero
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
@@ -33,7 +33,7 @@ class Spec:
     """The settings that rules are about; degrees that are not known yet are None, and count as 1.
 
     activations  recomputation, None where it is not known
-    optimizer    adamw, muon, adamw8bit; None for a builder of one's own
+    optimizer    the name of its row; None for a builder of one's own
     """
 
     zero: Zero = field(default_factory=Zero)
@@ -52,6 +52,11 @@ class Spec:
     @property
     def pp(self) -> int:
         return self.mesh.pp or 1
+
+    @property
+    def coded(self) -> bool:
+        row = OPTIMIZERS.get(self.optimizer or "")
+        return row is not None and row.coded
 
 
 class Rule(NamedTuple):
@@ -172,13 +177,13 @@ RULES = (
     ),
     Rule(
         "offload.optimizer",
-        lambda s: s.optimizer == EIGHT_BIT and s.offload.states,
+        lambda s: s.coded and s.offload.states,
         "{optimizer.name} keeps moments of 8 bits on the device, and with {offload.optimizer} and {offload.params} "
         "states leave it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
     ),
     Rule(
         "precision",
-        lambda s: s.optimizer == EIGHT_BIT and s.precision == "fp64",
+        lambda s: s.coded and s.precision == "fp64",
         "{optimizer.name} updates fp32 masters, and {precision} has none: type {precision=bf16}, or use AdamW.",
     ),
     Rule(

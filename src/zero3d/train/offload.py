@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from zero3d.account.optimizers import STATES
 from zero3d.account.states import WIDTHS
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.manifest_parser import open_manifest
@@ -36,6 +35,7 @@ from zero3d.page.text import size
 from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.spec.offload import AUTO, DEVICE, HOST
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
@@ -132,7 +132,7 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     """Return what the fullest rank needs at its fullest instant, as it is planned with everything on the device."""
     parts = {name: int(nbytes) for name, nbytes in plan.estimate.memory.parts.items()}
     states, kind = parts.pop("optimizer", 0), mesh.device.type
-    most = len(STATES[config.optimizer.name])  # where Muon's matrices and others mix, all have room
+    most = len(OPTIMIZERS[config.optimizer.name].states)  # where Muon's matrices and others mix, all have room
     record = min(states, (1 + most) * WIDTHS[config.precision].reduced * update_bucket(kind))
     passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
     return Need(states, record, passing, parts)

@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.integrations.deepspeed.document import Document
 from zero3d.integrations.deepspeed.lion import Lion
 from zero3d.integrations.deepspeed.optimizer_kinds import ADAM, OPTIONS
-from zero3d.setup.optimizer import adamw, optimizer_of
+from zero3d.setup.optimizer import optimizer_of
 
 Build = Callable[[Any], torch.optim.Optimizer]
 CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -62,7 +62,7 @@ def _build(kind: str, settings: Config, document: Document) -> Build:
                 weight_decay=choice.weight_decay,
                 fused=True,
             )
-        return adamw(settings.optimizer)
+        return optimizer_of(settings.optimizer)
     given = {name: values.get(f"optimizer.params.{name}") for name in OPTIONS[kind]}
     options = {name: value for name, value in given.items() if value is not None} | {"lr": settings.optimizer.lr}
 

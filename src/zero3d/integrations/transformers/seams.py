@@ -27,7 +27,7 @@ from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
 from zero3d.integrations.transformers.arguments import json_of
-from zero3d.setup.optimizer import adamw
+from zero3d.setup.optimizer import optimizer_of
 from zero3d.setup.schedule import scheduler
 
 SCHEDULE = "lr_scheduler"  # where its state is in what the engine's checkpoint keeps for loops
@@ -96,7 +96,7 @@ def create_optimizer(original: Callable[..., Any], trainer: Trainer, model: Any 
     if trainer.optimizer is not None or json is None or not json.has("optimizer.type"):
         return original(model)
     trained = [p for p in (trainer.model if model is None else model).parameters() if p.requires_grad]
-    trainer.optimizer = adamw(json.settings.optimizer)(trained)
+    trainer.optimizer = optimizer_of(json.settings.optimizer)(trained)
     return trainer.optimizer
 
 
