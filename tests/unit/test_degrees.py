@@ -8,7 +8,7 @@ import pytest
 
 import zero3d
 from zero3d.checkpoint.resume_contract import FREE, PLAIN, USUAL
-from zero3d.config import Train, load
+from zero3d.config import Mesh, Train, degrees_of, load
 from zero3d.config.batch import resolve_batch
 from zero3d.config.keys import KEYS
 from zero3d.distributed.degrees import AXES, FOLDS, Degrees, Place, least_dp
@@ -134,9 +134,8 @@ def test_a_model_is_cut_over_every_axis_but_dp(degrees, cut):
 
 
 def test_dp_is_a_multiple_of_what_folds_it():
-    asked = {"dp": None, "tp": 2, "pp": None, "ep": None}
-    assert least_dp(asked) == 1
-    assert least_dp(asked | {"ep": 4}) == 4
+    assert least_dp(degrees_of(Mesh(tp=2))) == 1
+    assert least_dp(degrees_of(Mesh(tp=2, ep=4))) == 4
 
 
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.name)
