@@ -119,7 +119,7 @@ def test_an_ep_that_does_not_fold_dp_is_refused(ep, says):
         Degrees.resolve(6, ep=ep)
 
 
-def test_a_rest_that_is_all_of_dp_has_the_groups_of_dp():
+def test_a_complement_that_is_all_of_dp_has_the_groups_of_dp():
     assert Degrees(1, 8, 1, ep=1).group("edp") == "dp"
     assert Degrees(1, 8, 1, ep=1).along("edp", 3) == list(range(8))
     for axis in ("ep", "edp", "dp", "world"):
@@ -141,8 +141,8 @@ def test_dp_is_a_multiple_of_what_folds_it():
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.name)
 def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     degrees = Degrees.resolve(8, **{fold.name: 2})
-    assert (degrees.size(fold.name), degrees.size(fold.rest)) == (2, 4)
-    assert f"{fold.name} 2 x {fold.rest} 4" in str(degrees)
+    assert (degrees.size(fold.name), degrees.size(fold.complement)) == (2, 4)
+    assert f"{fold.name} 2 x {fold.complement} 4" in str(degrees)
     assert f"mesh.{fold.name}" in KEYS
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
     assert USUAL[fold.name] == 1, "of a checkpoint that is older than the axis"
@@ -151,7 +151,7 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
 
 
 def test_axes_have_names_of_their_own_in_groups_and_ledger():
-    names = [*AXES, "world", "replica", *(name for fold in FOLDS for name in (fold.name, fold.rest))]
+    names = [*AXES, "world", "replica", *(name for fold in FOLDS for name in (fold.name, fold.complement))]
     assert sorted(set(names)) == sorted(names)
 
 

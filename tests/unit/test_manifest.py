@@ -139,7 +139,7 @@ def mesh_of_four_ranks(**folds):
     return _mesh(fields, fields.entry("parts"))
 
 
-def test_a_manifest_names_what_folds_dp_and_the_rest_is_1():
+def test_a_manifest_names_what_folds_dp_and_an_axis_that_it_does_not_name_is_1():
     assert mesh_of_four_ranks() == Degrees(1, 4, 1)
     assert mesh_of_four_ranks(ep=2) == Degrees(1, 4, 1, ep=2)
     for wrong, takes in ((3, "a divisor of dp, 4"), (8, "4"), (0, "1")):

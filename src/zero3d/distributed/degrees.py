@@ -10,9 +10,9 @@
 A column is a model-parallel group: its ranks hold one copy of the model together and train on the same part of the
 batch, 1/DP of it. A row holds the same layers; a cell holds the same parameters of them, split over tp.
 
-Other axes fold dp: dp = degree x rest, each for itself. The axis is neighbours on dp, its rest the ranks that have the
-same place among their neighbours. That of experts: ep neighbours share a layer's experts out, and the ranks of edp
-(expert data parallel) hold the same ones.
+Other axes fold dp, each for itself: dp = degree x complement. Such an axis is neighbours on dp, and its complement the
+ranks that have the same place among their neighbours. For experts, the ep neighbours share a layer's experts out, and
+the ranks of edp (expert data parallel) hold the same ones.
 
     dp 4 = ep 2 x edp 2
             ep 0    ep 1
@@ -35,15 +35,15 @@ from zero3d.errors import MeshError
 class Fold(NamedTuple):
     """An axis that folds dp.
 
-    name  of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
-    rest  the axis of the ranks that have the same place among their neighbours; dp itself where the degree is 1
-    what  it is called where a message says that there is none
-    cuts  whether it cuts parameters, whose parts a checkpoint joins
-    bits  why a run that goes on with another degree has other bits, where exact mode would have the same
+    name        of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
+    complement  the axis of the ranks with the same place among their neighbours; dp itself where the degree is 1
+    what        it is called where a message says that there is none
+    cuts        whether it cuts parameters, whose parts a checkpoint joins
+    bits        why a run that goes on with another degree has other bits, where exact mode would have the same
     """
 
     name: str
-    rest: str
+    complement: str
     what: str
     cuts: bool
     bits: str
@@ -51,8 +51,8 @@ class Fold(NamedTuple):
 
 AXES = ("pp", "dp", "tp")  # whose degrees make the world
 FOLDS = (Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),)
-RESTS = {fold.rest: fold.name for fold in FOLDS}
-DATA = ("dp", *RESTS)  # axes over which states of units are cut
+COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}
+DATA = ("dp", *COMPLEMENTS)  # axes over which states of units are cut
 SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
 
 
@@ -121,12 +121,12 @@ class Degrees(NamedTuple):
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
-        degree: int = getattr(self, RESTS.get(axis, axis))
-        return self.dp // degree if axis in RESTS else degree
+        degree: int = getattr(self, COMPLEMENTS.get(axis, axis))
+        return self.dp // degree if axis in COMPLEMENTS else degree
 
     def group(self, axis: str) -> str:
-        """Return the axis whose groups this one uses: its own, but a rest that is all of dp those of dp."""
-        return "dp" if axis in RESTS and self.size(RESTS[axis]) == 1 else axis
+        """Return the axis whose groups this one uses: its own, but a complement that is all of dp those of dp."""
+        return "dp" if axis in COMPLEMENTS and self.size(COMPLEMENTS[axis]) == 1 else axis
 
     def place(self, rank: int) -> Place:
         """Return a rank's coordinates."""
@@ -144,7 +144,7 @@ class Degrees(NamedTuple):
             if axis == fold.name:
                 first = here.dp - here.dp % degree
                 return [self.rank(here._replace(dp=dp)) for dp in range(first, first + degree)]
-            if axis == fold.rest:
+            if axis == fold.complement:
                 return [self.rank(here._replace(dp=dp)) for dp in range(here.dp % degree, self.dp, degree)]
         return [self.rank(here._replace(**{axis: position})) for position in range(self.size(axis))]
 
@@ -178,7 +178,7 @@ class Degrees(NamedTuple):
     def __str__(self) -> str:
         text = f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
         folds = [
-            f"{fold.name} {self.size(fold.name)} x {fold.rest} {self.size(fold.rest)}"
+            f"{fold.name} {self.size(fold.name)} x {fold.complement} {self.size(fold.complement)}"
             for fold in FOLDS
             if self.size(fold.name) > 1
         ]

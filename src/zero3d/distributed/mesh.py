@@ -132,7 +132,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return one of pp, dp, tp, world, replica (the model-parallel group) or of FOLDS, which makes its groups.
 
-        The rest of a fold of degree 1 is dp itself.
+        The complement of a degree of 1 is dp itself.
         """
         name = self.degrees.group(name)
         if name not in self._axes:

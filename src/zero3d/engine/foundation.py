@@ -29,7 +29,7 @@ class Axes:
 
     model_parallel  the ranks that hold one copy of the model together
     folds           those that fold dp, by name
-    rests           of each of them the rest, by name: dp itself where the degree is 1
+    complements     theirs, by name: dp itself where the degree is 1
     """
 
     arena: Arena
@@ -40,7 +40,7 @@ class Axes:
     world: Comm
     model_parallel: Comm
     folds: Mapping[str, Comm]
-    rests: Mapping[str, Comm]
+    complements: Mapping[str, Comm]
 
     @classmethod
     def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
@@ -55,13 +55,14 @@ class Axes:
         on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
         dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
         folds: dict[str, Comm] = {}
-        rests: dict[str, Comm] = {}
+        complements: dict[str, Comm] = {}
         for fold in FOLDS:
             folds[fold.name] = Comm(mesh.axis(fold.name), arena, ledger)
-            rest = mesh.axis(fold.rest)
-            together = None if on_host is None else max(1, on_host // folds[fold.name].size)
-            rests[fold.rest] = dp if rest is data else Comm(rest, arena, ledger, mesh.debug, reduce_scatter, together)
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, rests)
+            axis = mesh.axis(fold.complement)
+            some = None if on_host is None else max(1, on_host // folds[fold.name].size)
+            other = dp if axis is data else Comm(axis, arena, ledger, mesh.debug, reduce_scatter, some)
+            complements[fold.complement] = other
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements)
 
     @property
     def ep(self) -> Comm:
@@ -71,7 +72,7 @@ class Axes:
     @property
     def edp(self) -> Comm:
         """The ranks that hold the same experts."""
-        return self.rests["edp"]
+        return self.complements["edp"]
 
 
 @dataclass(frozen=True)
