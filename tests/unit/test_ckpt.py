@@ -20,6 +20,7 @@ from zero3d.checkpoint import offline_export, stored_states
 from zero3d.checkpoint.difference import compare
 from zero3d.checkpoint.stored_states import StoredStates, statistics
 from zero3d.cli.main import main
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, NonFiniteError, OutOfBudget
 from zero3d.train.lock import FolderLock
 
@@ -109,7 +110,7 @@ def test_ls_marks_the_best_one_damaged_ones_and_leftovers_and_says_how_it_looked
             (1, "whole", False), (2, "whole", True), (3, "damaged", False),
         ]  # fmt: skip
         assert "rank-00000.safetensors is missing" in data["checkpoints"][2]["fault"]
-        assert data["checkpoints"][0]["mesh"] == {"pp": 1, "dp": 1, "tp": 1, "ep": 1}
+        assert data["checkpoints"][0]["mesh"] == Degrees(1, 1, 1)._asdict()
         assert data["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in (checkpoints / "step-1").iterdir())
         assert [each["name"] for each in data["leftovers"]] == [".step-9.tmp"]
     _, text = shown(capsys, "ls", copied)

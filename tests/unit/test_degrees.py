@@ -1,13 +1,19 @@
-"""Ranks on three axes: the arithmetic, both worked examples of the mission, and refusals that show it."""
+"""Ranks on three axes and those that fold dp: the arithmetic, both worked examples of the mission, refusals, rows."""
 
+import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from zero3d.config import Train
+import zero3d
+from zero3d.checkpoint.resume_contract import FREE, PLAIN, USUAL
+from zero3d.config import Mesh, Train, degrees_of, load
 from zero3d.config.batch import resolve_batch
-from zero3d.distributed.degrees import Degrees, Place
+from zero3d.config.keys import KEYS
+from zero3d.distributed.degrees import AXES, FOLDS, Degrees, Place, least_dp
 from zero3d.errors import MeshError
+from zero3d.setup.build import _axis_options
 
 
 def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():
@@ -111,3 +117,51 @@ def test_ep_folds_dp_into_neighbours_that_share_experts_out():
 def test_an_ep_that_does_not_fold_dp_is_refused(ep, says):
     with pytest.raises(MeshError, match=re.escape(says)):
         Degrees.resolve(6, ep=ep)
+
+
+def test_a_complement_that_is_all_of_dp_has_the_groups_of_dp():
+    assert Degrees(1, 8, 1, ep=1).group("edp") == "dp"
+    assert Degrees(1, 8, 1, ep=1).along("edp", 3) == list(range(8))
+    for axis in ("ep", "edp", "dp", "world"):
+        assert Degrees(1, 8, 1, ep=8).group(axis) == axis
+
+
+@pytest.mark.parametrize(("degrees", "cut"), [
+    (Degrees(1, 8, 1), False), (Degrees(2, 4, 1), True), (Degrees(1, 4, 2), True), (Degrees(1, 8, 1, ep=2), True),
+])  # fmt: skip
+def test_a_model_is_cut_over_every_axis_but_dp(degrees, cut):
+    assert degrees.cuts_model == cut
+
+
+def test_dp_is_a_multiple_of_what_folds_it():
+    assert least_dp(degrees_of(Mesh(tp=2))) == 1
+    assert least_dp(degrees_of(Mesh(tp=2, ep=4))) == 4
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.name)
+def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
+    degrees = Degrees.resolve(8, **{fold.name: 2})
+    assert (degrees.size(fold.name), degrees.size(fold.complement)) == (2, 4)
+    assert f"{fold.name} 2 x {fold.complement} 4" in str(degrees)
+    assert f"mesh.{fold.name}" in KEYS
+    assert fold.name in inspect.signature(zero3d.Mesh).parameters
+    assert USUAL[fold.name] == 1, "of a checkpoint that is older than the axis"
+    assert fold.name in FREE
+    assert PLAIN[fold.name].endswith("exact=True would not mind")
+
+
+def test_axes_have_names_of_their_own_in_groups_and_ledger():
+    names = [*AXES, "world", "replica", *(name for fold in FOLDS for name in (fold.name, fold.complement))]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_options_of_an_axis_that_is_not_there_are_named_and_left_out():
+    words = ["mesh.ep=2", "mesh.ep_plan={experts: grouped}", "mesh.sequence_parallel=true", "mesh.schedule=zbv"]
+    config = load(None, words)
+    mesh = SimpleNamespace(degrees=Degrees(1, 2, 1, ep=2), rank=0)
+    with pytest.warns(UserWarning, match="without effect") as told:
+        assert _axis_options(config, mesh) == {"ep_plan": {"experts": "grouped"}}
+    assert [str(each.message).split(":")[0] for each in told] == [
+        "mesh.schedule=zbv without effect", "mesh.sequence_parallel=True without effect"
+    ]  # fmt: skip
+    assert {key.axis for key in KEYS.values()} <= {"", *Degrees._fields}

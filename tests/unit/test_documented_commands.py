@@ -127,7 +127,7 @@ def typed(place, monkeypatch):
 
 def could_start(config, ranks):
     """Raises what would be raised before the first step."""
-    check_world(config, ranks if ranks is not None else ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp))
+    check_world(config, ranks if ranks is not None else ranks_here(config.mesh))
     if ":" not in config.model.path:
         check_positions(config)
 

@@ -77,6 +77,7 @@ def test_mesh_dp_is_the_most_and_min_ranks_the_least():
     two = [*SHRINKS, "mesh.dp=2", "mesh.tp=2"]
     assert [fitting_ranks(load(None, two), ranks) for ranks in (2, 3, 4, 9)] == [2, 2, 4, 4]
     assert [fitting_ranks(load(None, [*two, "mesh.pp=2"]), ranks) for ranks in (4, 7, 8, 9)] == [4, 4, 8, 8]
+    assert [fitting_ranks(load(None, [*SHRINKS, "mesh.ep=2"]), ranks) for ranks in (2, 3, 7, 8)] == [2, 2, 4, 8]
     assert fitting_ranks(load(None, []), 3) == 3
     said = (
         r"1 rank is there, .* dp 1 = 1 ranks, and health\.min_ranks=2 asks .*: start more .* type health\.min_ranks=1\."

@@ -13,6 +13,7 @@ from zero3d.cli.main import main, parse
 from zero3d.cli.train import as_words
 from zero3d.cli.worker import report_output
 from zero3d.cli.workers import RANKS, Worker, chosen_output, environment, ranks_here, resume_command
+from zero3d.config import Mesh
 
 DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
 NASTY = ["data.train=my files/it's; touch spilt", "output=$(whoami)/`id`/$HOME"]
@@ -202,11 +203,12 @@ def test_a_bare_machine_gets_as_many_workers_as_the_mesh_or_its_accelerators(mon
     from zero3d.distributed import devices
 
     monkeypatch.setattr(devices, "count_devices", lambda: 0)
-    assert ranks_here(None, None, None) == RANKS == 2
+    assert ranks_here(Mesh()) == RANKS == 2
+    assert ranks_here(Mesh(pp=2, ep=3)) == 6
     monkeypatch.setattr(devices, "count_devices", lambda: 8)
-    assert ranks_here(None, 2, None) == 8
-    assert ranks_here(2, None, None) == 2
-    assert ranks_here(2, 2, 3) == 12
+    assert ranks_here(Mesh(tp=2)) == 8
+    assert ranks_here(Mesh(dp=2)) == 2
+    assert ranks_here(Mesh(dp=2, tp=2, pp=3)) == 12
 
 
 # --- typing errors ------------------------------------------------------------------------------

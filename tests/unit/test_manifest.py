@@ -1,12 +1,15 @@
 """The manifest by itself: boxes that are a tensor exactly once, and JSON that is read by type and range."""
 
 import itertools
+import json
 import random
 
 import pytest
 
 from zero3d.checkpoint.fields import Field, parse_fields
+from zero3d.checkpoint.manifest_parser import _mesh
 from zero3d.checkpoint.tiling import TilingSums, tiling_fault
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import boxes
 from zero3d.shards.cuts import Cut
@@ -128,3 +131,17 @@ def test_values_of_another_type_or_range_name_file_and_field(value, take, messag
     assert str(caught.value).startswith("F.json: ")
     assert message in str(caught.value)
     str(caught.value).encode()
+
+
+def mesh_of_four_ranks(**folds):
+    text = json.dumps({"mesh": {"pp": 1, "dp": 4, "tp": 1, **folds}, "parts": dict.fromkeys("0123", "")})
+    fields = parse_fields(text.encode(), "manifest.json")
+    return _mesh(fields, fields.entry("parts"))
+
+
+def test_a_manifest_names_what_folds_dp_and_an_axis_that_it_does_not_name_is_1():
+    assert mesh_of_four_ranks() == Degrees(1, 4, 1)
+    assert mesh_of_four_ranks(ep=2) == Degrees(1, 4, 1, ep=2)
+    for wrong, takes in ((3, "a divisor of dp, 4"), (8, "4"), (0, "1")):
+        with pytest.raises(CheckpointError, match=rf"mesh\.ep.*{takes}"):
+            mesh_of_four_ranks(ep=wrong)

@@ -9,6 +9,7 @@ import torch
 from models import build
 
 import zero3d
+from zero3d.distributed.degrees import Degrees
 from zero3d.engine.options import Options
 
 
@@ -17,7 +18,7 @@ def test_every_keyword_of_an_engine_is_a_field_of_one_record():
     assert records.pop("offload") is zero3d.Offload
     fields = [field.name for record in records.values() for field in dataclasses.fields(record)]
     keywords = [*inspect.signature(zero3d.Engine).parameters]
-    assert sorted([*fields, "model", "offload", "mesh"]) == sorted([*keywords, "dp", "tp", "pp", "ep"])
+    assert sorted([*fields, "model", "offload", "mesh"]) == sorted([*keywords, *Degrees._fields])
 
 
 @pytest.mark.parametrize("options", [

@@ -13,6 +13,7 @@ import pytest
 from markupsafe import escape
 
 from zero3d.cli.main import main
+from zero3d.distributed.degrees import Degrees
 from zero3d.page.charts import BOTTOM, HEIGHT, TOP, Stretch, areas
 from zero3d.page.plan_page import front, plan_page
 from zero3d.page.plan_text import Answer
@@ -99,7 +100,9 @@ def rank_result(rank, ranks, micro_batches, samples):
 def simulation(ranks=2, micro_batches=6, samples=300, name="models/llama"):
     result = tuple(rank_result(rank, ranks, micro_batches, samples) for rank in range(ranks))
     schedule = "1f1b" if ranks > 1 else ""
-    return Simulation(name, 2, "bf16", ranks, 4, 1, schedule, 96, 4, micro_batches, 128, "nccl", result, ("A note.",))
+    return Simulation(
+        name, 2, "bf16", Degrees(ranks, 4, 1), schedule, 96, 4, micro_batches, 128, "nccl", result, ("A note.",)
+    )
 
 
 MAKERS = {

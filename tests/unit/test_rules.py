@@ -8,6 +8,7 @@ from models import build
 
 import zero3d
 from zero3d.config import load
+from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
@@ -119,7 +120,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
 
 @pytest.mark.parametrize(("spec", "begins", "_"), OF_ENGINES)
 def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
-    of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in ("dp", "tp", "pp", "ep")}
+    of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in Degrees._fields}
     keywords = asdict(spec.zero) | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
     with pytest.raises(ConfigError) as refused:
         zero3d.Engine(build("net"), offload=spec.offload, **keywords)

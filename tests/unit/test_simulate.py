@@ -134,6 +134,12 @@ def test_traffic_of_ten_micro_batches_follows_from_that_of_two_and_three():
         assert found == (sent(40, "all_reduce", "tp"), sent(1), sent(reductions, "reduce_scatter"), of_three[-1])
 
 
+def test_what_experts_do_once_per_step_over_edp_is_not_counted_per_micro_batch():
+    of_three = [sent(1, axis="edp"), sent(1, "reduce_scatter", "edp"), sent(6, "pass_rows", "ep")]
+    found = traffic_of_all([], of_three, (0, 3), 12, "every_step")
+    assert found == (*of_three[:2], sent(24, "pass_rows", "ep"))
+
+
 def test_the_peak_has_what_its_last_event_made_and_not_what_is_gone_or_comes_later():
     born = Position("forward", 0, 0, "layers.0")
     storages = [
@@ -194,6 +200,11 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, said):
     assert main(["simulate", *TINY, *world, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in error or (said == "ConfigError" and error.startswith("ConfigError: "))
+
+
+def test_a_dry_run_has_the_dp_that_a_run_shrinks_to(alone):
+    shrinks = tiny("mesh.dp=4", "health.min_ranks=1", "train.batch=8", "zero.stage=0")
+    assert alone(dry, Request(to_dict(shrinks), 1, 2, "nccl")).alike == (0, 1)
 
 
 def test_gradients_of_three_dp_ranks_a_host_are_summed_by_the_backend(alone, monkeypatch, tmp_path):

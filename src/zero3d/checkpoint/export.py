@@ -80,19 +80,19 @@ def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: 
         if not any(form.wants(engine.full_model.owner(slot.name)) for slot in unit.layout.slots):
             continue
         with gathered(unit):
-            takes_part = engine.dp.rank < (engine.ep.size if _over_ep(engine, unit) else 1)
+            takes_part = engine.dp.rank < _parts_on_dp(engine, unit)
             add = partial(_add, writer, engine, form, unit, open_ones) if takes_part else lambda: None
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
-def _over_ep(engine: EngineState, unit: Unit) -> bool:
-    """Return whether ep ranks have other experts of a unit each; it has no parameters of another kind."""
+def _parts_on_dp(engine: EngineState, unit: Unit) -> int:
+    """Return how many neighbours on dp have parts of a unit's parameters: of experts as many as there are on ep."""
     cut = engine.cut(unit.layout.slots[0].name)
-    return cut is not None and cut.axis == "ep"
+    return engine.folds[cut.axis].size if cut is not None and cut.axis in engine.folds else 1
 
 
 def _add(writer: ExportWriter, engine: EngineState, form: Form, unit: Unit, open_ones: _OpenTiles) -> None:
-    """Write a gathered unit on rank 0 of tp and ep; others only take part in joining it. A tile waits for the others.
+    """Write a gathered unit on rank 0 of tp and dp; others only take part in joining it. A tile waits for the others.
 
     Of experts, which every tp rank has, tp rank 0 and its peers on ep do so.
     """
@@ -137,7 +137,7 @@ def _slices(engine: EngineState, name: str, local: Tensor) -> Sequence[Tensor]:
     cut = engine.cut(name)
     if cut is None:
         return [local]
-    axis = engine.ep if cut.axis == "ep" else engine.tp
+    axis = engine.folds.get(cut.axis, engine.tp)
     slices = local.new_empty(axis.size, *local.shape)
     axis.all_gather(slices.view(-1), local.reshape(-1), name).wait()
     return slices.cpu().unbind() if axis.rank == 0 else [local]

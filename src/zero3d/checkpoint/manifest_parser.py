@@ -46,7 +46,7 @@ from zero3d.checkpoint.manifest import (
     part_of,
 )
 from zero3d.checkpoint.tiling import TilingSums, tiling_fault
-from zero3d.distributed.degrees import AXES, Degrees
+from zero3d.distributed.degrees import AXES, FOLDS, Degrees
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import Box, Shape
 
@@ -119,10 +119,12 @@ def _mesh(fields: Field, listed: Field) -> Degrees:
         return Degrees(1, max(1, ranks), 1)
     mesh = fields.entry("mesh")
     degrees = Degrees(**{axis: mesh.entry(axis).integer(1, 1 << 24) for axis in AXES})
-    if mesh.has("ep"):  # older ones know none
-        degrees = degrees._replace(ep=mesh.entry("ep").integer(1, degrees.dp))
-    if degrees.dp % degrees.ep:
-        mesh.entry("ep").refuse(f"a divisor of dp, {degrees.dp}")
+    for fold in FOLDS:
+        if mesh.has(fold.name):  # else it is 1
+            degree = mesh.entry(fold.name).integer(1, degrees.dp)
+            if degrees.dp % degree:
+                mesh.entry(fold.name).refuse(f"a divisor of dp, {degrees.dp}")
+            degrees = degrees._replace(**{fold.name: degree})
     if degrees.world != ranks:
         raise CheckpointError(
             f"{fields.file}: mesh {degrees} has {degrees.world} ranks, and {listed.name} has {ranks} entries. "
@@ -159,7 +161,7 @@ def _check_about(fields: Field, mesh: Degrees, number: int) -> None:
     for name, fact in about.items():
         if not (fact.value is None or isinstance(fact.value, (str, int))):
             fact.refuse("a text, a whole number or null")
-        if name in (*AXES, "ep"):
+        if name in Degrees._fields:
             fact.one_of(getattr(mesh, name))
     if number > OLDEST and about.has("leaves") != fields.has("exact"):
         about.entry("leaves").refuse("null where exact is, and a number where it is not")

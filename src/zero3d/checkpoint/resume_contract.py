@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zero3d.distributed.degrees import FOLDS
+
 BITWISE = "bitwise"
 IMPORTED = "imported"  # from whom, of a checkpoint that another trainer wrote
 EMA = "ema"  # decay of averages; nothing where there are none
@@ -44,17 +46,17 @@ USUAL = {
     "updates": "device",
     "tiled_loss": False,
     "gather_budget": None,
-    "ep": 1,
     "experts": "exact",
+    **{fold.name: 1 for fold in FOLDS},
 }  # where none is said
 PLAIN = {
     "dp": "other sums over ranks; exact=True would not mind",
     "algorithm": "",
-    "ep": "experts' gradients are summed in other groups; exact=True would not mind",
+    **{fold.name: f"{fold.bits}; exact=True would not mind" for fold in FOLDS},
     "experts": "a product of all sources sums in another order",
 }
 EXACT = {"leaves": "micro-batches of a step over all ranks"}
-FREE = ("dp", "ep", "stage", "reduce")  # named where they differ and change no bit
+FREE = ("dp", *(fold.name for fold in FOLDS), "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
 BACKEND = "by the backend"  # NCCL, above all
 DEVICE = {

@@ -55,11 +55,12 @@ class EngineState:
 
     modules   this rank's model chunks
     dp        the dp axis, over which units are cut
-    tp, ep    the axes over which parameters are cut
+    tp        the tp axis, over which parameters are cut
+    folds     those that fold dp, by name; some cut parameters, too
     world     all ranks of the mesh
     about     what the bits of the run depend on, for `resume_contract`
     loop      what the training loop has saved for itself
-    cuts      how the tp and ep axes cut parameters, by name in the full model; they have all others on every rank
+    cuts      how tp and those cut parameters, by name in the full model; they have all others on every rank
     summands  of exact mode
     base      the folder whose values frozen weights have
     """
@@ -70,7 +71,7 @@ class EngineState:
     optimizer: ShardedOptimizer
     dp: Comm
     tp: Comm
-    ep: Comm
+    folds: Mapping[str, Comm]
     world: Comm
     degrees: Degrees
     loss_scale: LossScale
@@ -83,7 +84,7 @@ class EngineState:
     base: FrozenBase | None = None
 
     def cut(self, name: str) -> Cut | None:
-        """Return how a parameter of this rank is cut over tp or ep; None where every such rank has all of it."""
+        """Return how a parameter of this rank is cut over tp, or what folds dp; None where it is not."""
         return self.cuts.get(self.full_model.owner(name))
 
     def piece(self, name: str, state: str, shape: Shape, start: int, values: Tensor | Halves) -> StatePiece:

@@ -11,6 +11,7 @@ from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks
 from zero3d.cli.worker import as_worker, quiet_environment
 from zero3d.cli.workers import launch, ranks_here
+from zero3d.config import Config
 from zero3d.errors import ConfigError, remedy_of
 from zero3d.plan.spec import ClusterSpec
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if join_environment():
         as_worker(lambda: work(arguments))
     words = ["calibrate", f"--out={arguments.out}"] + ["--json"] * arguments.json
-    return launch(words, arguments.ranks or ranks_here(None, None, None))
+    return launch(words, arguments.ranks or ranks_here(Config().mesh))
 
 
 def work(arguments: argparse.Namespace) -> None:

@@ -94,9 +94,8 @@ def check_runs(runs: Sequence[Variant], configs: Sequence[Config], ranks: int | 
     if differ:
         quiet_libraries()  # the model's config is read
     for variant, config in zip(runs, configs, strict=True):
-        mesh = config.mesh
         try:
-            check_world(config, ranks_here(mesh.dp, mesh.tp, mesh.pp, mesh.ep) if ranks is None else ranks)
+            check_world(config, ranks_here(config.mesh) if ranks is None else ranks)
             check_transformers(config.model)
             if differ:
                 check_positions(config)

@@ -1,6 +1,6 @@
 """What a configuration and a number of ranks show before any rank is started: for verbs that start runs later.
 
-degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and mesh.ep divides dp
+degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and what folds dp (mesh.ep) divides it
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 type         transformers knows the model
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from zero3d.config import Config, Model, asked_dp, fitting_ranks, resolve_batch
+from zero3d.config import Config, Model, asked_degrees, fitting_ranks, resolve_batch
 from zero3d.config.own_code import check_module
 from zero3d.data.files import check_paths as check_data_paths, function_of, named_formats, parts_of_data
 from zero3d.data.tokenizers import check_length, check_tokenizer
@@ -38,8 +38,7 @@ def check_world(config: Config, world: int) -> None:
 
     Under health.min_ranks those of them count that can form a dp.
     """
-    mesh = config.mesh
-    degrees = Degrees.resolve(fitting_ranks(config, world), asked_dp(config), mesh.tp, mesh.pp, mesh.ep)
+    degrees = Degrees.resolve(fitting_ranks(config, world), **asked_degrees(config))
     batch = resolve_batch(config.train, degrees.dp)
     if degrees.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)

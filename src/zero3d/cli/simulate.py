@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.sim.result import to_json
     from zero3d.sim.simulate import simulate
 
-    world = arguments.ranks or ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
+    world = arguments.ranks or ranks_here(config.mesh)
 
     def report(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
@@ -79,12 +79,12 @@ def as_text(simulation: Simulation) -> Iterator[str]:
     from zero3d.sim.gantt import gantt
 
     yield (
-        f"{simulation.model}, stage {simulation.stage}, {simulation.precision}: {simulation.mesh} = "
-        f"{simulation.world} ranks with {simulation.backend}, none of which is there"
+        f"{simulation.model}, stage {simulation.stage}, {simulation.precision}: {simulation.degrees} = "
+        f"{simulation.degrees.world} ranks with {simulation.backend}, none of which is there"
     )
     yield (
         f"a step: batch {simulation.batch} = micro_batch {simulation.micro_batch} x accumulate "
-        f"{simulation.accumulate} x dp {simulation.dp}, sequences of {simulation.length:,} tokens"
+        f"{simulation.accumulate} x dp {simulation.degrees.dp}, sequences of {simulation.length:,} tokens"
     )
     yield from simulation.notes
     yield from ("", "1. What each class of ranks holds (states: the arena's account, which equals the formula)")

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_key(config.log.wandb)
     ranks = arguments.ranks
     if ranks is None:  # counting devices imports torch, which takes seconds: after all that needs none
-        ranks = ranks_here(config.mesh.dp, config.mesh.tp, config.mesh.pp, config.mesh.ep)
+        ranks = ranks_here(config.mesh)
     check_world(config, ranks)
     words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
     return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
@@ -139,9 +139,8 @@ def _planned(config: Config, ranks: int | None) -> int:
     from zero3d.cli.planned_batch import planned_micro_batch
 
     check_model_path(config.model)
-    mesh = config.mesh
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
-    return planned_micro_batch(config, started or ranks_here(mesh.dp, mesh.tp, mesh.pp, mesh.ep))
+    return planned_micro_batch(config, started or ranks_here(config.mesh))
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:

@@ -29,7 +29,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from zero3d.cli.oom import describe_kill, oom_kills
 from zero3d.cli.worker import ERROR_FILE, LAST_WORDS, LAUNCHED, OUTPUT
-from zero3d.distributed.degrees import SLOT
+from zero3d.config import Mesh, degrees_of
+from zero3d.distributed.degrees import SLOT, least_dp
 from zero3d.errors import FAULT
 from zero3d.train.stop import BEFORE, SIGNALS, Stopped, StopRequest
 from zero3d.watchdog.block import DEATH, STALL, observe
@@ -55,16 +56,17 @@ LAST_LINES = 20  # shown of a worker that died without an exception
 STOPPED = frozenset(128 + number for number in SIGNALS)  # exit codes of workers that saved and left
 
 
-def ranks_here(dp: int | None, tp: int | None, pp: int | None, ep: int | None = None) -> int:
+def ranks_here(mesh: Mesh) -> int:
     """Count workers for a bare machine: the mesh's product where dp is given, else one per accelerator, else 2.
 
-    Without accelerators as many as pipeline, tensor and expert parallelism need, if that is more.
+    Without accelerators as many as the degrees that are given need, if that is more.
     """
-    if dp is not None:
-        return dp * (tp or 1) * (pp or 1)
+    group = (mesh.tp or 1) * (mesh.pp or 1)
+    if mesh.dp is not None:
+        return mesh.dp * group
     from zero3d.distributed.devices import count_devices
 
-    return count_devices() or max(RANKS, (tp or 1) * (pp or 1) * (ep or 1))
+    return count_devices() or max(RANKS, group * least_dp(degrees_of(mesh)))
 
 
 @dataclass

@@ -10,7 +10,7 @@ read        load and check: a YAML file or a dict, and overrides such as zero.st
 batch       batch = micro_batch x accumulate x dp
 problems    what keys cannot be together; sections optimizer and offload, as an engine takes them
 own_code    what module:name names, imported; an error of it in one line
-shrinking   how many of the ranks that are there train, under health.min_ranks
+shrinking   the degrees that ranks must form, and how many of those that are there train, under health.min_ranks
 deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults
 describe    a Config as a dict or YAML; the keys as text, markdown and JSON Schema
 """
@@ -35,7 +35,7 @@ from zero3d.config.sections import (
     Schedule,
     Train,
 )
-from zero3d.config.shrinking import EXACT_DP, asked_dp, fitting_dp, fitting_ranks
+from zero3d.config.shrinking import EXACT_DP, asked_degrees, asked_dp, degrees_of, fitting_dp, fitting_ranks
 from zero3d.config.sources import DataSource
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
@@ -64,8 +64,10 @@ __all__ = [
     "Train",
     "Zero",
     "as_markdown",
+    "asked_degrees",
     "asked_dp",
     "check",
+    "degrees_of",
     "explain",
     "fitting_dp",
     "fitting_ranks",

@@ -31,6 +31,7 @@ class Key:
     most: float | None
     above: float | None
     below: float | None
+    axis: str
 
     @property
     def wants(self) -> str:

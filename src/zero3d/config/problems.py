@@ -13,9 +13,10 @@ from typing import Any
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
 from zero3d.config.sections import Config, Lora, Optimizer
-from zero3d.config.shrinking import refuse_shrinking
+from zero3d.config.shrinking import degrees_of, refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import HOST_BUDGET, Offload
 from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 from zero3d.spec.rules import Spec, refusals
@@ -154,10 +155,9 @@ def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
 def _spec_of(config: Config) -> Spec:
     """Return what rules are about. A run gets a folder later; what only an axis has counts where there is one."""
     mesh = config.mesh
-    if (mesh.tp or 1) == 1:
-        mesh = replace(mesh, sequence_parallel=False)
-    if (mesh.pp or 1) == 1:
-        mesh = replace(mesh, schedule=None)
+    for axis, degree in degrees_of(mesh).items():
+        if (degree or 1) == 1:
+            mesh = replace(mesh, **Mesh().options(axis))
     offload = replace(config.offload, directory=config.offload.directory or FOLDER)
     return Spec(
         zero=config.zero,

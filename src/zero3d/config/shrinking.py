@@ -7,16 +7,25 @@ without                             1 2 3 4 4 6 6 6       the largest number tha
 
 from __future__ import annotations
 
+from typing import Any
+
 from zero3d.config.sections import Config
+from zero3d.distributed.degrees import Degrees, least_dp
 from zero3d.errors import MeshError
+from zero3d.spec.mesh import Mesh
 
 EXACT_DP = 64  # the largest dp of zero.exact
 
 
-def fitting_dp(available: int, batch: int, micro_batch: int, exact: bool, tp: int = 1, pp: int = 1, ep: int = 1) -> int:
-    """Return the largest dp that `available` ranks can form; 0 where they cannot hold the model once (tp x pp)."""
+def fitting_dp(
+    available: int, batch: int, micro_batch: int, exact: bool, tp: int = 1, pp: int = 1, multiple_of: int = 1
+) -> int:
+    """Return the largest dp that `available` ranks can form; 0 where they cannot hold the model once (tp x pp).
+
+    multiple_of  what folds dp divides it: `least_dp`
+    """
     groups, parts = available // (tp * pp), batch // micro_batch
-    fitting = (dp for dp in range(min(groups, parts), 0, -1) if parts % dp == 0 and dp % ep == 0)
+    fitting = (dp for dp in range(min(groups, parts), 0, -1) if parts % dp == 0 and dp % multiple_of == 0)
     return next((dp for dp in fitting if not exact or (dp <= EXACT_DP and dp & (dp - 1) == 0)), 0)
 
 
@@ -32,7 +41,7 @@ def fitting_ranks(config: Config, available: int) -> int:
     assert train.micro_batch is not None, "`load` has checked it"
     tp, pp = mesh.tp or 1, mesh.pp or 1
     most = available if mesh.dp is None else min(available, mesh.dp * tp * pp)
-    dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp, mesh.ep or 1)
+    dp = fitting_dp(most, train.batch, train.micro_batch, config.zero.exact, tp, pp, least_dp(degrees_of(mesh)))
     if dp * tp * pp < max(1, least):
         group = f"x tp {tp} x pp {pp} " if tp * pp > 1 else ""
         fewer = f"or type health.min_ranks={dp * tp * pp}" if dp else f"tp {tp} x pp {pp} = {tp * pp} make one dp"
@@ -47,6 +56,16 @@ def fitting_ranks(config: Config, available: int) -> int:
 def asked_dp(config: Config) -> int | None:
     """Return the dp that ranks must form: mesh.dp; None under health.min_ranks, where it follows from the ranks."""
     return config.mesh.dp if config.health.min_ranks is None else None
+
+
+def asked_degrees(config: Config) -> dict[str, Any]:
+    """Return the degrees that ranks must form, as keywords of `Degrees.resolve` and of a Mesh."""
+    return degrees_of(config.mesh) | {"dp": asked_dp(config)}
+
+
+def degrees_of(mesh: Mesh) -> dict[str, Any]:
+    """Return the degrees that section `mesh` gives, by name; None for those that it leaves out."""
+    return {axis: getattr(mesh, axis) for axis in Degrees._fields}
 
 
 def refuse_shrinking(config: Config) -> str | None:

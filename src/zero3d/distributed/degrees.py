@@ -10,24 +10,49 @@
 A column is a model-parallel group: its ranks hold one copy of the model together and train on the same part of the
 batch, 1/DP of it. A row holds the same layers; a cell holds the same parameters of them, split over tp.
 
-Experts fold the dp axis: dp = ep x edp. The ep axis is `ep` neighbours on dp, which share a layer's experts out; the
-edp axis (expert data parallel) is those that hold the same experts.
+Other axes fold dp, each for itself: dp = degree x complement. Such an axis is neighbours on dp, and its complement the
+ranks that have the same place among their neighbours. For experts, the ep neighbours share a layer's experts out, and
+the ranks of edp (expert data parallel) hold the same ones.
 
     dp 4 = ep 2 x edp 2
             ep 0    ep 1
     edp 0   dp 0    dp 1
     edp 1   dp 2    dp 3
+
+A further one is a row of FOLDS, a degree here, a keyword of Mesh and a key of the section mesh. What opens groups,
+counts messages, shrinks, simulates, saves or resumes a run reads the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from zero3d.errors import MeshError
 
-AXES = ("pp", "dp", "tp")
+
+class Fold(NamedTuple):
+    """An axis that folds dp.
+
+    name        of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
+    complement  the axis of the ranks with the same place among their neighbours; dp itself where the degree is 1
+    what        it is called where a message says that there is none
+    cuts        whether it cuts parameters, whose parts a checkpoint joins
+    bits        why a run that goes on with another degree has other bits, where exact mode would have the same
+    """
+
+    name: str
+    complement: str
+    what: str
+    cuts: bool
+    bits: str
+
+
+AXES = ("pp", "dp", "tp")  # whose degrees make the world
+FOLDS = (Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),)
+COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}
+DATA = ("dp", *COMPLEMENTS)  # axes over which states of units are cut
 SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
 
 
@@ -40,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """Sizes of the axes; the product of the first three is the world, and ep divides dp."""
+    """Degrees of the axes; the product of AXES is the world, and each of FOLDS divides dp."""
 
     pp: int
     dp: int
@@ -58,12 +83,12 @@ class Degrees(NamedTuple):
         dp            world / (pp x tp), of which those left out are 1
         pp and tp     1
         pp, or tp     world / (the two given), where that is whole
-        ep            1
+        one of FOLDS  1
 
         Raises MeshError with the arithmetic.
         """
-        given = {"pp": pp, "dp": dp, "tp": tp}
-        for name, degree in {**given, "ep": ep}.items():
+        given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep}
+        for name, degree in {**given, **folds}.items():
             if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
                 raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
         missing = [name for name, degree in given.items() if degree is None]
@@ -74,9 +99,10 @@ class Degrees(NamedTuple):
         degrees = cls(**known)
         if degrees.world != world:
             raise MeshError(_does_not_multiply(world, {name: n for name, n in given.items() if n is not None}))
-        if ep is not None and degrees.dp % ep:
-            raise MeshError(_does_not_fold(degrees.dp, ep))
-        return degrees._replace(ep=ep or 1)
+        for name, degree in folds.items():
+            if degree is not None and degrees.dp % degree:
+                raise MeshError(_does_not_fold(degrees.dp, name, degree))
+        return degrees._replace(**{name: degree or 1 for name, degree in folds.items()})
 
     @property
     def world(self) -> int:
@@ -86,7 +112,21 @@ class Degrees(NamedTuple):
     @property
     def edp(self) -> int:
         """Number of ranks that hold the same experts."""
-        return self.dp // self.ep
+        return self.size("edp")
+
+    @property
+    def cuts_model(self) -> bool:
+        """True where an axis other than dp cuts parameters, so that the ranks of a dp axis have no whole model."""
+        return self.pp * self.tp > 1 or any(fold.cuts and self.size(fold.name) > 1 for fold in FOLDS)
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks on an axis."""
+        degree: int = getattr(self, COMPLEMENTS.get(axis, axis))
+        return self.dp // degree if axis in COMPLEMENTS else degree
+
+    def group(self, axis: str) -> str:
+        """Return the axis whose groups this one uses: its own, but a complement that is all of dp those of dp."""
+        return "dp" if axis in COMPLEMENTS and self.size(COMPLEMENTS[axis]) == 1 else axis
 
     def place(self, rank: int) -> Place:
         """Return a rank's coordinates."""
@@ -99,13 +139,14 @@ class Degrees(NamedTuple):
     def along(self, axis: str, rank: int) -> list[int]:
         """Return the ranks that differ from `rank` on this axis only, itself included, in the axis' order."""
         here = self.place(rank)
-        if axis == "ep":
-            positions, axis = range(here.dp - here.dp % self.ep, here.dp - here.dp % self.ep + self.ep), "dp"
-        elif axis == "edp":
-            positions, axis = range(here.dp % self.ep, self.dp, self.ep), "dp"
-        else:
-            positions = range(self[AXES.index(axis)])
-        return [self.rank(here._replace(**{axis: position})) for position in positions]
+        for fold in FOLDS:
+            degree = self.size(fold.name)
+            if axis == fold.name:
+                first = here.dp - here.dp % degree
+                return [self.rank(here._replace(dp=dp)) for dp in range(first, first + degree)]
+            if axis == fold.complement:
+                return [self.rank(here._replace(dp=dp)) for dp in range(here.dp % degree, self.dp, degree)]
+        return [self.rank(here._replace(**{axis: position})) for position in range(self.size(axis))]
 
     def model_parallel(self, rank: int) -> list[int]:
         """Return the ranks that hold one copy of the model together with `rank`, in their order."""
@@ -136,14 +177,25 @@ class Degrees(NamedTuple):
 
     def __str__(self) -> str:
         text = f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
-        return text if self.ep == 1 else f"{text} (ep {self.ep} x edp {self.edp})"
+        folds = [
+            f"{fold.name} {self.size(fold.name)} x {fold.complement} {self.size(fold.complement)}"
+            for fold in FOLDS
+            if self.size(fold.name) > 1
+        ]
+        return f"{text} ({', '.join(folds)})" if folds else text
 
 
-def _does_not_fold(dp: int, ep: int) -> str:
-    """Return why ep does not fold dp, and what does."""
-    fits = [str(degree) for degree in range(2, dp + 1) if dp % degree == 0]
-    remedy = f"pass ep={' or '.join(fits)}" if fits else "leave ep out, or start more ranks"
-    return f"ep={ep} folds the data-parallel axis, and dp={dp}: {dp} / {ep} = {dp / ep:.4g} is not whole; {remedy}."
+def least_dp(asked: Mapping[str, int | None]) -> int:
+    """Return the smallest dp that all degrees divide that fold it; any other such dp is a multiple of it."""
+    return lcm(*(asked[fold.name] or 1 for fold in FOLDS))
+
+
+def _does_not_fold(dp: int, name: str, degree: int) -> str:
+    """Return why a degree does not fold dp, and what does."""
+    fits = [str(divisor) for divisor in range(2, dp + 1) if dp % divisor == 0]
+    remedy = f"pass {name}={' or '.join(fits)}" if fits else f"leave {name} out, or start more ranks"
+    quotient = f"{dp} / {degree} = {dp / degree:.4g}"
+    return f"{name}={degree} folds the data-parallel axis, and dp={dp}: {quotient} is not whole; {remedy}."
 
 
 def _does_not_multiply(world: int, given: Mapping[str, int]) -> str:

@@ -130,11 +130,11 @@ class Mesh:
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")  # its name in the ledger
 
     def axis(self, name: str) -> Axis:
-        """Return one of pp, dp, tp, ep, edp, world, replica (the model-parallel group), which makes its groups.
+        """Return one of pp, dp, tp, world, replica (the model-parallel group) or of FOLDS, which makes its groups.
 
-        edp is dp itself where ep is 1.
+        The complement of a degree of 1 is dp itself.
         """
-        name = "dp" if name == "edp" and self.ep == 1 else name
+        name = self.degrees.group(name)
         if name not in self._axes:
             self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*self._axes, name)})
             self._axes[name] = axis = self.open_axis(name)

@@ -98,7 +98,7 @@ class Assembly:
     @property
     def has_whole_model(self) -> bool:
         """True where the model is cut over dp alone, not over tp, pp or ep."""
-        return _is_whole(self.base)
+        return not self.base.resolved.mesh.degrees.cuts_model
 
     def close(self, resized: Mapping[str, Tensor]) -> None:
         """Make the model and the optimizer plain again: parameters have their masters' values, moments are lost.
@@ -243,15 +243,9 @@ def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequ
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
     """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
     dp = base.axes.dp
-    if not _is_whole(base) or options.model.weights is not None:
+    if base.resolved.mesh.degrees.cuts_model or options.model.weights is not None:
         return FrozenOriginals({}, dp)
     return FrozenOriginals.of(model, base.resolved.precision.dtype, dp)
-
-
-def _is_whole(base: Foundation) -> bool:
-    """Return whether the model is cut over dp alone."""
-    axes = base.axes
-    return axes.world.size == axes.dp.size and axes.ep.size == 1
 
 
 def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:

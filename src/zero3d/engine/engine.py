@@ -516,7 +516,7 @@ class Engine:
         """
         self._assembly.registry.check()
         self.optimizer.settle()
-        if self.world.size > self.dp.size or self.mesh.ep > 1 or self.full_model.tiles:
+        if self.mesh.degrees.cuts_model or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
         with self.mesh.heartbeat.phase("whole_state_dict"):
             return self._assembly.whole_parameters.copied(self.module, trained_only)

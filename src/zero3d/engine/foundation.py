@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from zero3d.distributed.collectives import Comm
+from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.division import Division, divide
@@ -26,7 +28,8 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
-    ep, edp         those that share experts out, and those that hold the same ones: dp itself where ep is 1
+    folds           those that fold dp, by name
+    complements     theirs, by name: dp itself where the degree is 1
     """
 
     arena: Arena
@@ -36,8 +39,8 @@ class Axes:
     dp: Comm
     world: Comm
     model_parallel: Comm
-    ep: Comm
-    edp: Comm
+    folds: Mapping[str, Comm]
+    complements: Mapping[str, Comm]
 
     @classmethod
     def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
@@ -51,12 +54,25 @@ class Axes:
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
         on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
         dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
-        ep = Comm(mesh.axis("ep"), arena, ledger)
-        if mesh.ep == 1:
-            return cls(arena, ledger, pp, tp, dp, world, model_parallel, ep, dp)
-        on_host = None if on_host is None else max(1, on_host // mesh.ep)
-        edp = Comm(mesh.axis("edp"), arena, ledger, mesh.debug, reduce_scatter, on_host)
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel, ep, edp)
+        folds: dict[str, Comm] = {}
+        complements: dict[str, Comm] = {}
+        for fold in FOLDS:
+            folds[fold.name] = Comm(mesh.axis(fold.name), arena, ledger)
+            axis = mesh.axis(fold.complement)
+            some = None if on_host is None else max(1, on_host // folds[fold.name].size)
+            other = dp if axis is data else Comm(axis, arena, ledger, mesh.debug, reduce_scatter, some)
+            complements[fold.complement] = other
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements)
+
+    @property
+    def ep(self) -> Comm:
+        """The ranks that share experts out."""
+        return self.folds["ep"]
+
+    @property
+    def edp(self) -> Comm:
+        """The ranks that hold the same experts."""
+        return self.complements["edp"]
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,15 @@ SCALES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 def simulation_page(simulation: Simulation) -> str:
     """Write the page."""
-    world = simulation.world
+    degrees = simulation.degrees
     chart = gantt(simulation)
     return frame.page(
-        f"{simulation.model}: a step of {world:,} ranks",
-        tag("h1", f"A step of {simulation.model} on {world:,} ranks"),
+        f"{simulation.model}: a step of {degrees.world:,} ranks",
+        tag("h1", f"A step of {simulation.model} on {degrees.world:,} ranks"),
         frame.paragraph(
-            f"{simulation.mesh}, ZeRO stage {simulation.stage}, {simulation.precision}, {simulation.backend}; batch "
+            f"{degrees}, ZeRO stage {simulation.stage}, {simulation.precision}, {simulation.backend}; batch "
             f"{simulation.batch:,} = micro-batch {simulation.micro_batch} x accumulate {simulation.accumulate} x dp "
-            f"{simulation.dp}, sequences of {simulation.length:,} tokens. None of these ranks is there: the engine ran "
+            f"{degrees.dp}, sequences of {simulation.length:,} tokens. None of these ranks is there: the engine ran "
             "dry.",
             "dim",
         ),

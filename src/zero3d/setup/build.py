@@ -13,6 +13,7 @@ import torch
 
 from zero3d.activations import prepare_blocks
 from zero3d.config import Config, load, offload_of, resolve_batch, to_dict
+from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.models.open import Opened
@@ -60,20 +61,13 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
 
 
 def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Return the options of pipelines, tp and ep; a file that has them may also be run without such an axis."""
+    """Return the options of the axes that the mesh has; a file may have those of others, too."""
     options: dict[str, Any] = {}
-    for axis, degree, what, of_axis in (
-        ("pp", mesh.pp, "pipeline", {"schedule": config.mesh.schedule, "blocks": config.mesh.blocks}),
-        (
-            "tp",
-            mesh.tp,
-            "tensor-parallel axis",
-            {"tp_plan": config.mesh.tp_plan, "sequence_parallel": config.mesh.sequence_parallel},
-        ),
-        ("ep", mesh.ep, "axis of experts", {"ep_plan": config.mesh.ep_plan}),
-    ):
+    names = {"pp": "pipeline", "tp": "tensor-parallel axis", **{fold.name: fold.what for fold in FOLDS}}
+    for axis, what in names.items():
+        of_axis = config.mesh.options(axis)
         unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value]
-        if degree > 1:
+        if mesh.degrees.size(axis) > 1:
             options |= of_axis
         elif unused and mesh.rank == 0:
             warnings.warn(

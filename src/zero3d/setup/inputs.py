@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero3d.checkpoint.published import has_adapters
-from zero3d.config import Batch, Config, asked_dp, resolve_batch
+from zero3d.config import Batch, Config, asked_degrees, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
 from zero3d.data.tokenize import Tokenizing
@@ -55,7 +55,7 @@ def open_mesh(config: Config) -> Mesh:
     needed = config.zero.exact or config.health.replay > 0
     if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
-    return Mesh(asked_dp(config), config.mesh.tp, config.mesh.pp, config.mesh.ep)
+    return Mesh(**asked_degrees(config))
 
 
 def open_inputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,15 +46,9 @@ class FakeMesh(Mesh):
     """A mesh on the fake group, on the CPU, whose axes stand for those of `backend`, on hosts of `per_host` ranks."""
 
     def __init__(
-        self,
-        dp: int | None,
-        tp: int | None,
-        pp: int | None,
-        backend: str,
-        per_host: int | None = None,
-        ep: int | None = None,
+        self, dp: int | None, tp: int | None, pp: int | None, backend: str, per_host: int | None = None, **folds: Any
     ) -> None:
-        super().__init__(dp, tp, pp, ep, device="cpu")
+        super().__init__(dp, tp, pp, **folds, device="cpu")
         self._backend, self._per_host = backend, per_host
 
     @property

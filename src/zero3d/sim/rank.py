@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from zero3d.config import Config, load, resolve_batch
+from zero3d.config import Config, asked_degrees, load, resolve_batch
 from zero3d.data.tokenizers import check_length
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
@@ -60,8 +60,7 @@ def dry_run(
     """
     begun = time.monotonic()
     with fake_group(rank, world), standing_in(backend, bool(config.data.packing)):
-        asked = config.mesh
-        mesh = FakeMesh(asked.dp, asked.tp, asked.pp, backend, per_host, asked.ep)
+        mesh = FakeMesh(**asked_degrees(config), backend=backend, per_host=per_host)
         mesh.make_stores = partial(DryStores, on_cpu=mesh.on_cpu)
         place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
         schedule = Schedule.of(config.mesh.schedule)

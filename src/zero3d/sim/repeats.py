@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from zero3d.distributed.degrees import DATA
 from zero3d.sim.result import FlopCount, TrafficEntry
 
-DATA = "dp"  # the axis
 PER_STEP = ("exchange", "trade", "broadcast")  # operations that a step has once, however many micro-batches
 
 
@@ -46,11 +46,11 @@ def traffic_of_all(
     reduces if `reduced` (Policy.reduce) says so.
     """
     before = {(entry.op, entry.axis, entry.unit): (entry.calls, entry.elements, entry.nbytes) for entry in first}
-    once = {("all_gather", DATA)} if reduced != "every_step" else {("all_gather", DATA), ("reduce_scatter", DATA)}
+    once = ("all_gather",) if reduced != "every_step" else ("all_gather", "reduce_scatter")
     traffic = []
     for entry in second:
         key, now = (entry.op, entry.axis, entry.unit), [entry.calls, entry.elements, entry.nbytes]
-        if entry.op not in PER_STEP and (ran[0] or (entry.op, entry.axis) not in once):
+        if entry.op not in PER_STEP and (ran[0] or entry.axis not in DATA or entry.op not in once):
             more, left = ran[1] - ran[0], wanted - ran[1]
             was = before[key] if ran[0] else (0, 0, 0)
             now = [b + (b - a) * left // more if left else b for a, b in zip(was, now, strict=True)]

@@ -166,9 +166,7 @@ class Simulation:
     model: str
     stage: int
     precision: str
-    pp: int
-    dp: int
-    tp: int
+    degrees: Degrees
     schedule: str
     batch: int
     micro_batch: int
@@ -177,17 +175,6 @@ class Simulation:
     backend: str
     ranks: tuple[RankResult, ...]
     notes: tuple[str, ...]
-    ep: int = 1
-
-    @property
-    def world(self) -> int:
-        """Count the ranks."""
-        return self.pp * self.dp * self.tp
-
-    @property
-    def mesh(self) -> str:
-        """Name the degrees: pp 2 x dp 4 x tp 8 (ep 2 x edp 2)."""
-        return str(Degrees(self.pp, self.dp, self.tp, self.ep))
 
 
 def to_json(value: Any) -> dict[str, Any]:
@@ -196,7 +183,10 @@ def to_json(value: Any) -> dict[str, Any]:
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {KEYS.get(name, name): value for name, value in fields}
+    tree: dict[str, Any] = {}
+    for name, value in fields:
+        tree |= value._asdict() if isinstance(value, Degrees) else {KEYS.get(name, name): value}
+    return tree
 
 
 def from_json(kind: type[T], tree: Any) -> T:
@@ -206,11 +196,15 @@ def from_json(kind: type[T], tree: Any) -> T:
 
 
 def _read(kind: Any, tree: Any) -> Any:
+    if kind is Degrees:
+        return Degrees(**{axis: tree[axis] for axis in Degrees._fields})
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        trees = {field.name: tree[KEYS.get(field.name, field.name)] for field in fields(kind)}
+        trees = {
+            each.name: tree if hints[each.name] is Degrees else tree[KEYS.get(each.name, each.name)]
+            for each in fields(kind)
+        }
         return kind(**{name: _read(hints[name], value) for name, value in trees.items()})  # type: ignore[operator]
-
     if get_origin(kind) is tuple:
         return tuple(_read(get_args(kind)[0], value) for value in tree)
     return tree

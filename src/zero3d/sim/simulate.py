@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zero3d import errors
-from zero3d.config import Config, asked_dp, resolve_batch, to_dict
+from zero3d.config import Config, asked_degrees, resolve_batch, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.pipeline.schedules import Schedule
@@ -49,7 +49,7 @@ def simulate(
     nodes   hosts that the ranks are on, evenly
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
-    degrees = Degrees.resolve(world, asked_dp(config), config.mesh.tp, config.mesh.pp, config.mesh.ep)
+    degrees = Degrees.resolve(world, **asked_degrees(config))
     batch = resolve_batch(config.train, degrees.dp)
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
@@ -79,7 +79,7 @@ def simulate(
         config.model.path,
         config.zero.stage,
         config.precision,
-        *degrees[:3],
+        degrees,
         schedule,
         batch.batch,
         batch.micro_batch,
@@ -88,7 +88,6 @@ def simulate(
         backend,
         tuple(results),
         tuple(notes),
-        degrees.ep,
     )
 
 

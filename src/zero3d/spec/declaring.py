@@ -21,15 +21,17 @@ def key(
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    axis: str = "",
 ) -> Any:
     """Declare a field: its default, what it means, and what is allowed.
 
     least, most     closed bounds
     above, below    open bounds
     choices         the allowed words; K in "every:K" stands for a whole number from 1
+    axis            without which (degree 1) it has no effect
     """
-    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above, "below": below}
-    return field(default=default, metadata=metadata)
+    bounds = {"least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata={"text": text, "choices": choices, **bounds, "axis": axis})
 
 
 def check_choices(section: str, record: Any, write: Write) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from zero3d.spec.declaring import key
 
@@ -27,18 +28,27 @@ class Mesh:
         choices=EXPERTS,
     )
     ep_plan: Mapping[str, str] | None = key(
-        None, "which modules and parameters are experts, as names and styles that win over the model's own plan"
+        None,
+        "which modules and parameters are experts, as names and styles that win over the model's own plan",
+        axis="ep",
     )
     schedule: str | None = key(
         None,
         "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
         choices=SCHEDULES,
+        axis="pp",
     )
     tp_plan: Mapping[str, str] | None = key(
-        None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
+        None, "tensor-parallel styles by module name pattern, which win over the model's own plan", axis="tp"
     )
-    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
+    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence", axis="tp")
     partition_activations: bool = key(
         False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
     )
-    blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
+    blocks: str | None = key(
+        None, "the list of blocks that a pipeline cuts, such as model.layers; by default found", axis="pp"
+    )
+
+    def options(self, axis: str) -> dict[str, Any]:
+        """Return the settings that have no effect without this axis."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["axis"] == axis}

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved, Sent, step_traffic
+from zero3d.distributed.degrees import DATA
 from zero3d.engine.engine import Engine
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
 from zero3d.tensor_parallel.traffic import partial_traffic, tensor_traffic
@@ -127,7 +128,7 @@ def by_operation(rows: Iterable[Sent]) -> dict[str, dict[str, Moved]]:
     """Add rows up, by operation (with its axis, but for those of the data) and unit."""
     found: dict[str, dict[str, Moved]] = {}
     for axis, op, unit, moved in rows:
-        units = found.setdefault(op if axis in ("dp", "edp") else f"{op} ({axis})", {})
+        units = found.setdefault(op if axis in DATA else f"{op} ({axis})", {})
         units[unit] = Moved.total([units.get(unit, Moved()), moved])
     return found
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations import compile_blocks
-from zero3d.config import Config, resolve_batch
+from zero3d.config import Config, degrees_of, resolve_batch
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
@@ -44,7 +44,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
     def __init__(
         self, settings: Config, document: Document, model: nn.Module, optimizer: Any, given: Any = None
     ) -> None:
-        mesh = Mesh(tp=settings.mesh.tp)
+        mesh = Mesh(**degrees_of(settings.mesh))
         self.config = given
         self._values = document.values | document.idle
         self._settings = settings
