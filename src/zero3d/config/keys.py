@@ -31,6 +31,7 @@ class Key:
     most: float | None
     above: float | None
     below: float | None
+    in_plan: bool | str  # `spec.declaring.key`
 
     @property
     def wants(self) -> str:

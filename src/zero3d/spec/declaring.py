@@ -21,15 +21,17 @@ def key(
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    in_plan: bool | str = True,
 ) -> Any:
     """Declare a field: its default, what it means, and what is allowed.
 
     least, most     closed bounds
     above, below    open bounds
     choices         the allowed words; K in "every:K" stands for a whole number from 1
+    in_plan         whether a plan has it, or its keyword there if that is not the field's name
     """
-    metadata = {"text": text, "choices": choices, "least": least, "most": most, "above": above, "below": below}
-    return field(default=default, metadata=metadata)
+    bounds = {"least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata={"text": text, "choices": choices, **bounds, "in_plan": in_plan})
 
 
 def check_choices(section: str, record: Any, write: Write) -> None:

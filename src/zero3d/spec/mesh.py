@@ -27,7 +27,9 @@ class Mesh:
         choices=EXPERTS,
     )
     ep_plan: Mapping[str, str] | None = key(
-        None, "which modules and parameters are experts, as names and styles that win over the model's own plan"
+        None,
+        "which modules and parameters are experts, as names and styles that win over the model's own plan",
+        in_plan=False,
     )
     schedule: str | None = key(
         None,
@@ -35,10 +37,12 @@ class Mesh:
         choices=SCHEDULES,
     )
     tp_plan: Mapping[str, str] | None = key(
-        None, "tensor-parallel styles by module name pattern, which win over the model's own plan"
+        None, "tensor-parallel styles by module name pattern, which win over the model's own plan", in_plan=False
     )
     sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence")
     partition_activations: bool = key(
         False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
     )
-    blocks: str | None = key(None, "the list of blocks that a pipeline cuts, such as model.layers; by default found")
+    blocks: str | None = key(
+        None, "the list of blocks that a pipeline cuts, such as model.layers; by default found", in_plan=False
+    )
