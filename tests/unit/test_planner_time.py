@@ -208,6 +208,7 @@ def test_less_memory_per_stage_and_more_traffic_at_stage_3():
         (ParallelPlan(tp=3), "does not divide 16 heads"),
         (ParallelPlan(pp=32), "24 blocks"),
         (ParallelPlan(micro_batch=0), "at least 1"),
+        (ParallelPlan(dp=0), "dp=0: must be at least 1"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(plan, said):

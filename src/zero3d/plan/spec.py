@@ -310,12 +310,9 @@ class ParallelPlan(Spec):
         """Make a plan of sections, keys of sections, and other fields. Raises ConfigError for what it does not have."""
         plain = _plain()
         made = {**plain, **sort_settings(settings, PLAN_KEYWORDS, plain)}
-        mesh = made["mesh"]
-        if None in (mesh.dp, mesh.tp, mesh.pp, mesh.ep, mesh.schedule):
-            known = {
-                key: getattr(mesh, key) or value for key, value in vars(plain["mesh"]).items() if value is not None
-            }
-            made["mesh"] = replace(mesh, **known)
+        unknown = [key for key in ("dp", "tp", "pp", "ep", "schedule") if getattr(made["mesh"], key) is None]
+        if unknown:
+            made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
         vars(self).update(made)
 
     def replace(self, **settings: Any) -> ParallelPlan:

@@ -46,22 +46,22 @@ class Spec:
     @cached_property
     def dp(self) -> int:
         """Return the data-parallel degree."""
-        return self.mesh.dp or 1
+        return 1 if self.mesh.dp is None else self.mesh.dp
 
     @cached_property
     def tp(self) -> int:
         """Return the tensor-parallel degree."""
-        return self.mesh.tp or 1
+        return 1 if self.mesh.tp is None else self.mesh.tp
 
     @cached_property
     def pp(self) -> int:
         """Return the pipeline-parallel degree."""
-        return self.mesh.pp or 1
+        return 1 if self.mesh.pp is None else self.mesh.pp
 
     @cached_property
     def ep(self) -> int:
         """Return how many neighbours on dp share the experts out."""
-        return self.mesh.ep or 1
+        return 1 if self.mesh.ep is None else self.mesh.ep
 
 
 def keywords(spec: type[Spec]) -> Keywords:
