@@ -127,8 +127,9 @@ def pipelined(dp: int, tp: int, pp: int, virtual: int, micro_batch: int, batch: 
     if accumulate != int(accumulate) or accumulate < 1:
         raise ValueError("batch")
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    plan = ParallelPlan(dp, tp, pp, 0, micro_batch, int(accumulate), schedule=schedule, virtual=virtual)
-    return replace(plan, **rest)  # type: ignore[arg-type]
+    batches = {"micro_batch": micro_batch, "accumulate": int(accumulate)}
+    plan = ParallelPlan(dp=dp, tp=tp, pp=pp, stage=0, **batches, schedule=schedule, virtual=virtual)
+    return plan.replace(**rest)
 
 
 def gpt_of(row: Row, flash: bool = False, vocab: int | None = None) -> ModelSpec:
@@ -154,12 +155,14 @@ def megatron_table2(row: Row, planner: Planner) -> Iterator[Point]:
     model = gpt(layers, hidden, heads, 51200, 2048, flash=False)
     spec = machines("a100-80", gpus, 25e9)
     if row["scheme"] == "ZeRO-3":
-        plan = ParallelPlan(gpus, 1, 1, 3, micro, batch // gpus // micro, "full", reduce_dtype="fp16")
+        plan = ParallelPlan(
+            dp=gpus, micro_batch=micro, accumulate=batch // gpus // micro, activations="full", reduce_dtype="fp16"
+        )
         estimate = planner.evaluate(model, spec, plan, "deepspeed-0.3")
     else:
         pp = whole(row, "mp") // 8
         plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full", reduce_dtype="fp16")
-        plans = [plan, *(replace(plan, virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
+        plans = [plan, *(plan.replace(virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
         estimate = fastest(planner, model, spec, plans, "megatron", "megatron2021_table2")
     flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
@@ -174,7 +177,7 @@ def korthikanti_table5(row: Row, planner: Planner) -> Iterator[Point]:
         ("iter_s_full_recompute", "full", False),
         ("iter_s_seqpar_selective", "selective", True),
     ):
-        run = replace(plan, activations=kept, sequence_parallel=parallel)
+        run = plan.replace(activations=kept, sequence_parallel=parallel)
         estimate = planner.evaluate(model, machines("a100-80", gpus, 25e9), run, "megatron")
         actual = number(row, column)
         yield Point(
@@ -188,7 +191,7 @@ LAYER_RUNS = {"1": ("none", False), "2": ("none", True), "3": ("full", False), "
 
 def korthikanti_table4(row: Row, planner: Planner) -> Iterator[Point]:
     kept, parallel = LAYER_RUNS[row["id"].rsplit("-", 1)[1]]
-    base = ParallelPlan(1, 8, 1, 0, 4, 1, kept, parallel)
+    base = ParallelPlan(tp=8, stage=0, micro_batch=4, activations=kept, sequence_parallel=parallel)
     times = [
         planner.evaluate(
             gpt(n, 6144, 64, 51200, 2048, flash=False), machines("a100-80", 8, 25e9), base, "megatron"
@@ -231,7 +234,8 @@ def bloom(row: Row, planner: Planner) -> Iterator[Point]:
                 flash=False)  # fmt: skip
     dp, tp, pp, micro = (whole(row, name) for name in ("dp", "tp", "pp", "mbs"))
     wide = "fp32 grad accumulation" in row.get("note", "")
-    plan = ParallelPlan(dp, tp, pp, 1, micro, batch // dp // micro if batch else 64, "full",
+    plan = ParallelPlan(dp=dp, tp=tp, pp=pp, stage=1, micro_batch=micro,
+                        accumulate=batch // dp // micro if batch else 64, activations="full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
     estimate = planner.evaluate(model, jean_zay(planner, whole(row, "gpus")), plan, "megatron-deepspeed")
     device = estimate.memory.device / GIB
@@ -251,7 +255,7 @@ def bloom(row: Row, planner: Planner) -> Iterator[Point]:
 def azure(row: Row, planner: Planner) -> Iterator[Point]:
     gpus, s, micro = whole(row, "gpus"), whole(row, "seq"), whole(row, "mbs")
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 51200, s, flash=False)
-    plan = ParallelPlan(gpus, 1, 1, 3, micro, 1, "full", reduce_dtype="fp16")
+    plan = ParallelPlan(dp=gpus, micro_batch=micro, activations="full", reduce_dtype="fp16")
     estimate = planner.evaluate(model, machines("a100-80", gpus, 25e9), plan, "deepspeed")
     flops = formulas.step_flops(micro, s, len(model.blocks), model.hidden, model.vocab, recompute=True)
     actual = flops / number(row, "tflops_per_gpu") / 1e12

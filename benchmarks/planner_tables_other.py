@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from planner_constants import Planner
 from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
@@ -22,8 +21,8 @@ def zero_appendix(row: Row, planner: Planner) -> Iterator[Point]:
     tp, gpus = whole(row, "mp"), whole(row, "gpus")
     zero = row["system"] == "ZeRO"
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
-    plan = ParallelPlan(gpus // tp, tp, 1, 2 if zero else 0, whole(row, "batch_per_mp_group"), 1, "full", zero,
-                        reduce_dtype="fp16")  # fmt: skip
+    plan = ParallelPlan(dp=gpus // tp, tp=tp, stage=2 if zero else 0, micro_batch=whole(row, "batch_per_mp_group"),
+                        activations="full", sequence_parallel=zero, reduce_dtype="fp16")  # fmt: skip
     estimate = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
     yield Point("zero_appendix", row["id"], "fits", fits(planner, estimate, 32), ran)
@@ -53,7 +52,17 @@ def bigscience(row: Row, planner: Planner) -> Iterator[Point]:
         else int("z1" in row["framework"])
     )
     offload = "host" if "off" in row["framework"] else "none"
-    plan = ParallelPlan(dp, tp, pp, stage, micro, gas, "full", offload=offload, reduce_dtype="fp16")
+    plan = ParallelPlan(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        stage=stage,
+        micro_batch=micro,
+        accumulate=gas,
+        activations="full",
+        offload=offload,
+        reduce_dtype="fp16",
+    )
     spec = machines("v100-32", whole(row, "gpus"), 6.25e9, 4)
     estimate = planner.evaluate(
         model, spec, plan, "deepspeed" if stage > 1 else "megatron-deepspeed" if stage else "megatron"
@@ -83,7 +92,9 @@ def throughput(row: Row, planner: Planner) -> Iterator[Point]:
         kept = re.findall(r"AC (none|selective|full)", row["batch"])[0]
         gpu = "h100" if "H100" in row["hw"] else "a100-80"
         spec = machines(gpu, gpus, NETWORK[row["hw"].split()[-1]])
-        estimate = planner.evaluate(model, spec, ParallelPlan(gpus, 1, 1, 3, micro, 1, kept), "torchtitan")
+        estimate = planner.evaluate(
+            model, spec, ParallelPlan(dp=gpus, micro_batch=micro, activations=kept), "torchtitan"
+        )
         actual = micro * length / number(row, "tokens_per_s_per_gpu")
         yield Point("ibm_fsdp", row["id"], "time", estimate.seconds.mid, actual, unit="s")
         return
@@ -95,7 +106,7 @@ def throughput(row: Row, planner: Planner) -> Iterator[Point]:
     else:
         raise ValueError("id")
     plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept)
-    plans = [plan, *([replace(plan, schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
+    plans = [plan, *([plan.replace(schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
     name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
     estimate = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system, "megascale_megatron")
     yield Point(name, row["id"], "time", estimate.seconds.mid, float(seconds), unit="s")
@@ -115,7 +126,9 @@ def nanotron(row: Row, planner: Planner) -> Iterator[Point]:
     layers, h, a, kv, ffn, tied = NANOTRON[size]
     model = fused(llama(layers, h, a, kv, ffn, 131072, 4096, tied))
     dp, tp, pp, micro, gas = (whole(row, name) for name in ("dp", "tp", "pp", "mbs", "gas"))
-    plan = ParallelPlan(dp, tp, pp, whole(row, "zero_stage"), micro, gas, sequence_parallel=tp > 1)
+    plan = ParallelPlan(
+        dp=dp, tp=tp, pp=pp, stage=whole(row, "zero_stage"), micro_batch=micro, accumulate=gas, sequence_parallel=tp > 1
+    )
     across = planner.value("nanotron", "across above 256") if whole(row, "gpus") > 256 else 50e9
     estimate = planner.evaluate(model, machines("h100", whole(row, "gpus"), across), plan, "nanotron")
     useful = estimate.flops / (plan.world * 989e12)
@@ -138,7 +151,8 @@ def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
     virtual = 2 if "Interleaved" in row["config"] else 1
     micro = local if pp == 1 else int(planner.value("torchtitan", "micro-batch in pipelines"))  # not told
     kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
-    plan = ParallelPlan(dp, tp, pp, 3, micro, local // micro, kept, sequence_parallel=tp > 1,
+    plan = ParallelPlan(dp=dp, tp=tp, pp=pp, micro_batch=micro, accumulate=local // micro, activations=kept,
+                        sequence_parallel=tp > 1,
                         schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
                         precision="fp8" if narrow else "bf16")  # fmt: skip
     a100 = "A100" in row["hw"]
@@ -202,7 +216,7 @@ def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
 def galvatron_states(row: Row, planner: Planner) -> Iterator[Point]:
     """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
     model = fused(llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq")))
-    plan = ParallelPlan(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 3, 1, 2)
+    plan = ParallelPlan(**{name: whole(row, name) for name in ("dp", "tp", "pp")}, accumulate=2)
     estimate = planner.evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
     actual = number(row, "model_states_mib")
     yield Point("galvatron_states", row["id"], "memory", estimate.memory.states / MIB, actual, unit="MiB")

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict
 from functools import cache
 from math import ceil
 
@@ -11,7 +11,6 @@ import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.errors import ConfigError
-from zero3d.plan.emit import TIERS
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
@@ -56,15 +55,14 @@ def dry(tree, rank, world, whole):
 
 def simulated(alone, path, plan, stage, packed=False, whole=False):
     """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
-    mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.sequence_parallel}
-    offload = {"optimizer": plan.offload} | {key: getattr(plan, key) for key in TIERS if key != "optimizer"}
+    mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.mesh.sequence_parallel}
     config = load({
         "model": {"path": path, "init": "random"}, "data": {"length": LENGTH, "packing": packed},
         "train": {
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.dp,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
-        "zero": {"stage": plan.stage, "release": plan.release, "reduce": plan.reduce, "reduce_scatter": plan.reduce_scatter, "reduce_dtype": plan.reduce_dtype, "master": plan.master}, "offload": offload, "precision": plan.precision, "activations": plan.activations,
+        "zero": asdict(plan.zero), "offload": asdict(plan.offload), "precision": plan.precision, "activations": plan.activations,
     })  # fmt: skip
     found = alone(dry, to_dict(config), stage * plan.dp * plan.tp, plan.world, whole)
     if isinstance(found, ConfigError):
@@ -75,8 +73,8 @@ def simulated(alone, path, plan, stage, packed=False, whole=False):
 def ratio(alone, models, plan, tied=False, packed=False, layers=LAYERS):
     """Planned over simulated bytes of the stage that the planner calls the fullest."""
     path, spec = models(tied, packed, layers)
-    if plan.executor == "auto" and plan.offload != "none":
-        plan = replace(plan, executor="device")
+    if plan.offload.executor == "auto" and plan.offload.optimizer != "none":
+        plan = plan.replace(executor="device")
     found = memory(spec, plan)
     _, said, where = found.instant.partition("pipeline stage ")
     rank = simulated(alone, path, plan, int(where.split()[0]) if said else 0, packed)
@@ -161,7 +159,7 @@ FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master=
         P(dp=2, pp=2, stage=1, offload="disk", accumulate=4, schedule="zbv"),
         P(dp=4, stage=2, offload="host", gradients="host", activations="full"),
         P(dp=2, stage=3, offload="disk", params="host", gradients="host", accumulate=2, activations="full"),
-    ) for tied in (False, True)[: 1 + (plan.fraction < 1)]),
+    ) for tied in (False, True)[: 1 + (plan.offload.fraction < 1)]),
 ])  # fmt: skip
 def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan, tied, layers):
     assert 0.97 <= ratio(alone, models, plan, tied, layers=layers) <= 1.05
@@ -173,9 +171,10 @@ def some_plans(count):
     while count:
         tp, pp = draw.choice([(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
         plan = ParallelPlan(
-            draw.choice([1, 2, 4]), tp, pp, draw.randrange(4), draw.choice([1, 2]), draw.choice([1, 2]) * 2 * pp,
-            draw.choice(["none", "selective", "full", "every:2"]), tp > 1 and draw.random() < 0.5,
-            draw.choice(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]) if pp > 1 else "1f1b",
+            dp=draw.choice([1, 2, 4]), tp=tp, pp=pp, stage=draw.randrange(4), micro_batch=draw.choice([1, 2]),
+            accumulate=draw.choice([1, 2]) * 2 * pp, activations=draw.choice(["none", "selective", "full", "every:2"]),
+            sequence_parallel=tp > 1 and draw.random() < 0.5,
+            schedule=draw.choice(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]) if pp > 1 else "1f1b",
         )  # fmt: skip
         count -= 1
         yield plan, draw.random() < 0.5

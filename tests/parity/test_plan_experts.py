@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from functools import cache
 from math import ceil
 
@@ -9,7 +10,7 @@ import pytest
 
 from zero3d.config import load, to_dict
 from zero3d.models.presets import PRESETS
-from zero3d.plan.emit import TIERS, train_config
+from zero3d.plan.emit import train_config
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan as P
 from zero3d.plan.states import states
@@ -38,7 +39,7 @@ def config_of(model, plan, path):
     tree = train_config(model, plan, path, "bytes")
     tree["model"]["init"] = "random"
     tree["data"]["packing"] = False
-    tree["offload"] = {"optimizer": plan.offload} | {key: getattr(plan, key) for key in TIERS if key != "optimizer"}
+    tree["offload"] = asdict(plan.offload)
     return to_dict(load(tree))
 
 

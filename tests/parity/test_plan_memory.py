@@ -47,8 +47,8 @@ def dry_run(tied, plan):
             model = model_of(tied)
             recompute(model, plan.activations)
             engine = zero3d.Engine(
-                model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp), accumulate=plan.accumulate,
-                partition_activations=plan.partition_activations, offload={"activations": plan.offload_activations},
+                model, stage=plan.zero.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp), accumulate=plan.accumulate,
+                partition_activations=plan.mesh.partition_activations, offload={"activations": plan.offload.activations},
             )  # fmt: skip
             ids = torch.zeros(plan.micro_batch, LENGTH, dtype=torch.int64)
             for _ in range(2):
@@ -81,7 +81,7 @@ def test_the_peak_is_that_of_a_dry_run(spec, tied, plan):
     print(f"planned {found.allocated:,.0f}, dry run {peak:,} ({found.allocated / peak - 1:+.1%}), {found.instant}")
     assert 0.97 <= found.allocated / peak <= 1.05
     assert found.on_host.get("inputs", 0) == on_host
-    assert (on_host > 0) == (plan.offload_activations == "host")
+    assert (on_host > 0) == (plan.offload.activations == "host")
 
 
 def test_parts_add_up_and_the_instant_has_a_name(spec):

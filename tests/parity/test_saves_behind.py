@@ -254,7 +254,7 @@ def planned_and_held(stage, options):
     spec = trace(model, 8, "a tiny one")
     groups = [{"match": "*norm*|*.bias", "weight_decay": 0.0}]  # as in a run
     rule = {"adamw": adamw, "muon": zero3d.optim.muon(), "adamw8bit": zero3d.optim.adamw8bit()}[plan.optimizer]
-    engine = Engine(model, stage=stage, optimizer=rule, precision="bf16", master=plan.master, param_groups=groups)
+    engine = Engine(model, stage=stage, optimizer=rule, precision="bf16", master=plan.zero.master, param_groups=groups)
     engine.reserve_saves()
     (copy,) = [entry for entry in engine.memory if entry.category == "checkpoint"]
     return copy.measured, copy_bytes(spec, plan, dp_rank=engine.dp.rank), memory(spec, plan).on_host["saves"]

@@ -73,9 +73,9 @@ def model_of(family, frozen, pp):
 def engine_of(family, frozen, plan):
     model = model_of(family, frozen, plan.pp)
     return zero3d.Engine(
-        model, stage=plan.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp, pp=plan.pp), precision=plan.precision,
+        model, stage=plan.zero.stage, mesh=zero3d.Mesh(dp=plan.dp, tp=plan.tp, pp=plan.pp), precision=plan.precision,
         optimizer=adamw, param_groups=parameter_groups(model, Optimizer()), accumulate=plan.accumulate,
-        release=plan.release, reduce=plan.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.exact, master=plan.master,
+        release=plan.zero.release, reduce=plan.zero.reduce, schedule=plan.schedule if plan.pp > 1 else None, exact=plan.zero.exact, master=plan.zero.master,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("plan", EXACT, ids=lambda plan: f"dp{plan.dp}-pp{plan.pp}-stage{plan.stage}")
+@pytest.mark.parametrize("plan", EXACT, ids=lambda plan: f"dp{plan.dp}-pp{plan.pp}-stage{plan.zero.stage}")
 def test_states_of_exact_mode_on_gloo_ranks(ranks, plan):
     check_on_gloo(ranks, "llama", "half of the blocks", plan)
 

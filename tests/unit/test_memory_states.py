@@ -1,7 +1,5 @@
 """Bytes of states by hand: precisions, padding, frozen weights, sums of summands."""
 
-from dataclasses import replace
-
 import pytest
 from by_hand import BLOCK, BLOCKS, ENDS, HIDDEN, LENGTH, VOCAB, model_of
 
@@ -46,7 +44,7 @@ def test_averages_of_a_file_are_in_its_plan_in_the_copy_of_its_saves_and_in_the_
         with pytest.raises(ConfigError, match=rf"offload\.{away}=host .*states leave it: type offload\.optimizer=none"):
             load({"train": {"ema": 0.99}, "offload": {away: "host"}})
     with pytest.raises(ConfigError, match=r"offload\.optimizer=host and .*states leave it"):
-        states(model_of(), replace(averaged, offload="host"))
+        states(model_of(), averaged.replace(offload="host"))
 
 
 @pytest.mark.parametrize("numel", [8_191, 8_192, 8_193])

@@ -101,7 +101,9 @@ def chosen_by_engines(plans):
 def test_the_planner_s_auto_is_the_engine_s(alone):
     plans = [((1, 64, 1), 8), ((1, 64, 1), 64), ((1, 16, 4), 8), ((8, 8, 1), 8), ((2, 8, 8), 8), ((2, 8, 2), 8)]
     planned = [
-        settled(ParallelPlan(dp, tp, pp), cluster("a100", pp * dp * tp, pp * dp * tp // per_host)).reduce_scatter
+        settled(
+            ParallelPlan(dp=dp, tp=tp, pp=pp), cluster("a100", pp * dp * tp, pp * dp * tp // per_host)
+        ).zero.reduce_scatter
         for (pp, dp, tp), per_host in plans
     ]
     assert planned == alone(chosen_by_engines, plans)
@@ -111,7 +113,7 @@ def test_the_planner_s_auto_is_the_engine_s(alone):
 @pytest.mark.parametrize("asked", ["native", "all-to-all"])
 def test_what_a_plan_asks_for_stays(asked):
     for dp in (8, 64):
-        plan = ParallelPlan(dp, reduce_scatter=asked)
+        plan = ParallelPlan(dp=dp, reduce_scatter=asked)
         assert settled(plan, cluster("a100", 64)) == plan
     assert set(REDUCTIONS) == {"auto", "native", "all-to-all"}
     for value in REDUCTIONS:

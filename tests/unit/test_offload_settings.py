@@ -9,7 +9,8 @@ from zero3d.cli.main import main
 from zero3d.config import Config, Offload as Section, Zero, check, load, offload_of, to_yaml
 from zero3d.offload.states import check_moments
 from zero3d.spec.offload import Offload
-from zero3d.spec.rules import Spec, refusals
+from zero3d.spec.rules import refusals
+from zero3d.spec.sections import Spec
 from zero3d.train.variants import check_variants, split_axes, variants
 
 

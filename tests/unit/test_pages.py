@@ -50,9 +50,12 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "padding", "gathered", "bu
 def price(model, place, plan):
     """Some figures: more memory, less time, neither in a straight line."""
     used = (
-        18e9 / (1 + plan.stage) + 2e9 * plan.micro_batch + 1e9 * (plan.dp * 7 % 11) + (plan.activations == "none") * 9e9
+        18e9 / (1 + plan.zero.stage)
+        + 2e9 * plan.micro_batch
+        + 1e9 * (plan.dp * 7 % 11)
+        + (plan.activations == "none") * 9e9
     )
-    seconds = 3 + 60e9 / used + plan.stage * 0.3 + plan.dp * 5 % 13 / 4 + (plan.activations == "full") * 2
+    seconds = 3 + 60e9 / used + plan.zero.stage * 0.3 + plan.dp * 5 % 13 / 4 + (plan.activations == "full") * 2
     parts = {"states": 0.6 * used, "activations": 0.3 * used, "logits": 0.1 * used}
     spent = {"matrices": 0.8 * seconds, "tp": 0.15 * seconds, "bubble": 0.05 * seconds}
     memory = Memory(0.6 * used, used, used, used + 1e9, 3e11, parts)
@@ -62,7 +65,9 @@ def price(model, place, plan):
 def answer(rows=40, name=MODEL.name):
     model = replace(MODEL, name=name)
     plans = [
-        ParallelPlan(1 + i, 1 + i % 8, 1 + i % 3, i % 4, activations=("none", "selective", "full")[i // 4 % 3])
+        ParallelPlan(
+            dp=1 + i, tp=1 + i % 8, pp=1 + i % 3, stage=i % 4, activations=("none", "selective", "full")[i // 4 % 3]
+        )
         for i in range(rows)
     ]
     result = sorted(

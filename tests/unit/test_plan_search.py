@@ -25,9 +25,9 @@ A100 = cluster("a100-80", 16, 2)
 def price(model, place, plan):
     """States by formula over tp and pp, a byte of activations per token; time grows with every axis but dp."""
     share = model.params / plan.tp / plan.pp
-    states = float(engine_bytes(plan.stage, plan.dp).total) * share
+    states = float(engine_bytes(plan.zero.stage, plan.dp).total) * share
     on_host = 0.0
-    if plan.offload == "host":
+    if plan.offload.optimizer == "host":
         on_host = 12 * share / plan.dp
         states -= on_host
     keep = {"none": 1e5, "selective": 5e4, "full": 1e4}[plan.activations]
@@ -36,7 +36,7 @@ def price(model, place, plan):
         1
         + 0.1 * plan.tp
         + 0.2 * plan.pp
-        + 0.05 * plan.stage
+        + 0.05 * plan.zero.stage
         + {"none": 0, "selective": 0.1, "full": 0.3}[plan.activations]
     )
     seconds += 1 / plan.micro_batch + plan.world / 1e4 - 0.001 * place.gpus
@@ -64,8 +64,8 @@ def test_every_plan_found_uses_all_gpus_and_the_whole_batch_and_fits():
         assert MODEL.heads % plan.tp == 0
         assert plan.tp <= 8
         assert plan.pp <= 8
-        assert plan.stage == 0 or plan.dp > 1
-        assert not plan.sequence_parallel or plan.tp > 1
+        assert plan.zero.stage == 0 or plan.dp > 1
+        assert not plan.mesh.sequence_parallel or plan.tp > 1
 
 
 def test_the_ranking_follows_the_goal_and_says_why():
@@ -87,7 +87,8 @@ def test_nothing_is_lost_between_tried_fitting_and_rejected():
 
 def test_a_brute_search_finds_nothing_better():
     best = found(limit=3e9).rows[0].estimate.seconds.mid
-    for plan in (ParallelPlan(dp, tp, 16 // dp // tp, stage, micro, 64 // dp // micro, activations)
+    for plan in (ParallelPlan(dp=dp, tp=tp, pp=16 // dp // tp, stage=stage, micro_batch=micro,
+                              accumulate=64 // dp // micro, activations=activations)
                  for tp in (1, 2, 4, 8) for dp in divisors(16 // tp) for stage in ((0, 1, 2, 3) if dp > 1 else (0,))
                  for micro in (1, 2, 4, 8, 16, 32, 64) if 64 // dp % micro == 0
                  for activations in ("none", "selective", "full")
@@ -127,11 +128,11 @@ def test_an_unknown_goal_is_refused_by_name():
 
 
 def test_what_if_turns_one_knob_at_a_time():
-    row = next(row for row in found().rows if row.plan.tp == 2 and row.plan.dp == 4 and row.plan.stage == 1)
+    row = next(row for row in found().rows if row.plan.tp == 2 and row.plan.dp == 4 and row.plan.zero.stage == 1)
     knobs = what_if(row, MODEL, A100, price)
     assert {"zero.stage: 2", "activations: full", "train.micro_batch: 8"} <= {knob.change for knob in knobs}
     for knob in knobs:
-        changed = [name for name, value in vars(knob.plan).items() if value != getattr(row.plan, name)]
+        changed = [name for name, value in knob.plan.as_dict().items() if value != row.plan.as_dict()[name]]
         if knob.change.startswith("zero.stage"):  # in a pipeline a stage comes with its policies
             changed = [name for name in changed if name not in ("release", "reduce")]
         words = {"offload.optimizer": "offload", "offload.activations": "offload_activations"}

@@ -29,7 +29,7 @@ def test_every_ep_that_divides_dp_and_the_experts_is_priced(found):
     result, _ = found
     plans = {(row.plan.dp, row.plan.ep) for row in result.rows}
     assert plans == {(dp, ep) for dp in (1, 2, 4) for ep in (1, 2, 4) if dp % ep == 0}
-    assert not any(row.plan.sequence_parallel for row in result.rows if row.plan.ep > 1)
+    assert not any(row.plan.mesh.sequence_parallel for row in result.rows if row.plan.ep > 1)
     assert not any(row.plan.schedule == "zero-bubble" for row in result.rows if row.plan.ep > 1)
 
 

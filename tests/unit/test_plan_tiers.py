@@ -203,10 +203,10 @@ def test_records_go_there_and_back_or_the_host_updates_them():
 
 def test_the_faster_executor_is_chosen_unless_one_is_asked_for():
     slow = replace(SPEC, host_link=1e9)
-    assert chosen_executor(P(offload="host"), SPEC).executor == "device"
-    assert chosen_executor(P(offload="host"), slow).executor == "host"
-    assert chosen_executor(P(offload="host", executor="device"), slow).executor == "device"
-    assert chosen_executor(P(), slow).executor == "auto"
+    assert chosen_executor(P(offload="host"), SPEC).offload.executor == "device"
+    assert chosen_executor(P(offload="host"), slow).offload.executor == "host"
+    assert chosen_executor(P(offload="host", executor="device"), slow).offload.executor == "device"
+    assert chosen_executor(P(), slow).offload.executor == "auto"
     notes = evaluate(gpt(2, 256, 4, 512, 64), slow, P(offload="host")).notes
     assert any("are updated on the host: on the device 2 x 12.00 GB at 1.00 GB/s" in note for note in notes)
 
@@ -214,7 +214,7 @@ def test_the_faster_executor_is_chosen_unless_one_is_asked_for():
 def test_seconds_of_updates_follow_the_elements_and_the_fraction():
     plan = P(offload="host", executor="device")
     assert update_seconds(plan, SPEC, 1e9) == pytest.approx(2.4)
-    assert update_seconds(replace(plan, fraction=0.25), SPEC, 1e9) == pytest.approx(0.6)
+    assert update_seconds(plan.replace(fraction=0.25), SPEC, 1e9) == pytest.approx(0.6)
     assert update_seconds(P(), SPEC, 1e9) == 0.0
     assert update_seconds(P(stage=3, params="host"), SPEC, 1e9) == pytest.approx(0.4)  # weights there and back
     assert update_seconds(replace(plan, optimizer="muon"), SPEC, 1e9) == pytest.approx(1.6)  # one state of matrices
@@ -257,17 +257,17 @@ def found(memory=9e9, offload="auto", **fields):
 def test_states_leave_where_nothing_fits_otherwise():
     assert found(offload="none")[1].rows == []
     place, result = found()
-    assert {row.plan.offload for row in result.rows} == {"host"}
+    assert {row.plan.offload.optimizer for row in result.rows} == {"host"}
     assert all(row.estimate.memory.host <= place.host_memory for row in result.rows)
-    assert any(row.plan.params == "host" and row.plan.stage == 3 for row in result.rows)
+    assert any(row.plan.offload.params == "host" and row.plan.zero.stage == 3 for row in result.rows)
     roomy, both = found(12e9), found(12e9, "host")
-    assert {row.plan.offload for row in roomy[1].rows} == {"none"}
-    assert {row.plan.offload for row in both[1].rows} == {"none", "host"}
+    assert {row.plan.offload.optimizer for row in roomy[1].rows} == {"none"}
+    assert {row.plan.offload.optimizer for row in both[1].rows} == {"none", "host"}
 
 
 def test_what_the_host_has_no_room_for_goes_to_a_disk_and_is_refused_with_the_sum():
     place, result = found(host_memory=15e9)
-    assert {row.plan.offload for row in result.rows} == {"disk"}
+    assert {row.plan.offload.optimizer for row in result.rows} == {"disk"}
     refused = next(each for each in result.rejected if each.reason == "the host's memory")
     assert refused.sum.startswith("2 x (process 3.00 + slice ")
     assert refused.sum.endswith("GB of 15.0 GB")
@@ -294,12 +294,12 @@ def test_what_if_moves_states_one_place_further():
     plan = P(dp=8, stage=3, offload="host")
     knobs = {knob.change: knob for knob in what_if(Row(plan, evaluate(LARGE, A100, plan)), LARGE, A100, evaluate)}
     assert knobs["offload.optimizer: none"].memory > 0 > knobs["offload.params: host"].memory
-    assert knobs["offload.moments: bf16"].plan.moments == "bf16"
+    assert knobs["offload.moments: bf16"].plan.offload.moments == "bf16"
     assert knobs["offload.fraction: 0.5"].memory > 0
     host = {place: knobs[f"offload.optimizer: {place}"].estimate.memory.host for place in ("none", "disk")}
     assert host["disk"] < host["none"] + 8 * 3 * 12 * 2**24 + 1e6
     assert "offload.activations: host" not in knobs  # of blocks that are not recomputed
-    again = replace(plan, activations="full", tp=2, dp=4)
+    again = plan.replace(activations="full", tp=2, dp=4)
     knobs_of_inputs = what_if(Row(again, evaluate(LARGE, A100, again)), LARGE, A100, evaluate)
     inputs = {knob.change: knob.plan for knob in knobs_of_inputs}
     assert plan_text.settings(inputs["offload.activations: host"]).endswith("optimizer on host, inputs on host")
@@ -342,7 +342,7 @@ def test_the_ladder_s_rule_holds_from_built_things(answer):
     assert [rung.name for rung in rungs] == list(RULE)
     two, two_offloaded = rungs[1].estimate.memory, rungs[2].estimate.memory
     assert two.states - two_offloaded.states == pytest.approx(two_offloaded.away["host"]["optimizer"])
-    assert [rung.plan.executor for rung in rungs] == ["auto"] * 5  # evaluate chooses
+    assert [rung.plan.offload.executor for rung in rungs] == ["auto"] * 5  # evaluate chooses
 
 
 def test_one_configuration_is_explained_with_its_places(tmp_path, capsys, monkeypatch):

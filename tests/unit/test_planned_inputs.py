@@ -132,7 +132,7 @@ def test_a_files_settings_are_a_plans_and_go_back_into_a_file():
         "offload": {"activations": "host"},
     }  # fmt: skip
     plan = plan_of(load(tree), None)
-    assert (plan.partition_activations, plan.offload_activations) == (True, "host")
+    assert (plan.mesh.partition_activations, plan.offload.activations) == (True, "host")
     written = train_config(GPT2, plan, "somewhere", None)
     assert (written["mesh"]["partition_activations"], written["offload"]) == (True, {"activations": "host"})
     assert plan_of(load(written), 2) == plan

@@ -65,7 +65,7 @@ def test_an_all_to_all_takes_as_long_as_a_ring_but_for_what_leaves_a_host():
 
 def test_16_bit_terms_are_sent_unless_many_ranks_of_a_host_reduce_across_hosts():
     def chosen(**plan):
-        return faster_reduction(MODEL, ParallelPlan(**plan), cluster("h100", 64)).reduce_scatter
+        return faster_reduction(MODEL, ParallelPlan(**plan), cluster("h100", 64)).zero.reduce_scatter
 
     assert chosen(dp=8) == "auto"  # one host: half the bytes
     assert chosen(dp=8, tp=8) == "auto"  # one rank of each host: half the bytes
@@ -88,8 +88,8 @@ def test_what_is_faster_than_the_rule_says_is_asked_for():
     """Three ranks on each of two hosts, with slow links inside: half the bytes there are worth half as many more between."""
     slow = replace(cluster("h100", 6, 2), inside=Link(1e9, 0.0, 0.0), across=Link(100e9, 0.0, 0.0))
     found = faster_reduction(MODEL, ParallelPlan(dp=6), slow)
-    assert found.reduce_scatter == "all-to-all"
-    assert settled(ParallelPlan(dp=6), slow).reduce_scatter == "native"
+    assert found.zero.reduce_scatter == "all-to-all"
+    assert settled(ParallelPlan(dp=6), slow).zero.reduce_scatter == "native"
     assert train_config(MODEL, found, "gpt2", None)["zero"]["reduce_scatter"] == "all-to-all"
 
 
@@ -121,7 +121,7 @@ def test_frozen_weights_save_their_gradients_time_and_fp8_halves_nearly_only_pro
     plan = ParallelPlan()
     full, less = (part_work(digest(m).shapes[1], m, plan, A100) for m in (MODEL, lora))
     assert less.matrices.backward == pytest.approx(full.matrices.backward / 2)
-    narrow = part_work(digest(MODEL).shapes[1], MODEL, replace(plan, precision="fp8"), A100)
+    narrow = part_work(digest(MODEL).shapes[1], MODEL, plan.replace(precision="fp8"), A100)
     assert narrow.matrices.forward < full.matrices.forward
     assert narrow.attention == full.attention
 
@@ -161,7 +161,7 @@ def test_a_split_master_costs_every_optimizer_the_same_bytes_more():
 
 def test_offloading_moves_the_optimizer_to_the_slower_host():
     plan = ParallelPlan(dp=8, stage=2)
-    on, off = seconds(plan).parts, seconds(replace(plan, offload="host")).parts
+    on, off = seconds(plan).parts, seconds(plan.replace(offload="host")).parts
     assert MODEL.params == 8 * 164_477_440
     assert off["optimizer"] == pytest.approx(0.394746)  # 30 bytes of each at 100 / 8 GB/s
     assert off["offload"] == pytest.approx(0.0411194)  # 6 bytes of each at 24 GB/s
@@ -174,7 +174,7 @@ def test_zero3ds_parts_per_rank_follow_from_the_schedule():
     """For each of three others a stage waits for a micro-batch: all of it, one of two parts, a third of that, nothing."""
     plan, at_once = ParallelPlan(pp=4, stage=1, accumulate=8), Link(1e30, latency=0.0)
     steps = {
-        name: evaluate(layers(8), replace(HOST, inside=at_once), replace(plan, schedule=name)).seconds.parts
+        name: evaluate(layers(8), replace(HOST, inside=at_once), plan.replace(schedule=name)).seconds.parts
         for name in ("1f1b", "interleaved", "zero-bubble", "zbv")
     }
     micro_batch = sum(steps["1f1b"][name] for name in ("matrices", "attention", "rest")) / 8
@@ -217,6 +217,7 @@ def test_less_memory_per_stage_and_more_traffic_at_stage_3():
         (ParallelPlan(tp=3), "does not divide 16 heads"),
         (ParallelPlan(pp=32), "24 blocks"),
         (ParallelPlan(micro_batch=0), "at least 1"),
+        (ParallelPlan(dp=0), "dp=0: must be at least 1"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(plan, said):
@@ -242,7 +243,7 @@ def test_an_assumed_shape_and_eager_attention_are_told():
 def test_a_replay_costs_one_micro_batch_in_every_so_many_steps():
     plain = ParallelPlan(dp=8, stage=1, accumulate=8)
     for every in (1, 4):
-        found = seconds(replace(plain, replay=every))
+        found = seconds(plain.replace(replay=every))
         work = sum(seconds(plain).parts[name] for name in ("matrices", "attention", "rest", "recompute"))
         assert 1 < found.parts["replay"] * 8 * every / work < 1.1  # and hashes
         assert found.mid == pytest.approx(seconds(plain).mid + found.parts["replay"])

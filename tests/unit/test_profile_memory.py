@@ -96,7 +96,7 @@ def test_the_first_rank_of_a_pipeline_holds_the_most_micro_batches(plan, flight)
     assert found.parts["activations"] == TOKENS * flight * (1.5 * (CUT + WHOLE) + SCORES)
     assert found.parts["transient"] == TOKENS * (2 * F + 6 * H)
     assert "logits" not in found.parts
-    plan = replace(ParallelPlan(pp=4, tp=2, stage=1, micro_batch=2), **plan)
+    plan = ParallelPlan(**{"pp": 4, "tp": 2, "stage": 1, "micro_batch": 2} | plan)
     assert profile_memory(wide, plan, cluster("a100-80", 16, 2), SYSTEM).parts["transient"] == TOKENS * (F + 3 * H)
 
 

@@ -41,7 +41,7 @@ def test_a_smaller_micro_batch_keeps_the_sequences_of_a_step():
     _, found = advised(PLAN, 1e9)
     (smaller,) = [each for each in found if "train.micro_batch=2" in each.settings and len(each.settings) == 2]
     assert smaller.settings == ("train.micro_batch=2", "train.accumulate=4")
-    assert smaller.plan == replace(PLAN, micro_batch=2, accumulate=4)
+    assert smaller.plan == PLAN.replace(micro_batch=2, accumulate=4)
 
 
 def test_where_none_is_enough_alone_several_are_together():
@@ -61,7 +61,7 @@ def test_nothing_that_rounds_more_or_needs_what_is_not_there():
     _, found = advised(PLAN, 1e9)
     words = [word for each in found for word in each.settings]
     assert not any(word.startswith(("offload.moments", "zero.reduce")) for word in words)
-    sharded = replace(PLAN, stage=3)
+    sharded = PLAN.replace(stage=3)
     _, found = advised(sharded, 1e9)
     assert any("offload.optimizer=host" in each.settings for each in found)
     small = replace(A100, host_memory=1e9)
@@ -70,7 +70,7 @@ def test_nothing_that_rounds_more_or_needs_what_is_not_there():
 
 
 def test_a_hosts_memory_is_relieved_by_what_leaves_it():
-    away = replace(PLAN, offload="host")
+    away = PLAN.replace(offload="host")
     row, found = advised(away, 1e9, host_bytes(8, on_cpu=False))
     assert ("offload.optimizer=none",) in [each.settings for each in found]
     assert found[0].saved == row.estimate.memory.host - evaluate(MODEL, A100, found[0].plan).memory.host

@@ -16,7 +16,8 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.declaring import as_keyword, in_file
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
-from zero3d.spec.rules import RULES, Spec, as_markdown, check, refusals
+from zero3d.spec.rules import RULES, as_markdown, check, refusals
+from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
 ROOT = Path(__file__).parents[2]

@@ -188,7 +188,7 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         tree = train_config(answer.model, rows[0].plan, path, _tokenizer(path)) | _adapters(arguments.lora)
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
-        flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.sequence_parallel), rows[0])
+        flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.mesh.sequence_parallel), rows[0])
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
         texts[arguments.html] = plan_page(answer, arguments.top)

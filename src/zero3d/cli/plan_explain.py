@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
-    places = PLACES if config.offload.optimizer == AUTO else (plan.offload,)
-    row = _first_that_fits([replace(plan, offload=place) for place in places], model, cluster, limit)
+    places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)
+    row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
     if config.train.tiled_loss or config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     if arguments.json:

@@ -32,6 +32,7 @@ class Key:
     above: float | None
     below: float | None
     axis: str
+    in_plan: bool | str  # `spec.declaring.key`
 
     @property
     def wants(self) -> str:

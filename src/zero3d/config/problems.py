@@ -19,7 +19,8 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import HOST_BUDGET, Offload
 from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
-from zero3d.spec.rules import Spec, refusals
+from zero3d.spec.rules import refusals
+from zero3d.spec.sections import Spec
 from zero3d.spec.sizes import parse_size
 
 HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin

@@ -30,7 +30,8 @@ from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
 from zero3d.spec.optimizer import OptimizerRow
-from zero3d.spec.rules import Spec, check
+from zero3d.spec.rules import check
+from zero3d.spec.sections import Spec
 from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer

@@ -56,7 +56,7 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     best, cluster = answer.best, answer.cluster
     memory, seconds, world = best.estimate.memory, best.estimate.seconds, best.plan.world
     rate = best.estimate.flops / seconds.mid / world
-    more = f"ZeRO stage {best.plan.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
+    more = f"ZeRO stage {best.plan.zero.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
     yield "Best plan", mesh(best.plan), more.removesuffix(", -")
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
     allowed = f"of {size(int(answer.target.limit))} allowed, {size(int(cluster.gpu.memory))} there"
@@ -97,7 +97,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
         yield (
             place,
             mesh(plan),
-            plan.stage,
+            plan.zero.stage,
             f"{plan.micro_batch} x {plan.accumulate}",
             settings(plan),
             f"{memory.device / GB:.1f}",
@@ -123,8 +123,8 @@ def front(rows: Iterable[Row]) -> list[Row]:
 
 def _pareto(answer: Answer) -> Markup:
     groups: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(answer.result.rows, key=lambda row: row.plan.stage):
-        groups.setdefault(f"ZeRO stage {row.plan.stage}", []).append(_place(row.estimate))
+    for row in sorted(answer.result.rows, key=lambda row: row.plan.zero.stage):
+        groups.setdefault(f"ZeRO stage {row.plan.zero.stage}", []).append(_place(row.estimate))
     best = front(answer.result.rows)
     dots = [Dot(*_place(row.estimate), f"{_figures_of(row)} with {short(row.plan)}") for row in best]
     across = Axis("memory of a GPU (GB)", answer.target.limit / GB)
@@ -189,7 +189,7 @@ def _numbered(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
 
 def _name(place: int, row: Row) -> str:
     plan = row.plan
-    return f"{place}:  {mesh(plan)}, stage {plan.stage}" + (f", {plan.schedule}" if plan.pp > 1 else "")
+    return f"{place}:  {mesh(plan)}, stage {plan.zero.stage}" + (f", {plan.schedule}" if plan.pp > 1 else "")
 
 
 def _series(rows: Sequence[Bar]) -> list[str]:

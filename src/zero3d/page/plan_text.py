@@ -74,21 +74,23 @@ def settings(plan: ParallelPlan) -> str:
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["inputs in parts"] if in_parts(plan) else []
     words += ["inputs on host"] if on_host(plan) else []
-    words += ["sources in one product"] if plan.ep > 1 and plan.experts == "fast" else []
-    words += ["sequence parallel"] if plan.sequence_parallel else []
-    if plan.offload != "none":
-        share = "" if plan.fraction == 1 else f"{100 * plan.fraction:g} % of "
-        words.append(f"{share}optimizer on {plan.offload}")
-    words += [f"parameters on {plan.params}"] if plan.params != "none" else []
-    words += ["bf16 moments"] if plan.moments != "fp32" else []
-    words += ["inputs over tp"] if plan.partition_activations else []
-    words += ["inputs on host"] if plan.offload_activations != "none" else []
+    words += ["sources in one product"] if plan.ep > 1 and plan.mesh.experts == "fast" else []
+    words += ["sequence parallel"] if plan.mesh.sequence_parallel else []
+    if plan.offload.optimizer != "none":
+        share = "" if plan.offload.fraction == 1 else f"{100 * plan.offload.fraction:g} % of "
+        words.append(f"{share}optimizer on {plan.offload.optimizer}")
+    words += [f"parameters on {plan.offload.params}"] if plan.offload.params != "none" else []
+    words += ["bf16 moments"] if plan.offload.moments != "fp32" else []
+    words += ["inputs over tp"] if plan.mesh.partition_activations else []
+    words += ["inputs on host"] if plan.offload.activations != "none" else []
     return ", ".join(words) or "-"
 
 
 def short(plan: ParallelPlan) -> str:
     """Describe a plan in a sentence."""
-    return f"{mesh(plan)}, stage {plan.stage}, micro-batch {plan.micro_batch}, {settings(plan)}".removesuffix(", -")
+    return f"{mesh(plan)}, stage {plan.zero.stage}, micro-batch {plan.micro_batch}, {settings(plan)}".removesuffix(
+        ", -"
+    )
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:
@@ -97,7 +99,7 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         plan = row.plan
         degrees = plan.pp, plan.dp, plan.tp, plan.ep
-        kept.setdefault((*degrees, plan.stage, plan.schedule, plan.offload, plan.params), row)
+        kept.setdefault((*degrees, plan.zero.stage, plan.schedule, plan.offload.optimizer, plan.offload.params), row)
     return list(kept.values())
 
 
@@ -113,7 +115,7 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
             (
                 str(place),
                 mesh(plan),
-                str(plan.stage),
+                str(plan.zero.stage),
                 f"{plan.micro_batch} x {plan.accumulate}",
                 settings(plan),
                 f"{memory.device / 1e9:.1f}",
@@ -125,7 +127,7 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
             )
         )
     yield from columns(table, "><<<<>>" + ">" * disks + ">><")
-    if rows and rows[0].plan.tiers.states and target.offload == "auto":
+    if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 
@@ -141,7 +143,7 @@ def _experts(answer: Answer) -> Iterator[str]:
 
 def _way(row: Row) -> tuple[str, ...]:
     memory, seconds = row.estimate.memory, row.estimate.seconds
-    return mesh(row.plan), str(row.plan.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
+    return mesh(row.plan), str(row.plan.zero.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
 
 
 def disk_column(there: bool, cell: str) -> list[str]:
@@ -387,7 +389,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
                 "reason": r.reason,
                 "plans": r.plans,
                 "excess_bytes": r.excess,
-                "nearest": None if r.nearest is None else plan_json(r.nearest),
+                "nearest": None if r.nearest is None else r.nearest.as_dict(),
                 "of_host": r.sum or None,
             }
             for r in answer.result.rejected
@@ -404,12 +406,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 def row_json(row: Row) -> dict[str, Any]:
     """Return a ranked row as plain values."""
-    return {"plan": plan_json(row.plan), "why": row.reason, **estimate_json(row.estimate)}
-
-
-def plan_json(plan: ParallelPlan) -> dict[str, Any]:
-    """Return all settings of a plan by name."""
-    return dict(vars(plan))
+    return {"plan": row.plan.as_dict(), "why": row.reason, **estimate_json(row.estimate)}
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:

@@ -2,22 +2,18 @@
 
 ParallelPlan                      zero3d                      DeepSpeed
 --------------------------------  --------------------------  ------------------------------------------------
-dp, tp, pp                        mesh.dp, .tp, .pp           -, tensor_parallel.autotp_size, refused
-ep, experts                       mesh.ep, .experts           refused
-schedule, sequence_parallel       mesh.schedule, ...          refused
-stage                             zero.stage                  zero_optimization.stage
-offload, params                   offload.optimizer, .params  zero_optimization.offload_optimizer, _param
-gradients, fraction, moments, ... offload.*                   -, offload_optimizer.ratio (fraction), -
+mesh                              mesh.*, with effect         tensor_parallel.autotp_size (tp), refused but dp
+zero                              zero.*, not as by default   zero_optimization.stage (stage), -
+offload                           offload.*, the same         offload_optimizer, _param, .ratio (fraction), -
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
-partition_activations             mesh.partition_activations  -
-offload_activations               offload.activations         -
 precision                         precision                   bf16.enabled
 optimizer                         optimizer.name              refused but AdamW
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 from zero3d.config import Config, asked_dp, resolve_batch
@@ -26,10 +22,12 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.spec import ModelSpec, ParallelPlan
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import AUTO, DISK, HOST, Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.sections import planned
+from zero3d.spec.zero import Zero
 
-TIERS = ("optimizer", "params", "gradients", "fraction", "moments", "executor")  # keys of the section `offload`
 DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
 
 
@@ -38,21 +36,14 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 
     What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
-    mesh: dict[str, Any] = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
-    if plan.ep > 1:
-        mesh |= {"ep": plan.ep, "experts": plan.experts}
-    if plan.pp > 1:
-        mesh["schedule"] = plan.schedule
-    if plan.tp > 1 and plan.sequence_parallel:
-        mesh["sequence_parallel"] = True
-    if in_parts(plan):
-        mesh["partition_activations"] = True
-    policies = {
-        key: value for key in ("release", "reduce", "reduce_scatter") if (value := getattr(plan, key)) != "auto"
-    } | ({"master": plan.master} if plan.master != "fp32" else {})
-    exact = {"exact": True} if plan.exact else {}
-    plain, tiers = Offload(), plan.tiers
-    away = {key: value for key in (*TIERS, "activations") if (value := getattr(tiers, key)) != getattr(plain, key)}
+    no_effect = {
+        *(("ep", "experts") if plan.ep == 1 else ()),
+        *(("schedule",) if plan.pp == 1 else ()),
+        *(("sequence_parallel",) if plan.tp == 1 else ()),
+        *(() if in_parts(plan) else ("partition_activations",)),
+    }
+    mesh = {key: value for key, value in _said(plan.mesh, "experts").items() if key not in no_effect}
+    away = _said(plan.offload)
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
@@ -63,7 +54,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema}),
             "mesh": mesh,
-            "zero": {"stage": plan.stage, "reduce_dtype": plan.reduce_dtype} | policies | exact,
+            "zero": _said(plan.zero, "stage", "reduce_dtype"),
             "precision": plan.precision,
             "activations": plan.activations,
         }
@@ -74,8 +65,17 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     )
 
 
+def _said(section: Zero | Offload | Mesh, *always: str) -> dict[str, Any]:
+    """Return the keys of a section that are not as by default, and those that are `always` said."""
+    values = ((key, getattr(section, key.name)) for key in fields(section))
+    return {key.name: value for key, value in values if value != key.default or key.name in always}
+
+
 def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
-    """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError."""
+    """Return a configuration's plan on `gpus` ranks (None: as many as its mesh says). Raises ConfigError, MeshError.
+
+    What `offload.optimizer=auto` would choose is not known here: all states are on the device.
+    """
     mesh = config.mesh
     world = gpus or (mesh.dp or mesh.ep or 1) * (mesh.tp or 1) * (mesh.pp or 1)
     degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp, mesh.ep)
@@ -83,41 +83,23 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
         schedule.check(batch.accumulate, degrees.pp)
+    sequence_parallel = mesh.sequence_parallel and degrees.tp > 1
+    known = {**degrees._asdict(), "schedule": schedule.name, "sequence_parallel": sequence_parallel}
+    place = "none" if config.offload.optimizer == AUTO else config.offload.optimizer
     return ParallelPlan(
-        degrees.dp,
-        degrees.tp,
-        degrees.pp,
-        config.zero.stage,
-        batch.micro_batch,
-        batch.accumulate,
-        config.activations,
-        mesh.sequence_parallel and degrees.tp > 1,
-        schedule.name,
-        schedule.chunks_per_rank if degrees.pp > 1 else 1,
-        config.precision,
-        config.zero.reduce_dtype,
-        config.zero.release,
-        config.zero.reduce,
-        exact=config.zero.exact,
-        reduce_scatter=config.zero.reduce_scatter,
-        master=config.zero.master,
-        **_tiers(config),
-        partition_activations=mesh.partition_activations,
-        offload_activations=config.offload.activations,
-        asynchronous_saves=config.checkpoint.asynchronous,
-        replay=config.health.replay,
-        ema=config.train.ema,
-        ep=degrees.ep,
-        experts=mesh.experts,
+        zero=planned(config.zero),
+        offload=replace(planned(config.offload), optimizer=place),
+        mesh=replace(planned(mesh), **known),
+        precision=config.precision,
+        activations=config.activations,
         optimizer=config.optimizer.name,
+        ema=config.train.ema,
+        replay=config.health.replay,
+        micro_batch=batch.micro_batch,
+        accumulate=batch.accumulate,
+        virtual=schedule.chunks_per_rank if degrees.pp > 1 else 1,
+        asynchronous_saves=config.checkpoint.asynchronous,
     )
-
-
-def _tiers(config: Config) -> dict[str, Any]:
-    """Return a plan's settings of what leaves the device. `auto` is none of its own: a plan says what it would be."""
-    section = config.offload
-    settings = {key: getattr(section, key) for key in TIERS if key != "optimizer"}
-    return settings | {"offload": "none" if section.optimizer == AUTO else section.optimizer}
 
 
 def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
@@ -131,23 +113,23 @@ def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say ep={plan.ep}: its experts are layers written for it."
         )
-    if plan.pp > 1 or plan.sequence_parallel:
+    if plan.pp > 1 or plan.mesh.sequence_parallel:
+        beside = " with sequence parallelism" if plan.mesh.sequence_parallel else ""
         raise ConfigError(
-            f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}"
-            f"{' with sequence parallelism' if plan.sequence_parallel else ''}: its pipelines are written in Python."
+            f"--emit-deepspeed: DeepSpeed's JSON cannot say pp={plan.pp}{beside}: its pipelines are written in Python."
         )
-    zero: dict[str, Any] = {"stage": plan.stage, "overlap_comm": True, "contiguous_gradients": True}
-    for key, place in (("offload_optimizer", plan.offload), ("offload_param", plan.params)):
+    zero: dict[str, Any] = {"stage": plan.zero.stage, "overlap_comm": True, "contiguous_gradients": True}
+    for key, place in (("offload_optimizer", plan.offload.optimizer), ("offload_param", plan.offload.params)):
         if place != "none":
             zero[key] = {"device": DEEPSPEED[place], "pin_memory": True} | (
                 {"nvme_path": "offload"} if place == DISK else {}
             )
-    if plan.offload == HOST and plan.fraction < 1:
-        zero["offload_optimizer"]["ratio"] = plan.fraction
-    if plan.offload == DISK and plan.stage != 3:
+    if plan.offload.optimizer == HOST and plan.offload.fraction < 1:
+        zero["offload_optimizer"]["ratio"] = plan.offload.fraction
+    if plan.offload.optimizer == DISK and plan.zero.stage != 3:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON has optimizer states on a disk at stage 3 alone, and the plan is of "
-            f"stage {plan.stage}: pass --offload host."
+            f"stage {plan.zero.stage}: pass --offload host."
         )
     tree: dict[str, Any] = {
         "train_batch_size": plan.micro_batch * plan.accumulate * plan.dp,

@@ -62,7 +62,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
 def _notes(
     model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, memory: Memory, as_zero3d: bool
 ) -> tuple[str, ...]:
-    notes = [executor_note(plan, cluster)] if as_zero3d and plan.offload != "none" else []
+    notes = [executor_note(plan, cluster)] if as_zero3d and plan.offload.optimizer != "none" else []
     notes += [model.provenance] if model.provenance.startswith("assumed") else []
     notes += [UNEVEN] if plan.ep > 1 else []
     if any(part.operations.eager for part in model.blocks):

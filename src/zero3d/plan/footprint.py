@@ -44,7 +44,7 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
     run = _Run(
         model,
         plan.tp,
-        plan.sequence_parallel,
+        plan.mesh.sequence_parallel,
         Policy.of(plan.activations),
         plan.precision,
         plan.micro_batch * model.length,

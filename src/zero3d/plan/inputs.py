@@ -25,12 +25,17 @@ from zero3d.spec.offload import HOST
 
 def in_parts(plan: ParallelPlan) -> bool:
     """Return whether inputs are kept in parts: under sequence parallelism they are slices already."""
-    return plan.partition_activations and plan.tp > 1 and not plan.sequence_parallel and plan.activations != "none"
+    return (
+        plan.mesh.partition_activations
+        and plan.tp > 1
+        and not plan.mesh.sequence_parallel
+        and plan.activations != "none"
+    )
 
 
 def on_host(plan: ParallelPlan) -> bool:
     """Return whether inputs are kept on the host."""
-    return plan.offload_activations == HOST and plan.activations != "none"
+    return plan.offload.activations == HOST and plan.activations != "none"
 
 
 def share_here(plan: ParallelPlan) -> float:
@@ -41,7 +46,7 @@ def share_here(plan: ParallelPlan) -> float:
 def kept_bytes(model: ModelSpec, plan: ParallelPlan) -> int:
     """Return the bytes of one input of one micro-batch as this rank keeps it, wherever."""
     elements = plan.micro_batch * model.length * model.hidden
-    parts = plan.tp if in_parts(plan) or plan.sequence_parallel else 1
+    parts = plan.tp if in_parts(plan) or plan.mesh.sequence_parallel else 1
     return ceil(elements / parts) * int(WIDTHS[plan.precision].weight)
 
 

@@ -138,8 +138,8 @@ class Divided(NamedTuple):
     @classmethod
     def of(cls, plan: ParallelPlan) -> Divided:
         """Read it off a plan."""
-        sources = (plan.ep if plan.experts == "exact" else 1) if plan.dispatches else 0
-        return cls(plan.tp, plan.sequence_parallel, plan.ep, sources)
+        sources = (plan.ep if plan.mesh.experts == "exact" else 1) if plan.dispatches else 0
+        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources)
 
 
 class Digest(NamedTuple):

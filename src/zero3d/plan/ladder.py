@@ -17,7 +17,6 @@ shrink with N, and stage 3's do: by the paper's bytes 2 + 2/N = 16/N, by the eng
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from zero3d.plan.search import Evaluate
@@ -52,7 +51,7 @@ def ladder(
     for name, (stage, offload) in RUNGS.items():
         if offload != "none" and OPTIMIZERS[optimizer].coded:
             continue
-        rung_plan = faster_reduction(model, replace(plan, stage=stage, offload=offload), cluster)
+        rung_plan = faster_reduction(model, plan.replace(stage=stage, offload=offload), cluster)
         estimate = evaluate(model, cluster, rung_plan)
         fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
         rungs.append(Rung(name, rung_plan, estimate, fits))

@@ -9,7 +9,6 @@ Which parameters are matrices is what the engine takes by default: `optimizer.gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.optim.owners import WIRE, Owners, matrices_of
@@ -34,7 +33,7 @@ def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[s
         ]
         if matrices:
             layouts = {number: unit.layout for number, unit in own.items()}
-            found.append((axis, Owners(matrices, layouts, next(iter(layouts.values())).n, plan.stage == 0)))
+            found.append((axis, Owners(matrices, layouts, next(iter(layouts.values())).n, plan.zero.stage == 0)))
     return tuple(found)
 
 
@@ -46,7 +45,7 @@ def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[in
 
 def owners_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose owners are the same."""
-    return replace(division_key(plan), stage=plan.stage)
+    return division_key(plan).replace(stage=plan.zero.stage)
 
 
 def _owners(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str, Owners], ...]:

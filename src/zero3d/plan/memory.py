@@ -128,13 +128,13 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     they are of a disk.
     """
     rings = {kind: ring_bytes(longest) for kind, longest in shard.longest.items()}
-    on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.params == DISK else 0
+    on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.offload.params == DISK else 0
     own = rings.get("optimizer", 0)
-    on_device = own + (NOISE if plan.moments == "bf16" else 0)
-    if plan.executor == HOST:
+    on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
+    if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
-    return {DEVICE: on_device, HOST: on_host + (own if plan.offload == DISK else 0)}
+    return {DEVICE: on_device, HOST: on_host + (own if plan.offload.optimizer == DISK else 0)}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -167,7 +167,7 @@ class _Rank:
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.micro_batch * model.length
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
-        self._norm = NORM * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+        self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
         self.inputs = slots_on_host(model, plan, stage, self.chunks)
         self._ring_of_inputs = ring_here(model, plan)
         self.base = self._base(16.0 * tokens * plan.accumulate)
@@ -283,14 +283,14 @@ class _Rank:
 
     def _step(self) -> Peak:
         """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
-        if self.plan.tiers.states:
+        if self.plan.offload.states:
             scratch = max(self._bucket_scratch(), self._matrices)
             return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units.values() for unit in units if unit.trainable]
-        share = [unit.layout.shard if self.plan.stage > 0 else unit.layout.total for unit in units]
+        share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
-        rounds, splits = self.plan.precision == "bf16", self.plan.master == "split"
+        rounds, splits = self.plan.precision == "bf16", self.plan.zero.master == "split"
         scratch = float(rounds * master_scratch(elements, "cuda", splits))
         if OPTIMIZERS[self.plan.optimizer].coded:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
@@ -303,12 +303,12 @@ class _Rank:
     def _bucket_scratch(self) -> float:
         """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
         plan = self.plan
-        if plan.executor == "host" and plan.fraction == 1:
+        if plan.offload.executor == "host" and plan.offload.fraction == 1:
             return 0.0
-        copies = WIDTHS[plan.precision].weight if plan.params != "none" else 0
-        copies += WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
-        splits, casts = plan.master == "split", plan.precision == "bf16" and plan.master == "fp32"
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.moments == "bf16", casts)
+        copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
+        copies += WIDTHS[plan.precision].reduced if plan.offload.gradients == HOST else 0
+        splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
+        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
         return float(scratch + copies * self.shard.bucket)
 
 

@@ -53,14 +53,14 @@ def _rank_bytes(
         numel += sum(w.numel for p in model.parts for u in p.units if u.name in copies for w in u.weights) / plan.tp
     trainable = numel * known.trainable / known.params
     weight, gradient, optimizer = system.rates(plan)
-    states = numel * weight + trainable * (gradient + (optimizer if plan.offload == "none" else 0.0))
+    states = numel * weight + trainable * (gradient + (optimizer if plan.offload.optimizer == "none" else 0.0))
     blocks = [part for part in parts if part.kind == "block"]
     tokens = plan.micro_batch * model.length
     flight = float(min(plan.accumulate, plan.pp - rank) if plan.schedule != "gpipe" else plan.accumulate)
     if plan.virtual > 1:
         flight = min(float(plan.accumulate), flight * float(interleave_factor(plan.pp, plan.virtual)))
-    gathered = system.units * 2.0 * max(known.numels) / plan.tp if plan.stage == 3 else 0.0
-    if plan.stage == 3 and plan.pp > 1 and system.keeps_in_pipelines:
+    gathered = system.units * 2.0 * max(known.numels) / plan.tp if plan.zero.stage == 3 else 0.0
+    if plan.zero.stage == 3 and plan.pp > 1 and system.keeps_in_pipelines:
         gathered = numel * system.weight + trainable * system.gradient
     nbytes = {"states": states, "gathered": gathered, "buffers": system.buffers}
     if blocks:
@@ -75,11 +75,11 @@ def _rank_bytes(
 
 def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
     """Return the bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
-    whole = operations.kept_whole / (plan.tp if plan.sequence_parallel else 1)
+    whole = operations.kept_whole / (plan.tp if plan.mesh.sequence_parallel else 1)
     attention = operations.attention / plan.tp
     interior = system.interior * ((operations.kept_cut - operations.attention) / plan.tp + whole)
     ledger = recompute_arithmetic(blocks, plan.activations)
-    entry = operations.input / (plan.tp if plan.sequence_parallel else 1)
+    entry = operations.input / (plan.tp if plan.mesh.sequence_parallel else 1)
     if plan.activations == "none":
         return flight * blocks * (interior + attention)
     if plan.activations == "selective":
@@ -92,5 +92,7 @@ def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Pr
     """Return a node's bytes: what each rank loads before it is cut (2 per parameter), offloaded states."""
     ranks = min(plan.world, cluster.per_node)
     known = digest(model)
-    offloaded = 0.0 if plan.offload == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)
+    offloaded = (
+        0.0 if plan.offload.optimizer == "none" else system.rates(plan)[2] * known.trainable / (plan.tp * plan.pp)
+    )
     return ranks * (2.0 * known.params + offloaded)

@@ -61,8 +61,10 @@ class Profile:
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Return the bytes per parameter on one rank: weight, gradient, optimizer."""
-        row = stage_row(plan.stage)
-        wide = 4.0 if plan.reduce_dtype == "fp32" and self.gradient < 4 else 0.0  # accumulated beside the 2-byte ones
+        row = stage_row(plan.zero.stage)
+        wide = (
+            4.0 if plan.zero.reduce_dtype == "fp32" and self.gradient < 4 else 0.0
+        )  # accumulated beside the 2-byte ones
         return (
             self.shard_weight / plan.dp if row.shards_parameters else self.weight,
             (self.gradient + wide) / (plan.dp if row.shards_gradients else 1),

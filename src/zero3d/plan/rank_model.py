@@ -21,6 +21,8 @@ from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import Piece, UnitLayout
 
 
@@ -46,12 +48,12 @@ class RankUnit(NamedTuple):
 
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
-        alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.params == "none"
-        return 2 if plan.stage == 3 and alone else plan.stage
+        alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
+        return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
-        if plan.stage == 0:
+        if plan.zero.stage == 0:
             return self.layout.whole_pieces()
         return self.layout.pieces(dp_rank // plan.ep if self.sources else dp_rank)
 
@@ -112,15 +114,10 @@ class RankModel(NamedTuple):
 def division_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a division is computed once."""
     return ParallelPlan(
-        plan.dp,
-        plan.tp,
-        plan.pp,
-        schedule=plan.schedule,
+        zero=Zero(exact=plan.zero.exact),
+        mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, plan.mesh.experts, schedule=plan.schedule),
         accumulate=plan.pp,
         precision=plan.precision,
-        exact=plan.exact,
-        ep=plan.ep,
-        experts=plan.experts,
         optimizer=plan.optimizer,
     )
 
@@ -170,7 +167,7 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
         check_experts(weight, plan.ep)
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
     layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block)
-    sources = plan.ep if plan.experts == "exact" else 1
+    sources = plan.ep if plan.mesh.experts == "exact" else 1
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
 

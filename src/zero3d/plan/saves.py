@@ -24,7 +24,7 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
         return 0
     chunks = chunks_of_rank(model, plan, pp_stage)
     wide = WIDTHS[plan.precision].reduced
-    moment = state_width(wide, plan.tiers.moments)
+    moment = state_width(wide, plan.offload.moments)
     total = 0
     for number, units in rank_model(model, plan, pp_stage).units.items():
         copies = _copies(chunks[number])

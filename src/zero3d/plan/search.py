@@ -33,14 +33,17 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import DISK, HOST, Offload
 from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.zero import Zero
 
-Tiers = tuple[dict[str, Any], ...]  # settings of a plan
+Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", "host", "disk")
-NEAR: Tiers = ({},)
-ON_HOST: Tiers = ({"offload": "host"}, {"offload": "host", "params": "host"})
-ON_DISK: Tiers = ({"offload": "disk"}, {"offload": "disk", "params": "host"}, {"offload": "disk", "params": "disk"})
+NEAR: Tiers = (Offload(),)
+ON_HOST: Tiers = (Offload(HOST), Offload(HOST, params=HOST))
+ON_DISK: Tiers = (Offload(DISK), Offload(DISK, params=HOST), Offload(DISK, params=DISK))
 ROUNDS: dict[str, tuple[Tiers, ...]] = {  # each tried if those before it have found nothing
     "auto": (NEAR, ON_HOST, ON_DISK),
     "none": (NEAR,),
@@ -181,18 +184,13 @@ def _groups(
                 for activations, (ep, sequence_parallel) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
-                        dp,
-                        tp,
-                        pp,
-                        stage,
+                        zero=Zero(stage, **pipeline_moments(stage, pp)),
+                        offload=away,
+                        mesh=Mesh(dp, tp, pp, ep, schedule=schedule, sequence_parallel=sequence_parallel),
                         activations=activations,
-                        sequence_parallel=sequence_parallel,
-                        schedule=schedule,
                         virtual=virtual,
-                        ep=ep,
                         optimizer=target.optimizer,
                     )
-                    plan = replace(plan, **pipeline_moments(stage, pp), **away)
                     yield list(_micro_batches(plan, sequences, len(model.blocks), account))
 
 
@@ -214,17 +212,17 @@ def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
     return f"ep does not divide {model.experts} experts" if model.experts % ep else None
 
 
-def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ZeRO stages with settings of tiers: weights leave the device at stage 3, even of one rank."""
+def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, Offload]]:
+    """Yield ZeRO stages with what leaves the device: weights do at stage 3, even of one rank."""
     for away in tiers:
-        if "params" in away:
+        if away.params != "none":
             yield 3, away
         else:
             yield from ((stage, away) for stage in ((0, 1, 2, 3) if dp > 1 else (0,)))
 
 
 def pipeline_moments(stage: int, pp: int) -> dict[str, Any]:
-    """Return what stages 2 and 3 say in a pipeline, where by default they hold what stage 1 holds."""
+    """Return the keys of `zero` by which stages 2 and 3 save memory in a pipeline: by default they hold as stage 1."""
     if pp == 1 or stage < 2:
         return {}
     return {"reduce": "every_micro_batch"} | ({"release": "every_use"} if stage == 3 else {})

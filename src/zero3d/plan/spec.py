@@ -5,7 +5,7 @@
         Unit       weights of one unit
           Weight   a logical shape, and the dimension that tp divides
     ClusterSpec    nodes of alike GPUs; links inside and across them
-    ParallelPlan   degrees, ZeRO stage, micro-batch, recomputation, schedule
+    ParallelPlan   the settings of a run by section, and micro-batches
     Estimate       memory of the fullest rank class, seconds of a step, and what they are made of
 
 Bytes are bytes, times seconds, rates per second. A token's figures are of one forward at `ModelSpec.length`.
@@ -14,20 +14,25 @@ Bytes are bytes, times seconds, rates per second. A token's figures are of one f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
 from zero3d.optim.matrices import Form
+from zero3d.pipeline.schedules import DEFAULT
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.offload import Offload
-from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.spec.rules import Spec
-from zero3d.spec.zero import Zero
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.sections import Spec, keywords, sort_settings
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
+ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows
+    *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
+    *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
+    *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer"),
+)
 
 
 @dataclass(frozen=True)
@@ -272,61 +277,52 @@ class ClusterSpec:
 # --- plan ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ParallelPlan:
-    """A way to train a model. Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp.
+@dataclass(frozen=True, init=False)
+class ParallelPlan(Spec):
+    """A way to train a model: the settings of a run, all of them known, and what a planner has beyond them.
 
+    Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp. What keys of sections mean is said where
+    they are declared (`zero3d.spec`), and any of them is written by itself:
+
+        ParallelPlan(dp=8, stage=3, offload="host")       `PLAN_KEYWORDS`
+        plan.zero.stage, plan.offload.optimizer           where they are
+        plan.replace(stage=2, offload="none")             another plan
+
+    zero, offload, mesh  the sections, each whole; of `offload`, "auto" is no place
     activations    none, full, every:K, selective
-    schedule       of a pipeline: gpipe, 1f1b, interleaved, zero-bubble, zbv
-    virtual        model chunks per rank of a pipeline
-    exact          gradients are summed in one tree at any dp
-    master         fp32, split (bf16 weight and a 16-bit remainder)
-    reduce_scatter all-to-all (of 16-bit terms), native (sums of the backend), auto (by the rule: `states.settled`)
-    offload        where optimizer states are: none (on the device), host, disk
-    params         the same of weights that nothing needs now (stage 3)
-    gradients      the same of reduced gradients (stages 2 and 3): auto (device), device, host
-    fraction       share of optimizer states that leave the device, moments: fp32, bf16 (`spec.offload.Offload`)
-    executor       of updates off the device: device, host, auto (by the rule: `tier_time.chosen_executor`)
-    asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
-    replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
-    ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
-    ep             ranks, neighbours on dp, that share each layer's experts out
-    experts        exact, fast (one product of what all ep ranks send)
     optimizer      the name of its row (spec/optimizer.py)
-    partition_activations, offload_activations   inputs of recomputed blocks in parts over tp; none or host (inputs.py)
+    ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
+    replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
+    micro_batch, accumulate  sequences of a forward; forwards of a step
+    virtual        model chunks per rank of a pipeline
+    asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    stage: int = 3
+    mesh: Mesh = field(default_factory=lambda: Mesh(1, 1, 1, 1, schedule=DEFAULT))
+    activations: str = "none"
+    optimizer: str = ADAMW
     micro_batch: int = 1
     accumulate: int = 1
-    activations: str = "none"
-    sequence_parallel: bool = False
-    schedule: str = "1f1b"
     virtual: int = 1
-    precision: str = "bf16"
-    reduce_dtype: str = "fp32"
-    release: str = "auto"
-    reduce: str = "auto"
-    offload: str = "none"
-    exact: bool = False
-    reduce_scatter: str = "auto"
-    master: str = "fp32"
-    params: str = "none"
-    gradients: str = "auto"
-    fraction: float = 1.0
-    moments: str = "fp32"
-    executor: str = "auto"
-    partition_activations: bool = False
-    offload_activations: str = "none"
     asynchronous_saves: bool = False
-    replay: int = 0
-    ema: float | None = None
-    ep: int = 1
-    experts: str = "exact"
-    optimizer: str = "adamw"
+
+    def __init__(self, **settings: Any) -> None:
+        """Make a plan of sections, keys of sections, and other fields. Raises ConfigError for what it does not have."""
+        plain = _plain()
+        made = {**plain, **sort_settings(settings, PLAN_KEYWORDS, plain)}
+        unknown = [key for key in ("dp", "tp", "pp", "ep", "schedule") if getattr(made["mesh"], key) is None]
+        if unknown:
+            made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
+        vars(self).update(made)
+
+    def replace(self, **settings: Any) -> ParallelPlan:
+        """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
+        return replace(self, **sort_settings(settings, PLAN_KEYWORDS, vars(self)))
+
+    @property
+    def schedule(self) -> str:
+        """Return the order of a pipeline's forwards and backwards."""
+        return self.mesh.schedule or DEFAULT
 
     @property
     def block(self) -> int:
@@ -351,51 +347,24 @@ class ParallelPlan:
     @property
     def dispatches(self) -> bool:
         """Say whether tokens are sent to experts, in units of their own: in exact mode at any ep."""
-        return self.ep > 1 or self.exact
+        return self.ep > 1 or self.zero.exact
 
-    @property
-    def settings(self) -> Spec:
-        """Return what rules are about; whoever runs the plan says where a disk's folder is."""
-        return Spec(
-            Zero(
-                self.stage,
-                self.reduce_dtype,
-                self.release,
-                self.reduce,
-                self.reduce_scatter,
-                self.master,
-                exact=self.exact,
-            ),
-            replace(self.tiers, directory="FOLDER"),
-            Mesh(
-                self.dp,
-                self.tp,
-                self.pp,
-                self.ep,
-                self.experts,
-                schedule=self.schedule,
-                sequence_parallel=self.sequence_parallel and self.tp > 1,
-                partition_activations=self.partition_activations,
-            ),
-            self.precision,
-            self.activations,
-            self.optimizer,
-            self.ema,
-            self.replay,
-        )
+    def as_dict(self) -> dict[str, Any]:
+        """Return all settings by keyword, for JSON."""
+        return {
+            name: getattr(getattr(self, field), key) if key else getattr(self, field)
+            for name, (field, key) in PLAN_KEYWORDS.items()
+        }
 
-    @property
-    def tiers(self) -> Offload:
-        """What leaves the device, as the engine is told."""
-        return Offload(
-            self.offload,
-            self.params,
-            self.gradients,
-            self.offload_activations,
-            fraction=self.fraction,
-            moments=self.moments,
-            executor=self.executor,
-        )
+
+PLAN_KEYWORDS = dict(sorted(keywords(ParallelPlan).items(), key=lambda item: [*ORDER, item[0]].index(item[0])))
+
+
+@cache
+def _plain() -> Mapping[str, Any]:
+    """Return the fields of a plan that says nothing."""
+    made = ((each, each.default_factory) for each in fields(ParallelPlan))
+    return {each.name: each.default if make is MISSING else make() for each, make in made}
 
 
 # --- estimate -----------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Planner data as JSON and back. What a tree must look like is read off the dataclasses' own annotations.
 
 dataclass <-> object        tuple[X, ...] <-> list        Mapping[str, X] <-> object        X | None <-> X or null
+
+A plan is one flat object, of its keywords.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
+from zero3d.plan.spec import PLAN_KEYWORDS, ParallelPlan
 
 T = TypeVar("T")
 
 
 def to_json(value: Any) -> dict[str, Any]:
     """Return a dataclass of `plan.spec` as a tree that `json.dump` takes."""
-    tree = _plain(asdict(value))
+    tree = _plain(value.as_dict() if isinstance(value, ParallelPlan) else asdict(value))
     assert isinstance(tree, dict)
     return tree
 
@@ -61,18 +64,28 @@ def _build(kind: Any, value: Any, path: str) -> Any:
 
 def _build_dataclass(kind: type, value: Any, path: str) -> Any:
     entries = _expect(value, (Mapping,), path, "an object")
-    names = [field.name for field in fields(kind)]
+    hints = _hints(kind)
+    names = list(hints)
     for key in entries:
         if key not in names:
             near = nearest(str(key), names)
             hint = f" Did you mean {near!r}?" if near else ""
             raise ConfigError(f"{path}: {short(repr(key))} is unknown; it has {', '.join(names)}.{hint}")
-    hints = get_type_hints(kind)
     built = {key: _build(hints[key], inner, f"{path}.{key}") for key, inner in entries.items()}
     try:
         return kind(**built)
     except TypeError as error:
         raise ConfigError(f"{path}: {str(error).replace('__init__() ', '')}.") from None
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """Return the type of each entry: of a plan by keyword."""
+    own = get_type_hints(kind)
+    if kind is ParallelPlan:
+        return {
+            name: get_type_hints(own[field])[key] if key else own[field] for name, (field, key) in PLAN_KEYWORDS.items()
+        }
+    return {each.name: own[each.name] for each in fields(kind)}
 
 
 def _expect(value: Any, kinds: tuple[Any, ...], path: str, words: str) -> Any:

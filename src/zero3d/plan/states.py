@@ -69,7 +69,8 @@ class States(NamedTuple):
 @lru_cache(maxsize=1 << 12)
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    check(plan.settings, in_file)
+    with_folder = replace(plan.offload, directory="FOLDER")  # whoever runs the plan says where a disk's is
+    check(replace(plan, offload=with_folder), in_file)
 
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
@@ -79,7 +80,7 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     """
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    tiers = replace(plan.tiers, executor="auto")
+    tiers = replace(plan.offload, executor="auto")
     check_rules(plan)
     if tiers.params != "none" and policies(plan)[0] == "every_step":
         raise ConfigError(
@@ -91,20 +92,14 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
 
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
-    many = plan.accumulate if plan.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
+    many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(
         plan,
+        offload=Offload(gradients=plan.offload.gradients),
+        mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False),
         micro_batch=1,
         accumulate=many,
         activations="none",
-        sequence_parallel=False,
-        offload="none",
-        params="none",
-        fraction=1.0,
-        moments="fp32",
-        executor="auto",
-        partition_activations=False,
-        offload_activations="none",
         asynchronous_saves=False,
         replay=0,
     )
@@ -117,11 +112,11 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     device = sum((on_device(unit, plan, tiers, dp_rank) for unit in units), NOTHING)
     if not tiers.states:
         return States(device)
-    if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.exact):
+    if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
         raise ConfigError(
-            f"offload.gradients=host with stage {plan.stage}, reduce {policies(plan)[1]} and exact {plan.exact}: those "
-            "leave the device that are reduced after every micro-batch. Pass zero.stage=2 or 3 with "
-            "zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
+            f"offload.gradients=host with stage {plan.zero.stage}, reduce {policies(plan)[1]} and exact "
+            f"{plan.zero.exact}: those leave the device that are reduced after every micro-batch. Pass zero.stage=2 or "
+            "3 with zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
         )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
@@ -170,7 +165,7 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
 
 def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
     """Return how many elements of a unit a rank updates, and where among them each optimizer state is."""
-    layout, whole = unit.layout, plan.stage == 0
+    layout, whole = unit.layout, plan.zero.stage == 0
     elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
     matrices = {number for number, _ in unit.forms}
     return elements, state_spans(plan.optimizer, unit.pieces(plan, dp_rank), matrices, elements, used)
@@ -188,25 +183,24 @@ def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes per parameter of what is stored of masters beside the weights."""
     wide = WIDTHS[plan.precision].reduced
-    return master_width(unit.itemsize, wide, splits_master(plan.master, plan.precision))
+    return master_width(unit.itemsize, wide, splits_master(plan.zero.master, plan.precision))
 
 
 def sums_of(plan: ParallelPlan) -> Sums:
     """Return when gradients are summed: exact pipelines sum the first micro-batches before they know the last."""
-    summands = max(2, plan.accumulate) if plan.exact and plan.pp > 1 else plan.accumulate
-    return Sums(*policies(plan), summands, plan.exact)
+    summands = max(2, plan.accumulate) if plan.zero.exact and plan.pp > 1 else plan.accumulate
+    return Sums(*policies(plan), summands, plan.zero.exact)
 
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
-    return resolve_policies(
-        stage_row(plan.stage), *pipeline_policies(plan.pp, plan.tiers.release(plan.release), plan.reduce)
-    )
+    release = plan.offload.release(plan.zero.release)
+    return resolve_policies(stage_row(plan.zero.stage), *pipeline_policies(plan.pp, release, plan.zero.reduce))
 
 
 def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
     """Return a gradient's bytes on its way to the reduction; in exact mode that of a single micro-batch is narrow."""
-    return narrow if (plan.exact and _alone(plan)) or plan.reduce_dtype != "fp32" else 4.0
+    return narrow if (plan.zero.exact and _alone(plan)) or plan.zero.reduce_dtype != "fp32" else 4.0
 
 
 def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
@@ -215,9 +209,9 @@ def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
     Terms that are no sums yet travel as they were made, unless the backend is to sum them (`settled`: native).
     summed  they are sums at once, of several sources
     """
-    requested = WIDTHS[plan.reduce_dtype].weight if plan.precision != "fp64" else 8
+    requested = WIDTHS[plan.zero.reduce_dtype].weight if plan.precision != "fp64" else 8
     wire = requested if requested >= itemsize else WIDTHS[plan.precision].reduced
-    return min(wire, itemsize) if _alone(plan) and plan.reduce_scatter != NATIVE and not summed else wire
+    return min(wire, itemsize) if _alone(plan) and plan.zero.reduce_scatter != NATIVE and not summed else wire
 
 
 def settled(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
@@ -225,12 +219,12 @@ def settled(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     if plan.dp == 1:
         return plan
     on_host = Degrees(plan.pp, plan.dp, plan.tp).dp_on_host(cluster.per_node)
-    return replace(plan, reduce_scatter=choose_algorithm("nccl", plan.dp, plan.reduce_scatter, on_host))
+    return plan.replace(reduce_scatter=choose_algorithm("nccl", plan.dp, plan.zero.reduce_scatter, on_host))
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:
     """Return whether gradients that travel in so many bytes are exchanged, and summed by their owner, on NCCL."""
-    return plan.exact or (plan.reduce_scatter != NATIVE and width < WIDTHS["fp32"].weight)
+    return plan.zero.exact or (plan.zero.reduce_scatter != NATIVE and width < WIDTHS["fp32"].weight)
 
 
 def _alone(plan: ParallelPlan) -> bool:

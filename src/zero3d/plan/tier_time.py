@@ -13,7 +13,6 @@ computation takes less.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from zero3d.account.optimizers import master_width, state_width, states_of
@@ -43,19 +42,19 @@ class Rates(NamedTuple):
 def record_width(plan: ParallelPlan, place: str) -> int:
     """Return the bytes of a parameter in a record of optimizer states: of a matrix, as most of them are."""
     weight, wide, _ = WIDTHS[plan.precision]
-    master = master_width(weight, wide, plan.master == "split")
-    states = states_of(plan.optimizer, matrix=True) * state_width(wide, plan.moments)
+    master = master_width(weight, wide, plan.zero.master == "split")
+    states = states_of(plan.optimizer, matrix=True) * state_width(wide, plan.offload.moments)
     widths = record_widths(weight, master, states, place)
-    return widths.total - (widths.weight if plan.params != "none" else 0)
+    return widths.total - (widths.weight if plan.offload.params != "none" else 0)
 
 
 def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, float]:
     """Return seconds of one parameter's update by executor, records on a disk read and written meanwhile."""
-    rates, record, weight = Rates.of(cluster), record_width(plan, plan.offload), WIDTHS[plan.precision].weight
-    disk = 2 * record / rates.disk if plan.offload == DISK else 0.0
-    beside = 2 * weight if plan.params != "none" else 0  # weights that come and go beside their records
-    beside += GRADIENT if plan.gradients == HOST else 0
-    down = 0 if plan.gradients == HOST else GRADIENT
+    rates, record, weight = Rates.of(cluster), record_width(plan, plan.offload.optimizer), WIDTHS[plan.precision].weight
+    disk = 2 * record / rates.disk if plan.offload.optimizer == DISK else 0.0
+    beside = 2 * weight if plan.offload.params != "none" else 0  # weights that come and go beside their records
+    beside += GRADIENT if plan.offload.gradients == HOST else 0
+    down = 0 if plan.offload.gradients == HOST else GRADIENT
     return {
         DEVICE: max((2 * record + beside) / rates.link, disk),
         HOST: max(UPDATE / rates.memory + (down + weight) / rates.link, disk),
@@ -64,9 +63,9 @@ def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, floa
 
 def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with the executor that an engine chooses where it says auto, and states are off the device."""
-    if plan.offload == "none" or plan.executor != "auto":
+    if plan.offload.optimizer == "none" or plan.offload.executor != "auto":
         return plan
-    return replace(plan, executor=_choice(plan, cluster).name)
+    return plan.replace(executor=_choice(plan, cluster).name)
 
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
@@ -80,25 +79,28 @@ def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
 
 def update_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
     """Return seconds of a rank's records on their way and, on the host, of their update. elements: that it updates."""
-    if plan.offload == "none":
-        return 2 * WIDTHS[plan.precision].weight * elements / Rates.of(cluster).link if plan.params != "none" else 0.0
-    return plan.fraction * elements * executor_seconds(plan, cluster)[chosen_executor(plan, cluster).executor]
+    if plan.offload.optimizer == "none":
+        away = plan.offload.params != "none"
+        return 2 * WIDTHS[plan.precision].weight * elements / Rates.of(cluster).link if away else 0.0
+    executor = chosen_executor(plan, cluster).offload.executor
+    return plan.offload.fraction * elements * executor_seconds(plan, cluster)[executor]
 
 
 def read_seconds(plan: ParallelPlan, cluster: ClusterSpec, shard: float, gathers: int) -> float:
     """Return seconds in which a rank's weights are read for gathers. shard: its bytes of them."""
-    if plan.params == "none":
+    if plan.offload.params == "none":
         return 0.0
     rates = Rates.of(cluster)
-    return gathers * shard / (min(rates.disk, rates.link) if plan.params == DISK else rates.link)
+    return gathers * shard / (min(rates.disk, rates.link) if plan.offload.params == DISK else rates.link)
 
 
 def gradient_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
     """Return seconds of a rank's reduced gradients on their way to the host, and back where they are added to."""
-    ways = 2 * plan.accumulate - 1 if plan.gradients == HOST and plan.tiers.states else 0
+    ways = 2 * plan.accumulate - 1 if plan.offload.gradients == HOST and plan.offload.states else 0
     return ways * GRADIENT * elements / Rates.of(cluster).link
 
 
 def executor_note(plan: ParallelPlan, cluster: ClusterSpec) -> str:
     """Say which executor updates records, with the arithmetic of both."""
-    return f"states on the {plan.offload} are updated on the {plan.executor}: {_choice(plan, cluster).why}"
+    place, executor = plan.offload.optimizer, plan.offload.executor
+    return f"states on the {place} are updated on the {executor}: {_choice(plan, cluster).why}"

@@ -21,7 +21,7 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -226,9 +226,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     plan, pace = step.plan, step.pace
     if plan.dp == 1:
         return 0.0
-    row = stage_row(plan.stage)
-    resolve = policies if pace.as_zero3d else lambda other: resolve_policies(row, other.release, other.reduce)
-    release, reduce = resolve(plan)
+    row = stage_row(plan.zero.stage)
+    release, reduce = policies(plan) if pace.as_zero3d else resolve_policies(row, plan.zero.release, plan.zero.reduce)
     known = digest(step.model)
     trained = known.trainable / known.params
     often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank
@@ -265,7 +264,11 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
     plan, pace, gpu = step.plan, step.pace, step.cluster.gpu
     width, known = WIDTHS[plan.precision].weight, digest(step.model)
     hashes = 4 * width * numel * known.trainable / known.params / (pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
-    if not stage_row(plan.stage).shards_parameters or policies(plan)[0] == "every_step" or step.groups.dp.size == 1:
+    if (
+        not stage_row(plan.zero.stage).shards_parameters
+        or policies(plan)[0] == "every_step"
+        or step.groups.dp.size == 1
+    ):
         return hashes
     gathers = 2 * gather_seconds(width * numel, step.groups.dp, step.cluster) / pace.network
     return hashes + _exposed(gathers, once, pace.hide_dp)
@@ -277,7 +280,7 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms (10).
     """
     plan = settled(plan, cluster)
-    width = int(reduced_width(plan)) if plan.exact else wire_width(plan, WIDTHS[plan.precision].weight)
+    width = int(reduced_width(plan)) if plan.zero.exact else wire_width(plan, WIDTHS[plan.precision].weight)
     return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
 
 
@@ -290,7 +293,7 @@ def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec)
         width, seconds_of = _reduction(plan, cluster)
         return seconds_of(elements * width, group, cluster)
 
-    return min((replace(plan, reduce_scatter=choice) for choice in REDUCTIONS), key=seconds)
+    return min((plan.replace(reduce_scatter=choice) for choice in REDUCTIONS), key=seconds)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:
@@ -303,11 +306,11 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
 
     hidden  seconds of a micro-batch's forward, and of that with its backward
     """
-    plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.stage)
+    plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.zero.stage)
     known = digest(step.model)
     updated = share.dense / plan.dp + share.experts / plan.edp if row.shards_optimizer else sum(share)
     updated *= known.trainable / known.params
-    if plan.offload != "none" and not step.pace.as_zero3d:  # others' updates are on the host, and nothing hides them
+    if plan.offload.optimizer != "none" and not step.pace.as_zero3d:  # others update on the host, and nothing hides it
         return {
             "optimizer": 30 * updated / (cluster.host_bandwidth / cluster.per_node),
             "offload": (4 * updated + 2 * updated) / cluster.host_link,
@@ -318,10 +321,10 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward
-    offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.tiers.states else {}
-    on_device = updated * (1 - plan.fraction) if plan.executor == "host" else updated
+    offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.offload.states else {}
+    on_device = updated * (1 - plan.offload.fraction) if plan.offload.executor == "host" else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-    records = plan.tiers.states or plan.master != "fp32" or OPTIMIZERS[plan.optimizer].coded
+    records = plan.offload.states or plan.zero.master != "fp32" or OPTIMIZERS[plan.optimizer].coded
     touched = _touched(plan) + 32 * plan.averages
     buckets = on_device / update_bucket("cuda") if records else 0.0
     own = touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch
@@ -334,7 +337,7 @@ def _touched(plan: ParallelPlan) -> int:
     A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
     (18 in scratch): 34 more.
     """
-    return OPTIMIZERS[plan.optimizer].touched + 34 * (plan.master == "split")
+    return OPTIMIZERS[plan.optimizer].touched + 34 * (plan.zero.master == "split")
 
 
 def _matrices(step: _Step) -> float:

@@ -42,6 +42,7 @@ from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
+from zero3d.spec.mesh import Mesh
 from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
 from zero3d.zero.layout import ROOT
 from zero3d.zero.tokens import backward_tokens, count_gathers, forward_tokens
@@ -63,12 +64,7 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     tokens = plan.micro_batch * model.length
     width = WIDTHS[plan.precision].weight
     if plan.tp > 1:
-        key = replace(
-            key,
-            activations=plan.activations,
-            sequence_parallel=plan.sequence_parallel,
-            partition_activations=plan.partition_activations,
-        )
+        key = replace(key, activations=plan.activations, mesh=plan.mesh)
         regions, partial = _regions(model, key, stage), _partial_gradients(model, key, stage)
         moved = tensor_traffic(regions, plan.accumulate * tokens, plan.accumulate, plan.tp, width)
         for (operation, _), volume in moved.items():
@@ -97,8 +93,8 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     if plan.dp == 1:
         return {}
     rank = rank_model(model, plan, stage)
-    per_use = plan.stage == 3 and policies(plan)[0] != "every_step"
-    alike = ParallelPlan(pp=plan.pp, schedule=plan.schedule, accumulate=plan.pp)
+    per_use = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
+    alike = ParallelPlan(mesh=Mesh(1, 1, plan.pp, 1, schedule=plan.schedule), accumulate=plan.pp)
     gathers = _gathers(model, alike, stage, micro_batches, every) if per_use else None
     reductions = micro_batches * len(rank.chunks)  # a chunk's backward reduces all units of its rank
     rows: list[UnitTraffic] = []
@@ -106,13 +102,13 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     for number, unit in ((number, unit) for number, units in rank.units.items() for unit in units):
         wide, name = WIDTHS[plan.precision].reduced, str(len(rows))
         several = unit.sources > 1
-        wire = int(reduced_width(plan, unit.itemsize)) if plan.exact else wire_width(plan, unit.itemsize, several)
-        wire = wide if plan.exact and several else wire
+        wire = int(reduced_width(plan, unit.itemsize)) if plan.zero.exact else wire_width(plan, unit.itemsize, several)
+        wire = wide if plan.zero.exact and several else wire
         ranks = unit.layout.n if unit.sources else None
         rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
-    moved = step_traffic(plan.stage, rows, plan.dp, calls, reductions, policies(plan)[1], plan.exact)
+    moved = step_traffic(plan.zero.stage, rows, plan.dp, calls, reductions, policies(plan)[1], plan.zero.exact)
     shared = {row.name for row in rows if row.ranks is not None and plan.ep > 1}
     for (operation, name), volume in moved.items():
         if operation != "exchange":
@@ -193,7 +189,7 @@ def _regions(model: ModelSpec, plan: ParallelPlan, stage: int) -> list[Region]:
 
 def _regions_of(parts: Sequence[Part], hidden: int, plan: ParallelPlan, every: int | None) -> Iterator[Region]:
     """Yield the regions of a model chunk. every: blocks that are recomputed together, if any are."""
-    sliced = plan.sequence_parallel
+    sliced = plan.mesh.sequence_parallel
     enter = ("all_gather", "reduce_scatter") if sliced else ("", "all_reduce")
     leave = enter[::-1] if sliced else ("all_reduce", "")
     cut = [part for part in parts if any(weight.cut is not None for unit in part.units for weight in unit.weights)]
@@ -230,7 +226,7 @@ def _cut_mlp(block: Part, plan: ParallelPlan) -> bool:
 @lru_cache(maxsize=4096)
 def _partial_gradients(model: ModelSpec, plan: ParallelPlan, stage: int) -> int:
     """Count the elements of partial gradients that the first dp rank has: of blocks' uncut weights, between slices."""
-    if not plan.sequence_parallel:
+    if not plan.mesh.sequence_parallel:
         return 0
     rank = rank_model(model, plan, stage)
     blocks = (part for parts in rank.chunks.values() for part in parts if part.kind == "block")

@@ -71,15 +71,15 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     turns = [[unit for unit in units if unit not in late] for units in order]
     roots = [unit for unit in late if unit.owner == ROOT]
     gathered = bucket = 0.0
-    if plan.stage == 3 and release != "every_step":
+    if plan.zero.stage == 3 and release != "every_step":
         using = late if at == 0 else roots
         ahead = turns[at : at + 1 + WINDOW]
         shown = (*using, *(unit for units in ahead for unit in units))
         gathered = sum(_full_bytes(unit) for unit in shown if unit.stage_of(plan) == 3)
     moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
-    if (reduce == "every_micro_batch" or plan.exact) and at > 0:
+    if (reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
-        summed = plan.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
+        summed = plan.zero.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
         filled = (*(() if summed else moving), *turns[at], *filling)
         bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
         bucket += _arriving(moving, plan)
@@ -92,7 +92,7 @@ def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: Paral
     late = [unit for unit in _late(order, tied) if unit.trainable]
     early = [unit for units in order for unit in units if unit.trainable and unit not in late]
     moving = (early + late)[-WINDOW:]
-    buckets = reduce == "every_micro_batch" or plan.exact
+    buckets = reduce == "every_micro_batch" or plan.zero.exact
     bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
     bucket += _arriving(moving, plan)
     return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
@@ -110,14 +110,14 @@ def _full_bytes(unit: RankUnit) -> int:
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
-    cast = unit.layout.n > 1 and not plan.exact and unit.sources < 2
+    cast = unit.layout.n > 1 and not plan.zero.exact and unit.sources < 2
     each = unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
     return max(1, unit.sources) * each
 
 
 def _arriving(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions under way come to, where they are kept on the host."""
-    wide = WIDTHS[plan.precision].reduced if plan.gradients == HOST else 0
+    wide = WIDTHS[plan.precision].reduced if plan.offload.gradients == HOST else 0
     return sum(unit.layout.shard * wide for unit in moving)
 
 
@@ -125,12 +125,12 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
     """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
     n, wide, several = unit.layout.n, WIDTHS[plan.precision].reduced, unit.sources > 1
     every_step = reduce == "every_step"
-    kept_wide = every_step and (plan.accumulate > 1 or plan.stage == 0)
-    summed = float(unit.layout.total * wide) if several and (plan.exact or not kept_wide) else 0.0
+    kept_wide = every_step and (plan.accumulate > 1 or plan.zero.stage == 0)
+    summed = float(unit.layout.total * wide) if several and (plan.zero.exact or not kept_wide) else 0.0
     if n == 1:
         return summed
     shard = unit.layout.shard
-    if plan.exact:  # what arrives, and shards of sums in the tree
+    if plan.zero.exact:  # what arrives, and shards of sums in the tree
         travels = wide if several or (every_step and plan.accumulate > 1) else unit.itemsize
         arrives = Reduction(n - 1, travels, casts=False, terms=True, lands=False).nbytes(shard)
         return summed + arrives + shard * wide * n.bit_length() / WINDOW

@@ -8,14 +8,17 @@ parameter of which the rank's shard has a piece, copies of tied parameters left 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
-from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import outline
+from zero3d.spec.sections import planned
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import NONE, NormKey, Peers
 
@@ -56,17 +59,11 @@ def norms_of_group(config: Config, mesh: Mesh, model: nn.Module) -> list[list[in
 
 def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Module, stage: int) -> list[int]:
     """Return the keys of the norms of a pipeline stage's ranks, ascending, as `ModelGroup._arrange` makes them."""
-    schedule = Schedule.of(config.mesh.schedule).name
     plan = ParallelPlan(
-        mesh.dp,
-        mesh.tp,
-        mesh.pp,
-        schedule=schedule,
+        zero=Zero(exact=config.zero.exact),
+        mesh=replace(planned(config.mesh), **mesh.degrees._asdict()),
         accumulate=mesh.pp,
         precision=config.precision,
-        exact=config.zero.exact,
-        ep=mesh.ep,
-        experts=config.mesh.experts,
     )
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     weights = {w.name: w for part in spec.parts for unit in part.units if unit.copy_of is None for w in unit.weights}

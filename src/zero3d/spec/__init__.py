@@ -1,8 +1,9 @@
-"""Declares the sections of a run once, for files, for keywords of an Engine, and for plans that are checked. No torch.
+"""Declares the sections of a run once, for files, for keywords of an Engine, and for plans. No torch.
 
 zero      what data-parallel ranks shard, and how gradients are reduced
 mesh      degrees, and how pipeline, tensor and expert parallelism divide a model
 offload   what leaves the device
+sections  all of them as one record, and the section that a keyword of a plan belongs to
 rules     what settings cannot be together, once for files, engines and plans
 optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it
 declaring how a key says its default, meaning and range

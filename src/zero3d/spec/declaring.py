@@ -11,27 +11,29 @@ from zero3d.errors import ConfigError, short
 Write = Callable[[str, Any], str]  # how the caller types a setting
 KEYWORDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # not the key's last word
 
+BOUNDS = ("least", "most", "above", "below")
+
 
 def key(
     default: Any,
     text: str,
     *,
     choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
     axis: str = "",
+    in_plan: bool | str = True,
+    **bounds: float,
 ) -> Any:
     """Declare a field: its default, what it means, and what is allowed.
 
-    least, most     closed bounds
-    above, below    open bounds
-    choices         the allowed words; K in "every:K" stands for a whole number from 1
-    axis            without which (degree 1) it has no effect
+    choices     the allowed words; K in "every:K" stands for a whole number from 1
+    axis        without which (degree 1) it has no effect
+    in_plan     whether a plan has it, or its keyword there if that is not the field's name
+    bounds      least, most: closed; above, below: open
     """
-    bounds = {"least": least, "most": most, "above": above, "below": below}
-    return field(default=default, metadata={"text": text, "choices": choices, **bounds, "axis": axis})
+    assert bounds.keys() <= set(BOUNDS), f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}"
+    limits = dict.fromkeys(BOUNDS) | bounds
+    metadata = {"text": text, "choices": choices, **limits, "axis": axis, "in_plan": in_plan}
+    return field(default=default, metadata=metadata)
 
 
 def check_choices(section: str, record: Any, write: Write) -> None:

@@ -31,6 +31,7 @@ class Mesh:
         None,
         "which modules and parameters are experts, as names and styles that win over the model's own plan",
         axis="ep",
+        in_plan=False,
     )
     schedule: str | None = key(
         None,
@@ -39,14 +40,20 @@ class Mesh:
         axis="pp",
     )
     tp_plan: Mapping[str, str] | None = key(
-        None, "tensor-parallel styles by module name pattern, which win over the model's own plan", axis="tp"
+        None,
+        "tensor-parallel styles by module name pattern, which win over the model's own plan",
+        axis="tp",
+        in_plan=False,
     )
     sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence", axis="tp")
     partition_activations: bool = key(
         False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
     )
     blocks: str | None = key(
-        None, "the list of blocks that a pipeline cuts, such as model.layers; by default found", axis="pp"
+        None,
+        "the list of blocks that a pipeline cuts, such as model.layers; by default found",
+        axis="pp",
+        in_plan=False,
     )
 
     def options(self, axis: str) -> dict[str, Any]:

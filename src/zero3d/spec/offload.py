@@ -43,16 +43,21 @@ class Offload:
         "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
         "on a disk, as a run says with the arithmetic",
         choices=("none", HOST, DISK, AUTO),
+        in_plan="offload",
     )
     params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", HOST, DISK))
     gradients: str = key(
         "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=(AUTO, DEVICE, HOST)
     )
-    activations: str = key("none", "where inputs of recomputed blocks are", choices=("none", HOST))
+    activations: str = key(
+        "none", "where inputs of recomputed blocks are", choices=("none", HOST), in_plan="offload_activations"
+    )
     fraction: float = key(
         1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
     )
-    directory: str | None = key(None, "a folder on a local disk for what is on one; by default OUTPUT/offload")
+    directory: str | None = key(
+        None, "a folder on a local disk for what is on one; by default OUTPUT/offload", in_plan=False
+    )
     moments: str = key(
         "fp32",
         "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
@@ -66,6 +71,7 @@ class Offload:
         None,
         "bytes that all ranks of a host may take together, or a text such as 64GB (decimal units); by default what is "
         "available",
+        in_plan=False,
     )
 
     @classmethod

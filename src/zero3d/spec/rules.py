@@ -14,49 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
-from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS, Mesh
-from zero3d.spec.offload import AUTO, DISK, HOST, Offload
-from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.spec.zero import Zero
+from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
+from zero3d.spec.offload import AUTO, DISK, HOST
+from zero3d.spec.sections import SECTIONS, Spec
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The settings that rules are about; degrees that are not known yet are None, and count as 1.
-
-    activations  recomputation, None where it is not known
-    optimizer    the name of its row; None for a builder of one's own
-    """
-
-    zero: Zero = field(default_factory=Zero)
-    offload: Offload = field(default_factory=Offload)
-    mesh: Mesh = field(default_factory=Mesh)
-    precision: str = "bf16"
-    activations: str | None = None
-    optimizer: str | None = None
-    ema: float | None = None
-    replay: int = 0
-
-    @property
-    def ep(self) -> int:
-        return self.mesh.ep or 1
-
-    @property
-    def pp(self) -> int:
-        return self.mesh.pp or 1
-
-    @property
-    def coded(self) -> bool:
-        row = OPTIMIZERS.get(self.optimizer or "")
-        return row is not None and row.coded
 
 
 class Rule(NamedTuple):
@@ -157,7 +124,7 @@ RULES = (
     ),
     Rule(
         "mesh.partition_activations",
-        lambda s: s.mesh.partition_activations and (s.mesh.tp or 1) == 1,
+        lambda s: s.mesh.partition_activations and s.tp == 1,
         "{mesh.partition_activations} cuts the inputs of recomputed blocks over tp, and tp is 1: type {mesh.tp=2} or "
         "more, {offload.activations=host} to keep them on the host, or leave it out.",
     ),
@@ -232,7 +199,7 @@ def refusals(spec: Spec, write: Write = in_file) -> Iterator[tuple[str, str]]:
 
 def check(spec: Spec, write: Write = as_keyword) -> None:
     """Raise ConfigError for a choice that is none, and else with the first rule that is broken."""
-    for section in ("zero", "offload", "mesh"):
+    for section in SECTIONS:
         check_choices(section, getattr(spec, section), write)
     for _, why in refusals(spec, write):
         raise ConfigError(why)

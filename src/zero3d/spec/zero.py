@@ -33,6 +33,7 @@ class Zero:
         None,
         "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
         "gathered and multiplied in tiles; by default none are",
+        in_plan=False,
     )
     exact: bool = key(
         False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"

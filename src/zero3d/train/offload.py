@@ -125,7 +125,7 @@ def _executor(plan: PlannedRun, config: Config, mesh: Mesh, lines: list[str]) ->
         return {}
     chosen = chosen_executor(plan_of(config, mesh.world), plan.cluster)
     lines.append(f"offload.executor=auto: {executor_note(chosen, plan.cluster)}")
-    return {"executor": chosen.executor}
+    return {"executor": chosen.offload.executor}
 
 
 def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from zero3d.errors import ConfigError
-from zero3d.spec.rules import Spec, check
+from zero3d.spec.rules import check
+from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
 

@@ -1,0 +1,125 @@
+"""Puts the sections of a run into one record, and each setting into the section that declares it. No torch.
+
+as in a file         keyword of a plan   field of the record
+zero.stage           stage               zero.stage
+offload.optimizer    offload             offload.optimizer, whose declaration says the keyword (`declaring.key`)
+zero.gather_budget   -                   zero.gather_budget, which no plan prices, as its declaration says
+optimizer.name       optimizer           optimizer: it has no section here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, TypeVar
+
+from zero3d.errors import ConfigError, short
+from zero3d.spec.declaring import KEYWORDS
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.zero import Zero
+
+SECTIONS: Mapping[str, type[Zero | Offload | Mesh]] = {"zero": Zero, "offload": Offload, "mesh": Mesh}
+Section = TypeVar("Section", Zero, Offload, Mesh)
+Keywords = Mapping[str, tuple[str, str]]  # by keyword of a plan: a field, and the key of the section that it is, or ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The settings that rules are about; degrees that are not known yet are None, and count as 1.
+
+    activations  recomputation, None where it is not known
+    optimizer    the name of its row; None for a builder of one's own
+    """
+
+    zero: Zero = field(default_factory=Zero)
+    offload: Offload = field(default_factory=Offload)
+    mesh: Mesh = field(default_factory=Mesh)
+    precision: str = "bf16"
+    activations: str | None = None
+    optimizer: str | None = None
+    ema: float | None = None
+    replay: int = 0
+
+    @cached_property
+    def dp(self) -> int:
+        """Return the data-parallel degree."""
+        return 1 if self.mesh.dp is None else self.mesh.dp
+
+    @cached_property
+    def tp(self) -> int:
+        """Return the tensor-parallel degree."""
+        return 1 if self.mesh.tp is None else self.mesh.tp
+
+    @cached_property
+    def pp(self) -> int:
+        """Return the pipeline-parallel degree."""
+        return 1 if self.mesh.pp is None else self.mesh.pp
+
+    @cached_property
+    def ep(self) -> int:
+        """Return how many neighbours on dp share the experts out."""
+        return 1 if self.mesh.ep is None else self.mesh.ep
+
+    @cached_property
+    def coded(self) -> bool:
+        """Return whether the optimizer's states are codes of 8 bits."""
+        row = OPTIMIZERS.get(self.optimizer or "")
+        return row is not None and row.coded
+
+
+def keywords(spec: type[Spec]) -> Keywords:
+    """Return the keywords of a plan that is such a record: for each the field, and the key of a section (or "")."""
+    found: dict[str, tuple[str, str]] = {}
+    for each in fields(spec):
+        for key in fields(SECTIONS[each.name]) if each.name in SECTIONS else ():
+            in_plan = key.metadata["in_plan"]
+            if in_plan:
+                found[key.name if in_plan is True else in_plan] = each.name, key.name
+        if each.name not in SECTIONS:
+            found[each.name] = each.name, ""
+    return found
+
+
+def sort_settings(settings: Mapping[str, Any], known: Keywords, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as fields of a plan: keys change the section that is given beside them, or else that of `now`.
+
+    settings  fields, sections whole, and keys of sections as keywords or as in a file
+    known     `keywords`
+
+    Raises ConfigError for what a plan does not have.
+    """
+    found: dict[str, Any] = {}
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        if name in SECTIONS and isinstance(value, SECTIONS[name]):
+            found[name] = value
+            continue
+        field, key = known[name] if name in known else _as_in_a_file(name, known)
+        if key:
+            changed.setdefault(field, {})[key] = value
+        else:
+            found[field] = value
+    return found | {name: replace(found.get(name, now[name]), **keys) for name, keys in changed.items()}
+
+
+def _as_in_a_file(name: str, known: Keywords) -> tuple[str, str]:
+    section, _, last = name.rpartition(".")
+    keyword = KEYWORDS.get(name, last)
+    if section in SECTIONS and (section, last) in known.values():
+        return section, last
+    if section and section not in SECTIONS and keyword in known:
+        return known[keyword]
+    names = [*known, *(f"{section}.{key}" for section, key in known.values() if key)]
+    near = get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"a plan has no setting {short(name)!r}: it has {', '.join(known)}.{hint}")
+
+
+def planned(section: Section) -> Section:
+    """Return a section with what a plan prices alone: its other keys have their defaults."""
+    rest: dict[str, Any] = {key.name: key.default for key in fields(section) if not key.metadata["in_plan"]}
+    return replace(section, **rest)
