@@ -224,6 +224,21 @@ def test_functions_take_few_parameters():
             assert len(taken) <= 8 or (name, function) in OF_MANY_OPTIONS, f"{name}.{function}: {taken}"
 
 
+def test_attributes_are_assigned_one_by_one_or_in_pairs():
+    rows = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign)
+        and any(
+            sum(isinstance(each, ast.Attribute) for each in t.elts) > 2
+            for t in node.targets
+            if isinstance(t, ast.Tuple)
+        )
+    ]
+    assert not rows, f"{rows}: a line each"
+
+
 def test_no_two_test_files_have_the_same_name():
     """Two of one name cannot be collected in one run: pytest imports them as modules of that name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

@@ -19,7 +19,7 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.offload.tiered_records import TieredRecords
 from zero3d.offload.updates import RecordUpdates
-from zero3d.zero.arriving import ArrivingParameter
+from zero3d.zero.pending_parameters import PendingParameter
 from zero3d.zero.reductions import Reductions
 
 HOST, DISK = "host, device updates", "disk"
@@ -115,7 +115,7 @@ def test_a_forward_begins_after_its_units_update_and_before_those_of_later_units
 def test_records_are_asked_for_before_the_backward_ends(tmp_path, stage):
     with engine_of(HOST, tmp_path, stage) as engine:
         engine.train_batch(given(0))
-        engine.optimizer.settle()
+        engine.optimizer.flush()
         with logged(engine) as log:
             engine.train_batch(given(1), wait=False)
     first = [record for what, record in log if what == "asked for"][:2]
@@ -158,7 +158,7 @@ def after_steps(place, folder, stage, wait, read):
                 engine.step()
             else:
                 engine.train_batch(given(number), wait=wait)
-        waiting = [type(p) is ArrivingParameter for p in engine.module.parameters()], due(engine)
+        waiting = [type(p) is PendingParameter for p in engine.module.parameters()], due(engine)
         return waiting, read(engine)
 
 

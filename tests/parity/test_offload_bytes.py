@@ -117,7 +117,7 @@ def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, st
 
         def settled(number):
             step(engine, case, number)
-            engine.optimizer.settle()
+            engine.optimizer.flush()
             held = {(name, c): arenas[name].live(c) for name in arenas for c in (*arenas[name]._live, *TRANSIENT)}
             return held, {key: arenas[key[0]].peak(key[1]) for key in held}
 

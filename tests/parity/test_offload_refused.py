@@ -164,10 +164,10 @@ def test_a_disk_that_fails_is_one_error_after_which_nothing_goes_on_but_a_checkp
         step(engine, case, 0)
         engine.save(saved)
         step(engine, case, 1)
-        engine.optimizer.settle()
+        engine.optimizer.flush()
         with FAULTS[fault](folder), pytest.raises(CheckpointError) as caught:
             step(engine, case, 2)
-            engine.optimizer.settle()
+            engine.optimizer.flush()
         assert re.search(rf"\d+ bytes.*{re.escape(str(folder))}", str(caught.value)), caught.value
         assert "go on from a checkpoint" in str(caught.value)
         if fault != "broken" or stage < 3:  # weights that a forward could not read have not changed

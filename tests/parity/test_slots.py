@@ -120,7 +120,7 @@ def restartable(case, place):
         engine = engine_of(case, {**PLACES[place], "directory": folder})
         step(engine, case, 0)
         engine.note({"number": 0})
-        engine.optimizer.settle()
+        engine.optimizer.flush()
         noted = any(Path(folder).glob("*.note-*"))
         del engine
         assert engine_of(case, {**PLACES[place], "directory": folder}).slots is not None or not noted
@@ -159,7 +159,7 @@ def voided(folder):
             engine.load(saved)
             step(engine, case, 1)
             engine.note({"number": 1})
-            engine.optimizer.settle()
+            engine.optimizer.flush()
         elif how in ("read", "write"):
             engine.load_slots()
             with engine.full_params():
@@ -169,7 +169,7 @@ def voided(folder):
             step(engine, case, 2)
             if how == "read":
                 engine.note({"number": 2})
-            engine.optimizer.settle()
+            engine.optimizer.flush()
         else:
             step(engine, case, 3)
             found.append(engine.slots)
@@ -194,7 +194,7 @@ def two_steps(folder):
     for number in range(2):
         step(engine, FULL, number)
         engine.note({"number": number})
-    engine.optimizer.settle()
+    engine.optimizer.flush()
     return engine
 
 
@@ -226,7 +226,7 @@ def warned(folder, place):
             engine = slots_of(folder, place)
         found.append([str(each.message) for each in caught if folder in str(each.message)])
         step(engine, FULL, 0)
-        engine.optimizer.settle()
+        engine.optimizer.flush()
         del engine
     return found
 
@@ -335,7 +335,7 @@ def mixed(folder):
         engine = engine_of(TWO, offload)
         engine.train_batch(two_of(0))
         engine.note({"number": 0})
-        engine.optimizer.settle()
+        engine.optimizer.flush()
         del engine
     steps = [engine_of(TWO, own[0]).slots.step]
     if dist.get_rank() == 1:
@@ -461,7 +461,7 @@ def trained(made, call=None, step=None, after=None):
     def dying(engine, loop):
         note(engine, loop)
         if engine.steps == step:
-            engine.optimizer.settle()
+            engine.optimizer.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
     zero3d.Engine.note = dying

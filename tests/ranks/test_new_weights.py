@@ -38,7 +38,7 @@ def engine_of(stage, model=None, **options):
 
 
 def on_their_way(engine):
-    return any(unit.weights.arriving for unit in engine.units)
+    return any(unit.weights.pending for unit in engine.units)
 
 
 def averages(stage, precision):

@@ -81,7 +81,7 @@ def engine_on(family, shape, stage, precision="bf16"):
         slice_parameters(part, own)
         return Sharded({name: own[name] for name, _ in part.named_parameters() if name in own}, frozenset())
 
-    with mock.patch.multiple("zero3d.engine.division", parallelize=cut_in_test):
+    with mock.patch.multiple("zero3d.engine.partition", parallelize=cut_in_test):
         return zero3d.Engine(model, mesh=mesh, stage=stage, precision=precision, optimizer=adamw)
 
 

@@ -10,8 +10,8 @@ from models import adamw, batch, build, loss_of
 
 import zero3d
 from zero3d.engine import auto_offload
-from zero3d.engine.auto_offload import bytes_needed, room_of, settle_executor
-from zero3d.models.blocks import partition_all
+from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
+from zero3d.models.blocks import find_all_units
 from zero3d.offload.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
@@ -36,7 +36,7 @@ def with_room(monkeypatch, room):
 ])  # fmt: skip
 def test_what_an_engine_needs_is_what_it_then_holds(options):
     engine = engine_of(**options)
-    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
     need = bytes_needed(engine._assembly.base, specs)
     planned = {entry.category: entry.planned for entry in engine.memory}
     held = {"optimizer": need.states, "parameters": need.others["weights"], "gradients": need.others["gradients"]}
@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 
 def need_of(engine):
-    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
     return bytes_needed(engine._assembly.base, specs)
 
 
@@ -95,8 +95,8 @@ def gradients_with_experts(stage, experts):
         optimizer=adamw,
     )
     base = engine._assembly.base
-    stacked = base.division.experts.parameters()
-    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype, stacked)
+    stacked = base.partition.experts.parameters()
+    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype, stacked)
     (held,) = (entry for entry in engine.memory if entry.category == "gradients")
     return bytes_needed(base, specs).others["gradients"], held.planned
 
@@ -127,7 +127,7 @@ def test_records_of_an_optimizer_of_two_kinds_are_as_long_as_the_longest():
 
 def test_what_is_off_the_device_anyway_is_not_counted():
     engine = engine_of({"params": "host", "gradients": "host", "optimizer": "host", "executor": "host"})
-    specs, _ = partition_all(engine.chunks.values(), None, engine.precision.dtype)
+    specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype)
     need = bytes_needed(engine._assembly.base, specs)
     assert (need.others["weights"], need.others["gradients"], need.passing) == (0, 0, 0)
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
 
 def place_of(base, specs):
     """The settings that a choice becomes, and why."""
-    chosen, why = auto_offload.settle_place(base, specs)
+    chosen, why = auto_offload.decide_place(base, specs)
     return chosen.options.offload, why
 
 
@@ -168,7 +168,7 @@ def parts(given):
     engine = engine_of()
     base = engine._assembly.base
     base = auto_offload.replace(base, options=auto_offload.replace(base.options, offload=Offload.of(given)))
-    return base, partition_all(engine.chunks.values(), None, engine.precision.dtype)[0]
+    return base, find_all_units(engine.chunks.values(), None, engine.precision.dtype)[0]
 
 
 def test_what_has_no_place_is_refused_before_the_model_is_touched(monkeypatch):
@@ -241,7 +241,7 @@ def chosen(device, on_host=True, split=False, **offload):
             precision=SimpleNamespace(dtype=torch.bfloat16),
         ),
     )  # fmt: skip
-    return settle_executor(base, on_host, states=8)
+    return decide_executor(base, on_host, states=8)
 
 
 def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():

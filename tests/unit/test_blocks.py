@@ -6,7 +6,7 @@ from families import family
 from models import Block, Net, net
 from torch import nn
 
-from zero3d.models.blocks import find_blocks, partition
+from zero3d.models.blocks import find_blocks, find_units
 
 
 class Other(Block):
@@ -36,7 +36,7 @@ def listed(*modules):
 
 def units_of(model):
     return {
-        spec.name: sum(p.numel() for p in spec.params.values()) for spec in partition(model, None, torch.float32)[0]
+        spec.name: sum(p.numel() for p in spec.params.values()) for spec in find_units(model, None, torch.float32)[0]
     }
 
 

@@ -13,7 +13,7 @@ from zero3d.doctor.dead_run import FILE, judge_run, of_tree, read_runs
 from zero3d.errors import ConfigError
 from zero3d.watchdog.block import Block
 from zero3d.watchdog.monitor import Facts
-from zero3d.watchdog.states import RankState, find_culprits, find_waits
+from zero3d.watchdog.waits import RankState, find_culprits, find_waits
 
 STALL = {
     "version": 1, "kind": "stall", "time": "2026-01-02T03:04:05+00:00", "host": "a", "step": 12, "timeout": 300.0,

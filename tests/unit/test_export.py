@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 import zero3d
 import zero3d.checkpoint.export
-from zero3d.checkpoint.published import named_as_saved
+from zero3d.checkpoint.hub_names import named_as_saved
 from zero3d.errors import CheckpointError, NonFiniteError
 
 

@@ -21,7 +21,7 @@ class Weights:
     def __init__(self, name, log):
         self._name, self._log, self.state, self.place = name, log, State.SHARDED, self
 
-    def settle(self):
+    def flush(self):
         assert self.state is State.SHARDED
 
     def ahead(self):

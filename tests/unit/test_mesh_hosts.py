@@ -13,7 +13,7 @@ from zero3d.distributed.choice import REDUCTIONS, choose_algorithm
 from zero3d.distributed.degrees import Degrees
 from zero3d.plan import ParallelPlan
 from zero3d.plan.hardware import cluster
-from zero3d.plan.states import settled
+from zero3d.plan.states import with_algorithm
 from zero3d.tensor_parallel.parallelize import warn_across_hosts
 from zero3d.tensor_parallel.traffic import Region
 
@@ -101,7 +101,7 @@ def chosen_by_engines(plans):
 def test_the_planner_s_auto_is_the_engine_s(alone):
     plans = [((1, 64, 1), 8), ((1, 64, 1), 64), ((1, 16, 4), 8), ((8, 8, 1), 8), ((2, 8, 8), 8), ((2, 8, 2), 8)]
     planned = [
-        settled(
+        with_algorithm(
             ParallelPlan(dp=dp, tp=tp, pp=pp), cluster("a100", pp * dp * tp, pp * dp * tp // per_host)
         ).zero.reduce_scatter
         for (pp, dp, tp), per_host in plans
@@ -114,7 +114,7 @@ def test_the_planner_s_auto_is_the_engine_s(alone):
 def test_what_a_plan_asks_for_stays(asked):
     for dp in (8, 64):
         plan = ParallelPlan(dp=dp, reduce_scatter=asked)
-        assert settled(plan, cluster("a100", 64)) == plan
+        assert with_algorithm(plan, cluster("a100", 64)) == plan
     assert set(REDUCTIONS) == {"auto", "native", "all-to-all"}
     for value in REDUCTIONS:
         assert load({"zero": {"reduce_scatter": value}}).zero.reduce_scatter == value

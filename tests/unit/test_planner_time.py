@@ -16,7 +16,7 @@ from zero3d.plan.network import REACHED, Group, Groups, exchange_seconds, gather
 from zero3d.plan.profiles import SYSTEMS, profile
 from zero3d.plan.shapes import gpt, llama, of_params
 from zero3d.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
-from zero3d.plan.states import settled
+from zero3d.plan.states import with_algorithm
 from zero3d.plan.time import Pace, faster_reduction, part_indices, step_seconds
 
 A100 = cluster("a100", 64)
@@ -89,7 +89,7 @@ def test_what_is_faster_than_the_rule_says_is_asked_for():
     slow = replace(cluster("h100", 6, 2), inside=Link(1e9, 0.0, 0.0), across=Link(100e9, 0.0, 0.0))
     found = faster_reduction(MODEL, ParallelPlan(dp=6), slow)
     assert found.zero.reduce_scatter == "all-to-all"
-    assert settled(ParallelPlan(dp=6), slow).zero.reduce_scatter == "native"
+    assert with_algorithm(ParallelPlan(dp=6), slow).zero.reduce_scatter == "native"
     assert train_config(MODEL, found, "gpt2", None)["zero"]["reduce_scatter"] == "all-to-all"
 
 

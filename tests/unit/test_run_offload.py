@@ -38,7 +38,7 @@ def settled(words, monkeypatch, room=None, checkpoint=None, planned=None, kept=N
     monkeypatch.setattr(offload, "saved_choice", lambda path: kept or {})
     with mesh.waiting_room() as axis:
         comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
-        config, lines = offload.settle(load({}, words), mesh, comm, checkpoint, planned)
+        config, lines = offload.choose(load({}, words), mesh, comm, checkpoint, planned)
     return config.offload, lines
 
 
@@ -83,7 +83,7 @@ def test_the_clusters_rates_choose_the_executor_of_an_accelerator(monkeypatch, m
     with zero3d.Mesh().waiting_room() as axis:
         comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
         chosen = {
-            asked: offload.settle(load({}, [f"offload.optimizer={asked}"]), on_card, comm, None, planned)
+            asked: offload.choose(load({}, [f"offload.optimizer={asked}"]), on_card, comm, None, planned)
             for asked in ("auto", "host")
         }
     for config, lines in chosen.values():
@@ -99,7 +99,7 @@ def test_what_the_host_cannot_update_is_updated_on_the_device_whatever_is_faster
     with zero3d.Mesh().waiting_room() as axis:
         comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
         monkeypatch.setattr(offload, "room_of", lambda mesh, settings: Room(66 * GB, 40 * GB, False))
-        config, lines = offload.settle(load({}, ["offload.optimizer=host", *words]), on_card, comm, None, planned)
+        config, lines = offload.choose(load({}, ["offload.optimizer=host", *words]), on_card, comm, None, planned)
     assert config.offload.executor == "device"
     assert "the host updates fp32 states of AdamW alone" in lines[-1]
 

@@ -12,7 +12,7 @@ from torch import nn
 import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
-from zero3d.models.blocks import find_blocks, partition
+from zero3d.models.blocks import find_blocks, find_units
 from zero3d.models.chain import find_chain
 from zero3d.pipeline.split import ModelChunk, balance, split
 from zero3d.pipeline.ties import Tie
@@ -250,10 +250,10 @@ def test_units_of_the_chunks_are_the_units_of_the_whole(name):
     specs = [
         (spec.name, {n: p.shape for n, p in spec.params.items() if n not in other_names})
         for chunk in chunks
-        for spec in partition(chunk, None, torch.bfloat16)[0]
+        for spec in find_units(chunk, None, torch.bfloat16)[0]
     ]
     whole = [
-        (spec.name, {n: p.shape for n, p in spec.params.items()}) for spec in partition(model, None, torch.bfloat16)[0]
+        (spec.name, {n: p.shape for n, p in spec.params.items()}) for spec in find_units(model, None, torch.bfloat16)[0]
     ]
     assert sorted(unit for unit in specs if unit[1]) == sorted(whole)
     assert [len(find_blocks(chunk)) for chunk in chunks] == [2, 1, 1, 1]
@@ -262,7 +262,7 @@ def test_units_of_the_chunks_are_the_units_of_the_whole(name):
 def test_units_named_by_class_are_found_or_known_to_be_elsewhere():
     model = deep("llama")
     units = [type(model.model.layers[0]), nn.Embedding, "lm_head"]
-    names = [[spec.name for spec in partition(chunk, units, torch.float32)[0]] for chunk in chunks_of(model, [4, 1])]
+    names = [[spec.name for spec in find_units(chunk, units, torch.float32)[0]] for chunk in chunks_of(model, [4, 1])]
     assert names[0] == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4))]
     assert names[1] == ["model.layers.4", "root", "lm_head"]
 

@@ -41,7 +41,9 @@ class Slot:
     """The place of one input, which is number `number` of its pass. Free when nobody has this any more."""
 
     def __init__(self, slots: SlotSet, index: int, number: int) -> None:
-        self.slots, self.index, self.number = slots, index, number
+        self.slots = slots
+        self.index = index
+        self.number = number
         self.read = False
 
     def __del__(self) -> None:
@@ -152,7 +154,9 @@ class HostSlots:
     """
 
     def __init__(self, arena: Arena, a_pass: int, budget: HostBudget) -> None:
-        self._arena, self._a_pass, self._budget = arena, a_pass, budget
+        self._arena = arena
+        self._a_pass = a_pass
+        self._budget = budget
         self.others = 0
         self._slots: SlotSet | None = None
         self._outgrown: list[SlotSet] = []

@@ -307,7 +307,9 @@ class Recomputed:
     """Calls a module's forward, drops its interior, and computes that again when the backward needs it."""
 
     def __init__(self, name: str, module: nn.Module, recorder: Recorder) -> None:
-        self._name, self._module, self.recorder = name, module, recorder
+        self._name = name
+        self._module = module
+        self.recorder = recorder
         self._forward = module.forward
 
     @property

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero3d.checkpoint.published import Exported, on_host
+from zero3d.checkpoint.hub_names import Exported, on_host
 from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of

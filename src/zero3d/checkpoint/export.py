@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.forms import Form, form_of
-from zero3d.checkpoint.published import Exported
+from zero3d.checkpoint.hub_names import Exported
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
 from zero3d.distributed.agreement import agree

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.adapter_folder import AdapterForm
-from zero3d.checkpoint.published import Exported, as_published, has_adapters, named_as_saved, on_host, save_config
+from zero3d.checkpoint.hub_names import Exported, as_published, has_adapters, named_as_saved, on_host, save_config
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
 from zero3d.models.blocks import find_blocks

@@ -98,9 +98,13 @@ def write_note(stem: Path, engine: EngineState, session: int) -> None:
     own, python_rng = own_state(engine)
     try:
         entries = {
-            **run_state(engine), "session": session, "layout": _layout(engine), "python_rng": python_rng,
-            "inode": _inode(stem), "tensors": write_tensors(fresh[tensors], own).file,
-        }  # fmt: skip
+            **run_state(engine),
+            "session": session,
+            "layout": _layout(engine),
+            "python_rng": python_rng,
+            "inode": _inode(stem),
+            "tensors": write_tensors(fresh[tensors], own).file,
+        }
         plain = json.loads(json_text(path, entries))
         write_text(fresh[path], json_text(path, plain | {"sha256": _checksum(plain)}))
         for each, written in fresh.items():

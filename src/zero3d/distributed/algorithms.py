@@ -30,7 +30,9 @@ class Native:
     name = NATIVE
 
     def __init__(self, axis: Axis, arena: Arena | None) -> None:
-        self._rank, self._size, self._arena = axis.rank, axis.size, arena
+        self._rank = axis.rank
+        self._size = axis.size
+        self._arena = arena
 
     def travels(self, kept: torch.dtype, made: torch.dtype, wire: torch.dtype) -> torch.dtype:
         """Return `wire`: sums are rounded on the way."""

@@ -104,8 +104,14 @@ class Comm:
         reduce_scatter: str = "",
         on_host: int | None = None,
     ) -> None:
-        self.axis, self.rank, self.size, self.device = axis.name, axis.rank, axis.size, arena.device
-        self._axis, self._arena, self._ledger, self._check = axis, arena, ledger, check_every_gather
+        self.axis = axis.name
+        self.rank = axis.rank
+        self.size = axis.size
+        self.device = arena.device
+        self._axis = axis
+        self._arena = arena
+        self._ledger = ledger
+        self._check = check_every_gather
         self._last = "nothing yet"
         self._order = {"all_gather": 0, "reduce_scatter": 0}
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)

@@ -76,7 +76,10 @@ class Mesh:
         check_carries(self.device)
         self.world = dist.get_world_size()
         self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep)
-        self.pp, self.dp, self.tp, self.ep = self.degrees
+        self.pp = self.degrees.pp
+        self.dp = self.degrees.dp
+        self.tp = self.degrees.tp
+        self.ep = self.degrees.ep
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`

@@ -38,8 +38,14 @@ class StoreExchange:
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, patience: float, known: str = "") -> None:
-        self._store, self._rank, self._size, self._patience, self._known = store, rank, size, patience, known
-        self._name, self._opened, self._count = name, 0, 0
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._patience = patience
+        self._known = known
+        self._name = name
+        self._opened = 0
+        self._count = 0
 
     def exchange(self, values: Tensor) -> Tensor:
         """Return a vector [k] of every rank as [N, k]. Raises what a store does, where a rank failed or is late."""

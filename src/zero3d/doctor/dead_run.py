@@ -29,7 +29,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.file_lock import holder, is_held
 from zero3d.reading import Unreadable, parse_object, read_text
 from zero3d.train.folder import Folder
-from zero3d.watchdog.states import DEAD, RUNNING, STOPPED
+from zero3d.watchdog.waits import DEAD, RUNNING, STOPPED
 
 FILE, OF_HOSTS, LOCK = "watchdog.json", "watchdog-*.json", ".lock"
 MOST_FILES = 64

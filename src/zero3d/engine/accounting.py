@@ -78,10 +78,20 @@ class Accounts:
     """
 
     def __init__(
-        self, units: Sequence[Unit], optimizer: ShardedOptimizer, policy: Policy, arena: Arena, dp: Comm, exact: bool,
-        tiers: Tiers | None, inputs: HostSlots | None,
-    ) -> None:  # fmt: skip
-        self._units, self._optimizer, self._policy, self._arena = units, optimizer, policy, arena
+        self,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        policy: Policy,
+        arena: Arena,
+        dp: Comm,
+        exact: bool,
+        tiers: Tiers | None,
+        inputs: HostSlots | None,
+    ) -> None:
+        self._units = units
+        self._optimizer = optimizer
+        self._policy = policy
+        self._arena = arena
         self._dp, self._exact = dp, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned

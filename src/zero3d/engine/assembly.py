@@ -2,7 +2,7 @@
 
 foundation  options, checked                                         options.py, checks.py
             axes of the mesh, with arena and ledger                  foundation.py
-            this rank's share of the model                           division.py
+            this rank's share of the model                           partition.py
             the order of sums                                        summation.py
 guards      from here on a failure leaves a model that refuses use   guards.py
 runtime     units, optimizer, gathers, reductions, hooks             runtime.py, zero/
@@ -29,7 +29,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.accounting import Accounts
-from zero3d.engine.auto_offload import Settled, settle_gradients, settle_place
+from zero3d.engine.auto_offload import OffloadChoice, decide_gradients, decide_place
 from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
@@ -48,7 +48,7 @@ from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
-from zero3d.models.blocks import partition_all
+from zero3d.models.blocks import find_all_units
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
@@ -90,7 +90,7 @@ class Assembly:
     pipeline: Pipeline | None
     execution: Execution
     kept_inputs: KeptInputs | None
-    offload: Settled
+    offload: OffloadChoice
     frozen_base: FrozenBase | None
     originals: FrozenOriginals
     changes: Changes
@@ -107,7 +107,7 @@ class Assembly:
 
         Over tp, pp and ep a rank has parts of the parameters alone: there the model refuses to be used.
         """
-        base, model, full_model = self.base, self.changes.model, self.base.division.full_model
+        base, model, full_model = self.base, self.changes.model, self.base.partition.full_model
         slots = [
             (unit, slot.name, p)
             for unit in self.runtime.units
@@ -145,13 +145,16 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     before = Before(model)
     base = Foundation.of(model, mesh, options)
     originals = _originals(model, base, options)
-    axes, resolved, module = base.axes, base.resolved, base.division.module
+    axes, resolved, module = base.axes, base.resolved, base.partition.module
     kept = _keep_inputs(base)
-    specs, uses = partition_all(
-        base.division.chunks.values(), options.model.units, resolved.precision.dtype, base.division.experts.parameters()
+    specs, uses = find_all_units(
+        base.partition.chunks.values(),
+        options.model.units,
+        resolved.precision.dtype,
+        base.partition.experts.parameters(),
     )
-    base, why_there = settle_place(base, specs)
-    base, why_gradients = settle_gradients(base, specs)
+    base, why_there = decide_place(base, specs)
+    base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
     losses, only = Losses(model, options.step.loss), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
@@ -197,7 +200,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         pipeline=pipeline,
         execution=execution,
         kept_inputs=kept,
-        offload=_settled(base, tiers, why),
+        offload=_chosen(base, tiers, why),
         frozen_base=frozen_base,
         originals=originals,
         changes=before.changes(),
@@ -206,7 +209,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
 
 def _keep_inputs(base: Foundation) -> KeptInputs | None:
     """Have recomputed blocks keep their inputs in parts over tp, or on the host, if options say so."""
-    options, mesh, chunks = base.options, base.resolved.mesh, base.division.chunks
+    options, mesh, chunks = base.options, base.resolved.mesh, base.partition.chunks
     offload, partition, slots = options.offload, None, None
     if parts_activations(options.mesh):
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
@@ -226,7 +229,7 @@ def _frozen_base(base: Foundation, weights: Source | None) -> FrozenBase | None:
     weights  where the engine's came from; it has been read
     Rank 0 takes the digest, before anybody can change the files.
     """
-    full_model, world = base.division.full_model, base.axes.world
+    full_model, world = base.partition.full_model, base.axes.world
     frozen = [name for name in full_model.shapes if name not in full_model.trainable]
     if not frozen or not isinstance(weights, FolderSource) or weights.folder is None:
         return None
@@ -236,7 +239,7 @@ def _frozen_base(base: Foundation, weights: Source | None) -> FrozenBase | None:
 def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequence[Unit]) -> None:
     """Take note that units have other values than the folder of frozen weights."""
     if frozen_base is not None:
-        owner = base.division.full_model.owner
+        owner = base.partition.full_model.owner
         frozen_base.changed(owner(slot.name) for unit in written for slot in unit.layout.slots)
 
 
@@ -248,11 +251,11 @@ def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOr
     return FrozenOriginals.of(model, base.resolved.precision.dtype, dp)
 
 
-def _settled(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Settled:
+def _chosen(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> OffloadChoice:
     offload = base.options.offload
     if tiers is None:
-        return Settled(replace(offload, executor=DEVICE), why)
-    return Settled(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
+        return OffloadChoice(replace(offload, executor=DEVICE), why)
+    return OffloadChoice(replace(offload, executor=tiers.executor), (*why, tiers.why) if tiers.why else why)
 
 
 def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
@@ -274,7 +277,7 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         arena=base.axes.arena,
     )
     return Pipeline(
-        base.division.chunks,
+        base.partition.chunks,
         base.resolved.schedule,
         base.resolved.mesh.axis("pp"),
         base.axes.ledger,

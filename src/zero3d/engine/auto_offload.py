@@ -46,14 +46,14 @@ from zero3d.spec.sizes import decimal, parse_size
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
 
-class Settled(NamedTuple):
+class OffloadChoice(NamedTuple):
     """Settings of an engine in which nothing is open any more. why: the arithmetic of what was, in lines."""
 
     offload: Offload
     why: tuple[str, ...] = ()
 
 
-def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where optimizer states are, all ranks alike; return options that say so, and why in lines.
 
     Raises OutOfBudget. One exchange of a few numbers.
@@ -67,7 +67,7 @@ def settle_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     return replace(base, options=replace(base.options, offload=offload)), (why,)
 
 
-def settle_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
+def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where reduced gradients are, all ranks alike; return options that say so, and why in lines."""
     offload, policy = base.options.offload, base.resolved.policy
     if offload.gradients != AUTO or offload.optimizer == "none":
@@ -90,7 +90,7 @@ def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
     return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
 
 
-def settle_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
+def decide_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
     """Choose who updates records.
 
     on_host  whether the host has the bits of this optimizer

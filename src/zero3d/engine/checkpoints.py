@@ -74,7 +74,7 @@ class Checkpoints:
                 "engine.zero_grad()."
             )
         with self._mesh.heartbeat.phase("save"), self._unsharded.resharded():
-            self._assembly.runtime.optimizer.settle()
+            self._assembly.runtime.optimizer.flush()
             save = self._saves.now if wait else self._saves.begin
             return save(Path(directory), lambda: self._state(loop))
 
@@ -100,7 +100,7 @@ class Checkpoints:
 
     def reserve_saves(self) -> None:
         """Take the memory of saves with `wait=False`. Raises OutOfBudget."""
-        self._assembly.runtime.optimizer.settle()
+        self._assembly.runtime.optimizer.flush()
         self._saves.reserve(self._state())
 
     @property
@@ -113,13 +113,13 @@ class Checkpoints:
     def fingerprint(self) -> str:
         """Return one hash of all masters and optimizer states; all ranks call it."""
         with self._unsharded.resharded():
-            self._assembly.runtime.optimizer.settle()
+            self._assembly.runtime.optimizer.flush()
             return fingerprint(self._state())
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
         self._assembly.registry.check()
-        self._assembly.runtime.optimizer.settle()
+        self._assembly.runtime.optimizer.flush()
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
             return export(Path(directory), self._state(), self._assembly.whole_parameters.gathered, kind)
 
@@ -142,7 +142,7 @@ class Checkpoints:
             self._saves.wait()
         state = self._state()
         checked = restore.check(directory, state)
-        self._assembly.runtime.optimizer.settle()  # it writes masters, which may be what is sent
+        self._assembly.runtime.optimizer.flush()  # it writes masters, which may be what is sent
         self._assembly.stepper.reset()
         step, loop, self.resumed = restore.load(checked, state)
         self._go_on_from(step)

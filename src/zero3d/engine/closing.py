@@ -64,7 +64,9 @@ class _Change:
     """Records how one module differs from before."""
 
     def __init__(self, module: nn.Module, known: Known) -> None:
-        self.module, self._kind, self._parameters = module, known.kind, known.parameters
+        self.module = module
+        self._kind = known.kind
+        self._parameters = known.parameters
         self._built = dict(module._parameters)
         self._hooks = {name: set(vars(module)[name]) - known.hooks[name] for name in HOOKS}
         now = {**vars(module), "_modules": dict(module._modules)}
@@ -115,10 +117,16 @@ class Changes:
     """
 
     def __init__(
-        self, model: nn.Module, dtypes: Mapping[str, torch.dtype], hooks: Mapping[str, set[int]],
+        self,
+        model: nn.Module,
+        dtypes: Mapping[str, torch.dtype],
+        hooks: Mapping[str, set[int]],
         modules: Iterable[_Change],
-    ) -> None:  # fmt: skip
-        self.model, self.dtypes, self._hooks, self._modules = model, dtypes, hooks, list(modules)
+    ) -> None:
+        self.model = model
+        self.dtypes = dtypes
+        self._hooks = hooks
+        self._modules = list(modules)
 
     def put(self, name: str, value: Any, everywhere: bool = False) -> None:
         """Give the model, or each of its modules, an attribute of its own, to be undone with the rest."""

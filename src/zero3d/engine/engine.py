@@ -35,7 +35,6 @@ from zero3d.engine.averages import Averages
 from zero3d.engine.checkpoints import Checkpoints, open_saves
 from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts, refuse_none
-from zero3d.engine.division import share_random_state
 from zero3d.engine.execution import evaluating
 from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import find, required
@@ -43,6 +42,7 @@ from zero3d.engine.generation import Ending, check_options, generate
 from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
+from zero3d.engine.partition import share_random_state
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
 from zero3d.engine.unshard import Unsharded
@@ -148,11 +148,11 @@ class Engine:
     world = Exposed(lambda assembly: assembly.base.axes.world)
     model_group = Exposed(lambda assembly: assembly.runtime.model_group)
     # this rank's share of the model
-    module = Exposed(lambda assembly: assembly.base.division.module)
-    chunks = Exposed(lambda assembly: assembly.base.division.chunks)
-    experts = Exposed(lambda assembly: assembly.base.division.experts)
-    full_model = Exposed(lambda assembly: assembly.base.division.full_model)
-    regions = Exposed(lambda assembly: assembly.base.division.regions)
+    module = Exposed(lambda assembly: assembly.base.partition.module)
+    chunks = Exposed(lambda assembly: assembly.base.partition.chunks)
+    experts = Exposed(lambda assembly: assembly.base.partition.experts)
+    full_model = Exposed(lambda assembly: assembly.base.partition.full_model)
+    regions = Exposed(lambda assembly: assembly.base.partition.regions)
     kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
     pipeline = Exposed(lambda assembly: assembly.pipeline)
     # what works in every step
@@ -227,7 +227,7 @@ class Engine:
         self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
         self._counts = Counts(assembly.base.resolved.mesh)
         self.last_step: StepResult | None = None
-        self._last, self._opened = _settle_in_the_end(self, assembly.runtime.optimizer), mesh is None
+        self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), mesh is None
 
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.
@@ -416,7 +416,7 @@ class Engine:
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
-        self.optimizer.settle()
+        self.optimizer.flush()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
     # --- whole parameters -----------------------------------------------------------------------
@@ -476,7 +476,7 @@ class Engine:
         unit, as if trained from the start; a ConfigError says where that is not built, and what to do there.
         """
         self._refuse_window("unfreeze()")
-        self.optimizer.settle()
+        self.optimizer.flush()
         self._assembly.freezing.set(self.module, pattern, trained=True)
 
     def _refuse_window(self, call: str) -> None:
@@ -515,7 +515,7 @@ class Engine:
         Raises ConfigError over tp, pp or ep, and where layers are in tiles.
         """
         self._assembly.registry.check()
-        self.optimizer.settle()
+        self.optimizer.flush()
         if self.mesh.degrees.cuts_model or self.full_model.tiles:
             raise ConfigError("whole_state_dict() needs a model that is cut over dp alone: engine.export() writes any.")
         with self.mesh.heartbeat.phase("whole_state_dict"):
@@ -523,7 +523,7 @@ class Engine:
 
     def release(self) -> None:
         """Give back units that stayed gathered without grad; updates of the last step that are due are made."""
-        self.optimizer.settle()
+        self.optimizer.flush()
         self.gathers.drop(lambda token: token == KEEP)
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -664,28 +664,28 @@ class _Closed(Engine):
         return True
 
 
-def _settle_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> weakref.finalize[Any, Engine] | None:
+def _flush_in_the_end(engine: Engine, optimizer: ShardedOptimizer) -> weakref.finalize[Any, Engine] | None:
     """Let updates that are due be made when an engine goes, or its process ends; return what does the first."""
     if optimizer.updates is None:
         return None
-    last = weakref.finalize(engine, _settle_last, lambda: optimizer)
+    last = weakref.finalize(engine, _flush_last, lambda: optimizer)
     last.atexit = False
-    atexit.register(_settle_at_exit, weakref.ref(optimizer))  # before the mesh ends
+    atexit.register(_flush_at_exit, weakref.ref(optimizer))  # before the mesh ends
     return last
 
 
-def _settle_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
+def _flush_at_exit(found: Callable[[], ShardedOptimizer | None]) -> None:
     """Make updates that are due when a process ends, unless by an error: peers may wait elsewhere then."""
     if getattr(sys, "last_value", None) is None:
-        _settle_last(found)
+        _flush_last(found)
 
 
-def _settle_last(found: Callable[[], ShardedOptimizer | None]) -> None:
+def _flush_last(found: Callable[[], ShardedOptimizer | None]) -> None:
     """Make updates that are due when an engine goes: its model may stay, and peers want what this rank sends."""
     if (optimizer := found()) is not None:
-        unwaited(partial(_settle, optimizer))
+        unwaited(partial(_flush, optimizer))
 
 
-def _settle(optimizer: ShardedOptimizer) -> None:
+def _flush(optimizer: ShardedOptimizer) -> None:
     with suppress(Zero3dError, RuntimeError):
-        optimizer.settle()
+        optimizer.flush()

@@ -13,7 +13,7 @@ from zero3d.engine.features import having
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.generation import next_logits
 from zero3d.engine.losses import Losses, check_loss, checked_weight
-from zero3d.engine.replay.passages import Again
+from zero3d.engine.replay.recordings import Again
 from zero3d.engine.runtime import Runtime
 from zero3d.engine.step import Stepper
 from zero3d.errors import ConfigError
@@ -73,7 +73,7 @@ class Direct:
     def __init__(
         self, base: Foundation, runtime: Runtime, losses: Losses, stepper: Stepper, only: Mapping[str, int]
     ) -> None:
-        self._module, self._heartbeat = base.division.module, base.resolved.mesh.heartbeat
+        self._module, self._heartbeat = base.partition.module, base.resolved.mesh.heartbeat
         self._accumulation, self._loss_scale = runtime.accumulation, runtime.loss_scale
         self._hooks = runtime.hooks[0]
         self._losses, self._only = losses, only
@@ -178,8 +178,8 @@ class Pipelined:
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
         for feature in self._features:
             feature.begin(len(micro_batches))
-        passage = next((feature.passage for feature in self._features if feature.passage is not None), None)
-        sums = self._pipeline.run(micro_batches, self._loss_scale.value, passage)
+        recording = next((feature.recording for feature in self._features if feature.recording is not None), None)
+        sums = self._pipeline.run(micro_batches, self._loss_scale.value, recording)
         for feature in self._features:
             feature.before_update(self._compute)
         return sums

@@ -32,8 +32,8 @@ class ExpertBias(Feature):
     @classmethod
     def opened(cls, built: Built) -> Self:
         base, rate = built.base, built.base.options.optimizer.expert_bias_rate
-        division = base.division
-        load = ExpertLoad(division.chunks, division.expert_layers, base.axes.dp, rate)
+        partition = base.partition
+        load = ExpertLoad(partition.chunks, partition.expert_layers, base.axes.dp, rate)
         return cls(load, built.runtime.optimizer)
 
     def after_update(self, outcome: Outcome) -> None:

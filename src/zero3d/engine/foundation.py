@@ -12,8 +12,8 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.division import Division, divide
 from zero3d.engine.options import Options, Resolved, resolve
+from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
@@ -80,14 +80,14 @@ class Foundation:
     """The parts of an engine that its units are built on.
 
     resolved  mesh, precision and policy
-    division  this rank's share of the model
+    partition  this rank's share of the model
     order     in which micro-batches and ranks are summed
     """
 
     options: Options
     resolved: Resolved
     axes: Axes
-    division: Division
+    partition: ModelPartition
     order: SumOrder
 
     @classmethod
@@ -101,20 +101,20 @@ class Foundation:
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
-        division = divide(model, resolved, options, axes.tp, axes.ep, axes.ledger)
+        partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
         if options.model.weights is not None:
-            for root in (model, *division.chunks.values()):
+            for root in (model, *partition.chunks.values()):
                 hollow(root)
         order = choose_order(
-            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, division.experts.anywhere
+            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, division, order)
+        return cls(done, resolved, axes, partition, order)
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     """Return the layout of a unit's parameters."""
-    groups, owner = base.resolved.groups.group_of, base.division.full_model.owner
+    groups, owner = base.resolved.groups.group_of, base.partition.full_model.owner
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
     block = base.resolved.groups.block
     if spec.experts:

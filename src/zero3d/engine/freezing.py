@@ -31,7 +31,7 @@ class Freezing:
 
     def set(self, module: nn.Module, pattern: str, trained: bool) -> None:
         """Freeze or unfreeze the parameters that a pattern matches. Raises ConfigError where there are none."""
-        named, full = dict(module.named_parameters(remove_duplicate=False)), self._base.division.full_model
+        named, full = dict(module.named_parameters(remove_duplicate=False)), self._base.partition.full_model
         names = [*full.shapes, *full.copies, *named]  # a pipeline's rank has some of them
         if not any(is_matched(name, pattern) for name in names):
             raise ConfigError(
@@ -65,7 +65,7 @@ class Freezing:
                 hooks.train(unit)
         runtime.reductions.extend(runtime.units, runtime.model_group.untouched(runtime.units))
         groups = self._base.resolved.groups
-        runtime.optimizer.extend(new, runtime.units, self._base.division.places, groups.group)
+        runtime.optimizer.extend(new, runtime.units, self._base.partition.places, groups.group)
 
     def check(self) -> None:
         """Raise ConfigError before a step that would update a frozen parameter, or not update one of a new group."""
@@ -103,7 +103,7 @@ class Freezing:
             f"ep={axes.ep.size}": axes.ep.size > 1,
             "states or weights off the device": self._runtime.tiers is not None,
             **{feature.name: True for feature in self._features if not feature.trains_unfrozen},
-            "gather_budget": bool(self._base.division.full_model.tiles),
+            "gather_budget": bool(self._base.partition.full_model.tiles),
         }
         if why := next((reason for reason, there in reasons.items() if there), None):
             name = unit.layout.slots[0].name

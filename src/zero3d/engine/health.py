@@ -94,7 +94,7 @@ class Health(Feature):
     @classmethod
     def opened(cls, built: Built) -> Self:
         base, runtime = built.base, built.runtime
-        return cls(base.axes.world, runtime.reductions, runtime.loss_scale, base.division.chunks)
+        return cls(base.axes.world, runtime.reductions, runtime.loss_scale, base.partition.chunks)
 
     def loaded(self) -> None:
         self.in_a_row = 0

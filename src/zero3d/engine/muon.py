@@ -30,9 +30,9 @@ def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: M
     """
     rule = base.options.optimizer.optimizer
     assert isinstance(rule, MuonRule)
-    full = base.division.full_model
+    full = base.partition.full_model
     torch_optimizer.table = describe(full.shapes, full.trainable, base.resolved.matrices)
-    seen = Seen(base.resolved.matrices, base.division.cuts)
+    seen = Seen(base.resolved.matrices, base.partition.cuts)
     for name, tile in full.tiles.items():
         if tile.owner in seen.forms:
             raise ConfigError(

@@ -16,11 +16,43 @@ WORK = (
     "by itself, or zero3d.optim.muon(...) or zero3d.optim.adamw8bit(...)"
 )
 WHOLE = {
-    "Adafactor", "AdaLomo", "AdamMini", "Adam_mini", "APOLLO", "APOLLOAdamW", "CAME", "DAdaptAdam", "DAdaptSGD", "Dion",
-    "DistributedMuon", "DistributedShampoo", "Fromage", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "Kron",
-    "LAMB", "Lamb", "LARS", "LBFGS", "Lomo", "Muon", "MuonWithAuxAdam", "NorMuon", "NovoGrad", "Prodigy", "PSGD",
-    "Scion", "Shampoo", "SingleDeviceMuon", "SM3", "SOAP", "SingleDeviceMuonWithAuxAdam", "SparseAdam", "StableAdamW",
-}  # fmt: skip
+    "Adafactor",
+    "AdaLomo",
+    "AdamMini",
+    "Adam_mini",
+    "APOLLO",
+    "APOLLOAdamW",
+    "CAME",
+    "DAdaptAdam",
+    "DAdaptSGD",
+    "Dion",
+    "DistributedMuon",
+    "DistributedShampoo",
+    "Fromage",
+    "GaLoreAdafactor",
+    "GaLoreAdamW",
+    "GaLoreAdamW8bit",
+    "Kron",
+    "LAMB",
+    "Lamb",
+    "LARS",
+    "LBFGS",
+    "Lomo",
+    "Muon",
+    "MuonWithAuxAdam",
+    "NorMuon",
+    "NovoGrad",
+    "Prodigy",
+    "PSGD",
+    "Scion",
+    "Shampoo",
+    "SingleDeviceMuon",
+    "SM3",
+    "SOAP",
+    "SingleDeviceMuonWithAuxAdam",
+    "SparseAdam",
+    "StableAdamW",
+}
 SCHEDULE_FREE = {"AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree", "ScheduleFreeWrapper"}
 
 

@@ -87,14 +87,16 @@ def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
     """Give a unit's parameters their first weights: rank 0's, or those of a source."""
-    division, policy = base.division, base.resolved.policy
-    owner = {name: division.full_model.owner(name) for name in spec.params}
+    partition, policy = base.partition, base.resolved.policy
+    owner = {name: partition.full_model.owner(name) for name in spec.params}
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
     if source is None:
         fill = from_module(layout, spec.params, setting.comm, wide)
     else:
-        tiles = division.full_model.tiles
-        fill = from_source(lambda name, box: source(owner[name], box), layout, setting.comm, wide, division.cuts, tiles)
+        tiles = partition.full_model.tiles
+        fill = from_source(
+            lambda name, box: source(owner[name], box), layout, setting.comm, wide, partition.cuts, tiles
+        )
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
     return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
 
@@ -114,13 +116,13 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
 
 def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
-    resolved, axes, chunks, order = base.resolved, base.axes, base.division.chunks, base.order
+    resolved, axes, chunks, order = base.resolved, base.axes, base.partition.chunks, base.order
     policy, precision = resolved.policy, resolved.precision
     pipelined = axes.pp.size > 1
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
         units,
-        base.division.places,
+        base.partition.places,
         resolved.groups.build,
         resolved.groups.groups,
         axes.dp,
@@ -164,13 +166,13 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
 def _connect(base: Foundation, units: Sequence[Unit], hooks: Sequence[Hooks]) -> None:
     """Tell expert layers what takes the gradients of each source, where their sources are apart."""
     of_root = {
-        p: own for root, own in zip(base.division.chunks.values(), hooks, strict=True) for p in root.parameters()
+        p: own for root, own in zip(base.partition.chunks.values(), hooks, strict=True) for p in root.parameters()
     }
-    layers = base.division.experts.parameters()
+    layers = base.partition.experts.parameters()
     for unit in units:
         for index, p in enumerate(unit.weights.params if unit.sources > 1 and unit.grads is not None else ()):
             dispatch, key = layers[p]
-            dispatch.takes[key] = of_root[p].taker_of_sources(unit, index)
+            dispatch.takes[key] = of_root[p].gradient_hook_of_sources(unit, index)
 
 
 def _announcer(heartbeat: Heartbeat, units: Sequence[Unit]) -> Callable[[nn.Module, Any], None]:
@@ -186,10 +188,10 @@ def _backward_announcer(heartbeat: Heartbeat, unit: Unit) -> Callable[[torch.Ten
 
 
 def _model_group(base: Foundation, units: Sequence[Unit]) -> ModelGroup:
-    axes, division, resolved = base.axes, base.division, base.resolved
-    ties = find_ties(division.chunks, units, resolved.schedule, axes.pp.size)
-    cut = [name for name, cut in division.cuts.items() if cut.axis == "tp"]
-    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, cut, division.partial), ties)
+    axes, partition, resolved = base.axes, base.partition, base.resolved
+    ties = find_ties(partition.chunks, units, resolved.schedule, axes.pp.size)
+    cut = [name for name, cut in partition.cuts.items() if cut.axis == "tp"]
+    return ModelGroup(axes.model_parallel, axes.pp, TensorCuts(axes.tp, cut, partition.partial), ties)
 
 
 def move_buffers(module: nn.Module, dp: Comm) -> None:

@@ -60,7 +60,7 @@ class Slots:
         }
         step = None if len(noted) > 1 or NEVER in noted else common
 
-        def settle() -> Note | None:
+        def go_back() -> Note | None:
             if step is None:
                 disk.discard()
             else:
@@ -69,7 +69,7 @@ class Slots:
             remove_notes(disk.stem, note)
             return note
 
-        return cls(disk, rows[0][0], agree(world, settle))
+        return cls(disk, rows[0][0], agree(world, go_back))
 
     def write(self, engine: EngineState) -> None:
         """Write the note of the engine's step. Without one there is no restart from its slots: a line says why."""

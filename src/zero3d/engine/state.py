@@ -25,11 +25,11 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
     """
     assembly.execution.check()
     base, runtime, stepper = assembly.base, assembly.runtime, assembly.stepper
-    axes, division = base.axes, base.division
-    full, trained = division.full_model, [unit for unit in runtime.units if unit.grads is not None]
+    axes, partition = base.axes, base.partition
+    full, trained = partition.full_model, [unit for unit in runtime.units if unit.grads is not None]
     names = {full.owner(slot.name) for unit in trained for slot in unit.layout.slots}
     return EngineState(
-        modules=list(division.chunks.values()),
+        modules=list(partition.chunks.values()),
         full_model=full._replace(trainable=full.trainable | names),
         units=runtime.units,
         optimizer=runtime.optimizer,
@@ -43,7 +43,7 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
         step=stepper.count,
         about=_about(assembly),
         loop=loop,
-        cuts={division.full_model.owner(name): cut for name, cut in division.cuts.items()},
+        cuts={partition.full_model.owner(name): cut for name, cut in partition.cuts.items()},
         summands=base.order.summands,
         base=assembly.frozen_base,
     )

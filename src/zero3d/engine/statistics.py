@@ -27,7 +27,7 @@ class RunningStatistics(Feature):
 
     @classmethod
     def opened(cls, built: Built) -> Self | None:
-        dp, roots = built.base.axes.dp, built.base.division.chunks.values()
+        dp, roots = built.base.axes.dp, built.base.partition.chunks.values()
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         layers = [module for module in modules if isinstance(module, _NormBase) and module.track_running_stats]
         return cls(layers, dp) if layers and dp.size > 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from zero3d.engine.auto_offload import settle_executor, state_kinds
+from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.slots import Slots
 from zero3d.errors import ConfigError
@@ -75,7 +75,7 @@ def _check(base: Foundation) -> None:
 
 def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
     """Return where updates are made. Raises ConfigError."""
-    executor = settle_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
+    executor = decide_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
     if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
             f"offload.executor=host has torch's fused Adam and AdamW with fp32 moments, and the optimizer is "

@@ -45,7 +45,7 @@ class Unsharded:
         """Make the parameters of modules (None: all) whole, when nothing is on its way from or to them."""
         self._assembly.registry.check()
         self._saves.await_copy()
-        self._assembly.runtime.optimizer.settle()
+        self._assembly.runtime.optimizer.flush()
         return self._assembly.whole_parameters.open(modules)
 
     def unshard(self, masters: bool) -> None:
@@ -104,7 +104,7 @@ class Unsharded:
     def shut_for_close(self) -> None:
         """Reshard for good, and keep what has another shape. Raises OutOfBudget on all ranks without room for all."""
         if self._assembly.has_whole_model:
-            shapes, dtypes = self._assembly.base.division.full_model.shapes, self._assembly.changes.dtypes
+            shapes, dtypes = self._assembly.base.partition.full_model.shapes, self._assembly.changes.dtypes
             self._check_room(sum(math.prod(shapes[name]) * dtypes[name].itemsize for name in dtypes), "close()")
         if self._units:
             self.resized |= self._take_resized()
@@ -117,7 +117,7 @@ class Unsharded:
     def _take_resized(self) -> dict[str, Tensor]:
         """Return data of another shape that the caller has given whole parameters. Raises LayoutError."""
         found = self._assembly.whole_parameters.take_resized(self._units)
-        if parts := [name for name in found if name in self._assembly.base.division.full_model.tiles]:
+        if parts := [name for name in found if name in self._assembly.base.partition.full_model.tiles]:
             raise LayoutError(
                 f"{parts[0]!r} is a part of a layer's weight, and keeps its shape: resize it after engine.close()."
             )
@@ -150,7 +150,7 @@ class Unsharded:
         Tiles of a weight stay as they are.
         """
         base, came = self._assembly.base, self._assembly.changes.dtypes
-        full_model, master = base.division.full_model, base.resolved.policy.master
+        full_model, master = base.partition.full_model, base.resolved.policy.master
         names = {slot.name: unit for unit in self._assembly.runtime.units for slot in unit.layout.slots}
         found = {name: came.get(full_model.owner(name)) for name in names if name not in full_model.tiles}
         return {
@@ -172,14 +172,18 @@ class Unsharded:
         if not dtypes:
             return
         self._assembly.whole_parameters.show_masters(self._units, dtypes)
-        for root, hooks in zip(self._assembly.base.division.chunks.values(), self._assembly.runtime.hooks, strict=True):
+        for root, hooks in zip(
+            self._assembly.base.partition.chunks.values(), self._assembly.runtime.hooks, strict=True
+        ):
             in_autocast(root, resolved.mesh.device.type, resolved.precision.dtype)
             hooks.shows_masters = True
 
     def _hide_masters(self) -> None:
         """Let forwards compute in the dtype of weights again."""
         self._shows_masters = False
-        for root, hooks in zip(self._assembly.base.division.chunks.values(), self._assembly.runtime.hooks, strict=True):
+        for root, hooks in zip(
+            self._assembly.base.partition.chunks.values(), self._assembly.runtime.hooks, strict=True
+        ):
             out_of_autocast(root)
             hooks.shows_masters = False
 

@@ -25,7 +25,7 @@ from torch._compile import _disable_dynamo
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import ExpertLayer
-from zero3d.expert_parallel.rows import Passage, pass_rows
+from zero3d.expert_parallel.rows import Splits, pass_rows
 from zero3d.expert_parallel.traffic import Passed, even_rows
 from zero3d.spec.mesh import EXACT
 
@@ -44,7 +44,9 @@ class Dispatch:
     """
 
     def __init__(self, layer: ExpertLayer, ep: Comm, how: str) -> None:
-        self.layer, self._ep, self._module = layer, ep, layer.module
+        self.layer = layer
+        self._ep = ep
+        self._module = layer.module
         self._inner = layer.module.forward
         self._local = layer.experts // ep.size
         self._apart = how == EXACT
@@ -69,23 +71,23 @@ class Dispatch:
         sorted_experts, order = torch.sort(experts.reshape(-1), stable=not self._sorts)
         counts = self._counts(sorted_experts)
         ep, local, here = self._ep, self._local, self._ep.rank * self._local
-        passage = Passage(
+        splits = Splits(
             [sum(counts[ep.rank][rank * local : (rank + 1) * local]) for rank in range(ep.size)],
             [sum(row[here : here + local]) for row in counts],
         )
         if self._sorts and self._apart:
-            order = _unsorted(sorted_experts, order, list(passage.sends))
+            order = _unsorted(sorted_experts, order, list(splits.sends))
         trained = any(p.requires_grad for p in self.parameters().values())
-        self._count(passage, hidden.shape[1], hidden.requires_grad, trained)
-        rows = pass_rows(hidden[order // chosen], passage, ep, self.layer.name, hidden.requires_grad)
+        self._count(splits, hidden.shape[1], hidden.requires_grad, trained)
+        rows = pass_rows(hidden[order // chosen], splits, ep, self.layer.name, hidden.requires_grad)
         results = self._compute(rows, [row[here : here + local] for row in counts], weights.dtype)
-        back = pass_rows(results, passage.back, ep, self.layer.name, trained or hidden.requires_grad)
+        back = pass_rows(results, splits.back, ep, self.layer.name, trained or hidden.requires_grad)
         weighted = back * weights.reshape(-1)[order].unsqueeze(-1)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return weighted[place].view(*experts.shape, -1).sum(dim=1).to(hidden.dtype)
 
-    def _count(self, passage: Passage, hidden: int, moving: bool, trained: bool) -> None:
+    def _count(self, splits: Splits, hidden: int, moving: bool, trained: bool) -> None:
         """Count the rows of a call, and those of its backward: recomputation runs a forward whose graph has none."""
         if self._ep.size == 1:
             return
@@ -93,7 +95,7 @@ class Dispatch:
         graph = torch.is_grad_enabled() and not (inside and self._has_graph)
         if not inside:
             self._has_graph = graph
-        sent, given = (sum(rows) - rows[self._ep.rank] for rows in (passage.sends, passage.receives))
+        sent, given = (sum(rows) - rows[self._ep.rank] for rows in (splits.sends, splits.receives))
         back = [given] * moving + [sent] * (moving or trained) if graph else []
         self.hidden = hidden
         self.passed = self.passed.plus(Passed(1, sent + given, len(back), sum(back)))
@@ -157,7 +159,7 @@ class Dispatch:
         own = {key: p for key, p in self.parameters().items() if key in self.takes}
         for key, p in own.items():
             leaf = nn.Parameter(p.detach())
-            leaf.register_post_accumulate_grad_hook(_taker(self.takes[key], source))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(_gradient_hook(self.takes[key], source))  # type: ignore[no-untyped-call]
             self._module._parameters[key] = leaf
         try:
             yield
@@ -184,7 +186,7 @@ def _unsorted(sorted_experts: Tensor, order: Tensor, lengths: list[int]) -> Tens
     return torch.cat(parts)
 
 
-def _taker(take: Take, source: int) -> Callable[[Tensor], None]:
+def _gradient_hook(take: Take, source: int) -> Callable[[Tensor], None]:
     def taken(leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None

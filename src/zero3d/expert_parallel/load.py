@@ -29,7 +29,9 @@ class ExpertLoad:
     """Counts this rank's tokens by layer and expert, and moves routers' biases by `rate`; 0 leaves them alone."""
 
     def __init__(self, chunks: Mapping[int, nn.Module], layers: Sequence[ExpertLayer], dp: Comm, rate: float) -> None:
-        self._dp, self._rate, self._watched = dp, rate, False
+        self._dp = dp
+        self._rate = rate
+        self._watched = False
         self._layers = {layer.name: layer for layer in layers}
         self._routers = _routers(chunks.values(), layers) if rate else {}
         self._step, self._total = (

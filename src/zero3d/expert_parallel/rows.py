@@ -11,19 +11,19 @@ from torch import Tensor
 from zero3d.distributed.collectives import Comm
 
 
-class Passage(NamedTuple):
+class Splits(NamedTuple):
     """How many rows this rank sends to every rank of the axis, and how many it receives from each."""
 
     sends: Sequence[int]
     receives: Sequence[int]
 
     @property
-    def back(self) -> Passage:
+    def back(self) -> Splits:
         """The way back of what was sent."""
-        return Passage(self.receives, self.sends)
+        return Splits(self.receives, self.sends)
 
 
-def pass_rows(rows: Tensor, passage: Passage, ep: Comm, name: str, trained: bool) -> Tensor:
+def pass_rows(rows: Tensor, splits: Splits, ep: Comm, name: str, trained: bool) -> Tensor:
     """Return the rows [received, H] that all ranks have for this one, by rank; `rows` [sent, H] are for them, by rank.
 
     Moves H elements for each row that is for another rank, and as many backward. Backward, all ranks take part if any
@@ -32,18 +32,20 @@ def pass_rows(rows: Tensor, passage: Passage, ep: Comm, name: str, trained: bool
     if ep.size == 1:
         return rows
     anchor = torch.empty(0, requires_grad=trained and torch.is_grad_enabled(), device=rows.device)
-    received: Tensor = _Pass.apply(rows, anchor, passage, ep, name)  # type: ignore[no-untyped-call]
+    received: Tensor = _Pass.apply(rows, anchor, splits, ep, name)  # type: ignore[no-untyped-call]
     return received
 
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, anchor: Tensor, passage: Passage, ep: Comm, name: str) -> Tensor:
-        ctx.passage, ctx.ep, ctx.name = passage, ep, name
-        return ep.pass_rows(rows, passage.sends, passage.receives, name)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, splits: Splits, ep: Comm, name: str) -> Tensor:
+        ctx.splits = splits
+        ctx.ep = ep
+        ctx.name = name
+        return ep.pass_rows(rows, splits.sends, splits.receives, name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.passage.back
+        back = ctx.splits.back
         rows = ctx.ep.pass_rows(grads[0].contiguous(), back.sends, back.receives, ctx.name)
         return (rows if ctx.needs_input_grad[0] else None), None, None, None, None

@@ -139,7 +139,7 @@ def _matches(unit: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(name, unit) if isinstance(unit, str) else issubclass(kind_of(module), unit)
 
 
-def partition(
+def find_units(
     model: nn.Module,
     units: Sequence[type[nn.Module] | str] | None,
     dtype: torch.dtype,
@@ -222,7 +222,7 @@ def _input_embeddings(model: nn.Module) -> set[nn.Parameter]:
     return set(module.parameters()) if isinstance(module, nn.Module) else set()
 
 
-def partition_all(
+def find_all_units(
     roots: Iterable[nn.Module],
     units: Sequence[type[nn.Module] | str] | None,
     dtype: torch.dtype,
@@ -232,7 +232,7 @@ def partition_all(
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
     for root in roots:
-        root_specs, root_uses = partition(root, units, dtype, experts)
+        root_specs, root_uses = find_units(root, units, dtype, experts)
         specs += root_specs
         uses |= root_uses
     return specs, uses

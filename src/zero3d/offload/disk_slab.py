@@ -292,7 +292,9 @@ class DiskSlab:
                 f"{self._commit_path} cannot be removed ({error.strerror}), and its step is of no use any more: "
                 f"remove {self.directory} and go on from a checkpoint."
             ) from error
-        self._commit, self._confirmed, self.resumed = None, True, None
+        self._commit = None
+        self._confirmed = True
+        self.resumed = None
 
     def commit(self, step: int) -> None:
         """Say that all records of a step are written; the disk has them when this returns. Raises CheckpointError."""

@@ -80,7 +80,10 @@ class OnHost(Executor):
     def __init__(
         self, optimizer: Optimizer, executor: HostExecutor, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
     ) -> None:
-        self._optimizer, self._executor, self._staging, self._near = optimizer, executor, staging, near
+        self._optimizer = optimizer
+        self._executor = executor
+        self._staging = staging
+        self._near = near
 
     def update(self, opened: OpenBucket, options: Options) -> None:
         of = opened.of

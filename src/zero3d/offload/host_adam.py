@@ -158,7 +158,10 @@ class HostExecutor:
 
     def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
         assert chunk % VECTOR == 0, f"chunks of {chunk} elements would end inside a vector of {VECTOR}"
-        self._count, self._arena, self._seed, self._chunk = threads, arena, seed, chunk
+        self._count = threads
+        self._arena = arena
+        self._seed = seed
+        self._chunk = chunk
         self._scratch = arena.borrow("wire", threads * WIDE * chunk, torch.float32)
         self._table = arena.borrow("wire", TILE, torch.int32).copy_(noise_table(arena.device))
         self._least = least_halves(arena.borrow("wire", chunk, torch.float32))

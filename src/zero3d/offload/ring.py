@@ -60,7 +60,9 @@ class Buffer:
         self.left: Future[None] = Future()
         for future in (self.came, self.left):
             future.set_result(None)
-        self.arrived, self.used, self.gone = (torch.Event(memory.device) for _ in range(3))
+        self.arrived = torch.Event(memory.device)
+        self.used = torch.Event(memory.device)
+        self.gone = torch.Event(memory.device)
 
     @property
     def host(self) -> Tensor:

@@ -107,7 +107,9 @@ class OnDisk(ThroughRing):
         self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]], changes: bool = True
     ) -> None:
         super().__init__(ring)
-        self._records, self._place, self.changes = records, place, changes
+        self._records = records
+        self._place = place
+        self.changes = changes
         self._mapped: WeakValueDictionary[tuple[int, int], numpy.memmap[Any, Any]] = WeakValueDictionary()
 
     def view(self, index: int) -> list[Tensor]:

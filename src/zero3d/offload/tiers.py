@@ -195,7 +195,10 @@ class Builder:
     def __init__(
         self, site: Site, offload: Offload, records: Sequence[StateRecord], executor: ExecutorChoice, stores: Stores
     ) -> None:
-        self._site, self._offload, self._records, self._stores = site, offload, records, stores
+        self._site = site
+        self._offload = offload
+        self._records = records
+        self._stores = stores
         self._executor, self._why = executor
         self._arena = site.arena
         self._host_arena = Arena(torch.device("cpu"), HOST)

@@ -50,7 +50,9 @@ class RecordUpdates(DeferredUpdates):
         device: torch.device,
         thread: Threads | None = None,
     ) -> None:
-        self._optimizer, self._executor, self._records = optimizer.torch, executor, records
+        self._optimizer = optimizer.torch
+        self._executor = executor
+        self._records = records
         found = buckets_of([unit for unit in optimizer.units if unit.weights.records is not None], optimizer.pieces)
         self._buckets = dict(sorted(found.items(), key=lambda item: item[1][0].bucket.record))
         self._send, self._thread = optimizer.send, thread

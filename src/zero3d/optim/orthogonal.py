@@ -70,8 +70,14 @@ class Orthogonal:
         arena: Arena,
         batches: bool,
     ) -> None:
-        self._optimizer, self._units, self.owners, self._seen = optimizer, units, owners, seen
-        self._comm, self._tp, self._arena, self._batches = comm, tp, arena, batches
+        self._optimizer = optimizer
+        self._units = units
+        self.owners = owners
+        self._seen = seen
+        self._comm = comm
+        self._tp = tp
+        self._arena = arena
+        self._batches = batches
         self.name = OF_EXPERTS if any(unit.layout.of_experts for unit in units.values()) else NAME
 
     @torch.no_grad()
@@ -201,7 +207,9 @@ class Round:
     """
 
     def __init__(self, of: Orthogonal, turn: Sequence[Sequence[int]]) -> None:
-        self._of, self._turn, self._comm = of, turn, of.comm
+        self._of = of
+        self._turn = turn
+        self._comm = of.comm
         self._own = list(turn[self._comm.rank])
         self._numels = [of.owners.matrices[index].numel for index in self._own]
         self._pending = DONE

@@ -99,7 +99,9 @@ class Owners:
     """
 
     def __init__(self, matrices: Sequence[Matrix], layouts: Mapping[int, UnitLayout], n: int, whole: bool) -> None:
-        self.matrices, self.n, self.whole = matrices, n, whole
+        self.matrices = matrices
+        self.n = n
+        self.whole = whole
         self._shards = {unit: layout.shard for unit, layout in layouts.items()}
         self.owners = share_out([matrix.cost for matrix in matrices], n)
         of_rank: list[list[int]] = [[] for _ in range(n)]

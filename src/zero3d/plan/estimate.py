@@ -14,7 +14,7 @@ from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.search import ep_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
-from zero3d.plan.states import check_rules, settled
+from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
@@ -42,7 +42,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
         check_rules(plan)
         plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
     check_degrees(model, cluster, plan)
-    plan = chosen_executor(settled(plan, cluster), cluster)
+    plan = chosen_executor(with_algorithm(plan, cluster), cluster)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     seconds = step_seconds(model, plan, cluster, chosen.pace)
     tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from zero3d.optim.owners import WIRE, Owners, matrices_of
-from zero3d.plan.rank_model import RankUnit, division_key, rank_model
+from zero3d.plan.rank_model import RankUnit, partition_key, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.optimizer import OPTIMIZERS
 
@@ -45,7 +45,7 @@ def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[in
 
 def owners_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose owners are the same."""
-    return division_key(plan).replace(stage=plan.zero.stage)
+    return partition_key(plan).replace(stage=plan.zero.stage)
 
 
 def _owners(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str, Owners], ...]:

@@ -111,8 +111,8 @@ class RankModel(NamedTuple):
     signature: int
 
 
-def division_key(plan: ParallelPlan) -> ParallelPlan:
-    """Return one plan for all that divide a model alike: the key under which a division is computed once."""
+def partition_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
         zero=Zero(exact=plan.zero.exact),
         mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, plan.mesh.experts, schedule=plan.schedule),
@@ -126,7 +126,7 @@ def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel
     """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
-    return _rank_model(model, division_key(plan), pp_stage)
+    return _rank_model(model, partition_key(plan), pp_stage)
 
 
 @lru_cache(maxsize=4096)

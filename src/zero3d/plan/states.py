@@ -206,7 +206,7 @@ def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
 def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
     """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them.
 
-    Terms that are no sums yet travel as they were made, unless the backend is to sum them (`settled`: native).
+    Terms that are no sums yet travel as they were made, unless the backend is to sum them (`with_algorithm`: native).
     summed  they are sums at once, of several sources
     """
     requested = WIDTHS[plan.zero.reduce_dtype].weight if plan.precision != "fp64" else 8
@@ -214,7 +214,7 @@ def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
     return min(wire, itemsize) if _alone(plan) and plan.zero.reduce_scatter != NATIVE and not summed else wire
 
 
-def settled(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
+def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` as the engine takes it on a cluster's NCCL: no longer auto."""
     if plan.dp == 1:
         return plan

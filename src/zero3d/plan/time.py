@@ -35,7 +35,7 @@ from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, di
 from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import policies, reduced_width, sends_terms, settled, wire_width
+from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import OPTIMIZERS
@@ -279,7 +279,7 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
 
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms (10).
     """
-    plan = settled(plan, cluster)
+    plan = with_algorithm(plan, cluster)
     width = int(reduced_width(plan)) if plan.zero.exact else wire_width(plan, WIDTHS[plan.precision].weight)
     return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
 

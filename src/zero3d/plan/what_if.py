@@ -11,7 +11,7 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.search import ACTIVATIONS, Evaluate, Row, ep_refused, pipeline_moments
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, settled, wire_width
+from zero3d.plan.states import policies, wire_width, with_algorithm
 from zero3d.spec.offload import HOST
 
 Settings = Mapping[str, Any]
@@ -79,7 +79,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
-    now = settled(plan, cluster)
+    now = with_algorithm(plan, cluster)
     way = ALL_TO_ALL if now.zero.reduce_scatter == NATIVE else NATIVE
     if (
         plan.dp > 1

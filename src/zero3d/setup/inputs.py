@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zero3d.checkpoint.published import has_adapters
+from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.config import Batch, Config, asked_degrees, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data

@@ -204,7 +204,9 @@ class _Recorder:
     """Marks instants of a run, and reads figures off the log."""
 
     def __init__(self, live: StorageTracker, reduced: ReducedModel) -> None:
-        self._live, self._ran, self._forms = live, reduced.ran, reduced.forms
+        self._live = live
+        self._ran = reduced.ran
+        self._forms = reduced.forms
         self._kinds = list(reduced.ran)
         self._outputs: set[int] = set()  # storages of attention's outputs
         self._grads: set[int] = set()  # and of parameters' gradients

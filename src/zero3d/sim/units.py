@@ -4,8 +4,8 @@
     model.layers.0, 1 ..    blocks       of a chain; else the longest list of blocks
     model.norm, lm_head     head         what comes after
 
-Units are `models.blocks.partition`'s for a 16-bit run; `plan/rank_model.py` puts them together again for other runs and
-for pipelines. A parameter that lies in two parts is a copy in the later one.
+Units are `models.blocks.find_units`'s for a 16-bit run; `plan/rank_model.py` puts them together again for other runs
+and for pipelines. A parameter that lies in two parts is a copy in the later one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.bases import language_model
-from zero3d.models.blocks import find_blocks, find_owners, partition
+from zero3d.models.blocks import find_blocks, find_owners, find_units
 from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.packing import inner_model
 from zero3d.optim.find import find_matrices
@@ -111,7 +111,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
 
 def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
     """Return the units of every part. cuts: by parameter name."""
-    specs, _ = partition(model, None, RUN)
+    specs, _ = find_units(model, None, RUN)
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     matrices = _matrices(model)
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group

@@ -144,7 +144,7 @@ class Loop:
                 tracer.step()
                 self._check_health(step)
                 if last or stop_signal or all(self._of_ranks[2::SHARED]):
-                    self._settle_save(ends=last or stop_signal > 0)
+                    self._finish_save(ends=last or stop_signal > 0)
                 due = stop_signal or _due(step, self.config.checkpoint.every) or self._best_is_new(record)
                 if last or (due and not self.stuck):
                     self.save(record, must=last or stop_signal > 0)
@@ -152,7 +152,7 @@ class Loop:
                     run = self.folder.run_id if self.engine.world.rank == 0 else ""
                     self.engine.note({RUN: run, **asdict(self.state)})
                 if stop_signal and not last:
-                    self.engine.optimizer.settle()  # this process ends at once
+                    self.engine.optimizer.flush()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))
                 if self.why_over is not None:
                     break
@@ -241,7 +241,7 @@ class Loop:
         What there is of a run that has saved nothing is saved: skipped steps have changed nothing.
         """
         try:
-            self._settle_save(ends=True)
+            self._finish_save(ends=True)
             if self.engine.steps and not self.saving.has_any:
                 self.save({})
             else:
@@ -349,7 +349,7 @@ class Loop:
 
         must  it is the last, of the run or before a stop: it is waited for, and a failure is raised
         """
-        self._settle_save()
+        self._finish_save()
         value = self.criterion.value(record) if self._best_is_new(record) else None
         best = self.saving.best if value is None else (self.engine.steps, value)
         with self.traffic.excluded():
@@ -357,10 +357,10 @@ class Loop:
             self.saving.save(asdict(replace(self.state, best=best)), best, must)
         self.state = replace(self.state, best=self.saving.best)
 
-    def _settle_save(self, ends: bool = False) -> None:
+    def _finish_save(self, ends: bool = False) -> None:
         """Take note of what came of a save behind training, for which this waits. Raises CheckpointError."""
         with self.traffic.excluded():
-            self.saving.settle(ends)
+            self.saving.finish(ends)
         self.state = replace(self.state, best=self.saving.best)
 
 

@@ -55,7 +55,7 @@ def may_use_disk(config: Config) -> bool:
     return section.directory is None and ("disk" in (section.optimizer, section.params) or section.optimizer == AUTO)
 
 
-def settle(
+def choose(
     config: Config, mesh: Mesh, comm: Comm, checkpoint: Path | None, plan: PlannedRun | str | None
 ) -> tuple[Config, list[str]]:
     """Return the configuration to build the engine of, and what was chosen in lines. All ranks call it.

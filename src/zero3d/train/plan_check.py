@@ -110,7 +110,9 @@ class PlanCheck:
     """Checks a plan at step 3. All ranks have one, for they measure together; only rank 0 has a plan."""
 
     def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
-        self._config, self._engine, self._planned = config.plan, engine, planned
+        self._config = config.plan
+        self._engine = engine
+        self._planned = planned
 
     def lines(self, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the check after a step of this session: nothing but after the third. All ranks call it."""

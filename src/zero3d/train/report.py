@@ -149,8 +149,8 @@ def write_png(result: Result) -> str:
 def as_json(result: Result) -> dict[str, Any]:
     """Return one object with all figures; what is not finite is null."""
     folder, config, steps = result.folder, result.config, result.steps
-    settled = steps[1:] or steps  # the first step also allocates
-    seconds = statistics.median(record["seconds"] for record in settled) if settled else None
+    steady = steps[1:] or steps  # the first step also allocates
+    seconds = statistics.median(record["seconds"] for record in steady) if steady else None
     curve = folder.curve
     return {
         "stage": config.zero.stage,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from zero3d.checkpoint.folders import tidied_path
-from zero3d.checkpoint.published import has_adapters
+from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.config import Batch, Config, offload_of, to_yaml
 from zero3d.data.batches import BatchStream, Grouping
 from zero3d.distributed.agreement import agree
@@ -39,7 +39,7 @@ from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.offload import choice_of, described, drop_leftovers, may_use_disk, settle
+from zero3d.train.offload import choice_of, choose, described, drop_leftovers, may_use_disk
 from zero3d.train.own_values import open_function
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
 from zero3d.train.post_mortem import PostMortem
@@ -132,7 +132,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     with inputs.mesh.waiting_room() as axis:
         everyone = Comm(axis, Arena(torch.device("cpu")), Ledger())
         checkpoint = find_checkpoint(config, start, everyone)
-        built, chosen = settle(config, inputs.mesh, everyone, checkpoint, plan)
+        built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
         fresh = _first_free(start, everyone) if config.output is None and may_use_disk(built) else None
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)

@@ -1,7 +1,7 @@
 """The checkpoints of a run: the newest that is committed, the one behind training, which stay, what a failure means.
 
 save    -> engine.save, while the loop waits or behind training
-settle  <- what came of the one behind training: it is the newest, older ones go; or it never was
+finish  <- what came of the one behind training: it is the newest, older ones go; or it never was
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Saving:
         return self.newest != self._folder.checkpoints
 
     def save(self, loop: Mapping[str, Any], best: Best, must: bool) -> None:
-        """Save the engine's step, after `settle`. must: while the caller waits, and a failure is raised.
+        """Save the engine's step, after `finish`. must: while the caller waits, and a failure is raised.
 
         Raises CheckpointError.
         """
@@ -81,7 +81,7 @@ class Saving:
         else:
             self._under_way, self._told = begun if behind else None, False
 
-    def settle(self, ends: bool) -> None:
+    def finish(self, ends: bool) -> None:
         """Wait for the save behind training, if there is one, and take note of what came of it.
 
         Raises CheckpointError where a failure is to end the run, unless that ends anyway: it saves once more then.

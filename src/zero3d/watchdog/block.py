@@ -22,7 +22,7 @@ from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.monitor import Facts, Monitor
 from zero3d.watchdog.own_files import write_whole
 from zero3d.watchdog.stacks import main_frames
-from zero3d.watchdog.states import (
+from zero3d.watchdog.waits import (
     DEAD,
     GONE,
     RUNNING,

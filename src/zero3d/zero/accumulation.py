@@ -42,11 +42,15 @@ class Accumulation:
     def __init__(
         self, accumulate: int, every_micro_batch: bool, scales_loss: bool, draw: Callable[[int], None] | None = None
     ) -> None:
-        self._accumulate, self._every_micro_batch, self._scales_loss = accumulate, every_micro_batch, scales_loss
+        self._accumulate = accumulate
+        self._every_micro_batch = every_micro_batch
+        self._scales_loss = scales_loss
         self._draw = draw
         self._announced: Contribution | None = None
         self._counted = False
-        self.usual, self.count, self.reached = accumulate, 0, False
+        self.usual = accumulate
+        self.count = 0
+        self.reached = False
         self.reset()
 
     def reset(self) -> None:
@@ -103,7 +107,9 @@ class Accumulation:
 
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
         """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""
-        self.count, self.weight, self.reached = micro_batches, sum(weights, 0.0), True
+        self.count = micro_batches
+        self.weight = sum(weights, 0.0)
+        self.reached = True
         self.weights = list(weights) or [0.0] * micro_batches
 
     def forward_begins(self) -> None:

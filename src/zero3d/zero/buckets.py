@@ -163,7 +163,10 @@ class InRecord(ShardPlace):
     """A shard that is a record; of an engine on `device`. passes: through a buffer that has others, too."""
 
     def __init__(self, records: Records, index: int, device: torch.device, passes: bool) -> None:
-        self._records, self._index, self._device, self._passes = records, index, device, passes
+        self._records = records
+        self._index = index
+        self._device = device
+        self._passes = passes
 
     def view(self) -> Tensor:
         return self._records.view(self._index)[0]

@@ -166,7 +166,7 @@ class Gathers:
                     "inside of its transforms: put `with engine.full_params():` around the forward and its backward, "
                     "or pass stage=2."
                 )
-            unit.weights.settle()
+            unit.weights.flush()
             with self._side.issue(unit.name):
                 unit.weights.gather()
 

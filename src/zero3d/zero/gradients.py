@@ -32,7 +32,10 @@ class Gradients:
     """Owns a unit's gradients from autograd to the reduced shard."""
 
     def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
-        self._name, self._layout, self._setting, self._arena = name, layout, setting, setting.arena
+        self._name = name
+        self._layout = layout
+        self._setting = setting
+        self._arena = setting.arena
         self._wide = setting.policy.master
         self._room, self._used = layout.total * setting.sources, layout.numel * setting.sources
         self.full: Tensor | None = None

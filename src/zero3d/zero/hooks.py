@@ -77,11 +77,20 @@ class Hooks:
     shows_masters = False
 
     def __init__(
-        self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]], gathers: Gathers, reductions: Reductions,
-        accumulation: Accumulation, cast: Callable[[Tensor], Tensor], scheduled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        root: nn.Module,
+        uses: Mapping[nn.Module, Sequence[Unit]],
+        gathers: Gathers,
+        reductions: Reductions,
+        accumulation: Accumulation,
+        cast: Callable[[Tensor], Tensor],
+        scheduled: bool = False,
+    ) -> None:
         self.keep_full = True
-        self._gathers, self._reductions, self._accumulation, self._cast = gathers, reductions, accumulation, cast
+        self._gathers = gathers
+        self._reductions = reductions
+        self._accumulation = accumulation
+        self._cast = cast
         self._scheduled = scheduled
         self._calls = count()
         self._open: dict[nn.Module, list[int]] = {}
@@ -141,7 +150,7 @@ class Hooks:
         for index, p in enumerate(unit.weights.params):
             trained = p.requires_grad
             p.requires_grad_(True)  # a hook stays while its parameter is frozen, but does not come to one that is
-            p.register_post_accumulate_grad_hook(self._taker(unit, index))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(self._gradient_hook(unit, index))  # type: ignore[no-untyped-call]
             p.requires_grad_(trained)
 
     def _follow_saved(self, root: nn.Module, uses: Mapping[nn.Module, Sequence[Unit]]) -> None:
@@ -236,7 +245,7 @@ class Hooks:
         without_grad = self._mode == "eval" or (self._mode is None and not torch.is_grad_enabled())
         return without_grad and self.keep_full
 
-    def _taker(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 
         def take(p: Tensor) -> None:
@@ -246,7 +255,7 @@ class Hooks:
 
         return take
 
-    def taker_of_sources(self, unit: Unit, index: int) -> Callable[[int, Tensor | None], None]:
+    def gradient_hook_of_sources(self, unit: Unit, index: int) -> Callable[[int, Tensor | None], None]:
         """Return what takes a parameter's gradient of a source, or hears that it has none."""
         weak_self, weak_unit = ref(self), ref(unit)
 
@@ -286,7 +295,7 @@ class Hooks:
         awaited, self._called = self._called, set()
         for unit in self._persistent:
             # Without grad torch's encoders ask whether a parameter has operations of its own, and take another path.
-            if unit in awaited and unit.weights.arriving and torch.is_grad_enabled():
+            if unit in awaited and unit.weights.pending and torch.is_grad_enabled():
                 continue  # nobody has touched it since
             unit.weights.ready()
             if OPENED not in unit.users:

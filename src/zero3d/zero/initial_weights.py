@@ -47,9 +47,13 @@ def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Co
 
 
 def from_source(
-    source: Source, layout: UnitLayout, comm: Comm, wide: torch.dtype, cuts: Mapping[str, Cut],
+    source: Source,
+    layout: UnitLayout,
+    comm: Comm,
+    wide: torch.dtype,
+    cuts: Mapping[str, Cut],
     tiles: Mapping[str, Tile],
-) -> Fill:  # fmt: skip
+) -> Fill:
     """Return what fills slices from a source: it sends nothing and holds one box at a time."""
 
     def fill(out: Tensor) -> None:

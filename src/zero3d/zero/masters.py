@@ -45,7 +45,10 @@ class Masters:
         compute: torch.dtype,
         stored: Tensor | None = None,
     ) -> None:
-        self.buckets, self._weights, self.dtype, self._compute = buckets, weights, dtype, compute
+        self.buckets = buckets
+        self._weights = weights
+        self.dtype = dtype
+        self._compute = compute
         self.stored = stored
         self._has_master = MASTER in buckets.buckets[0].names
         self._held: tuple[Tensor, Arena] | None = None  # what weights were, while others may write into them

@@ -140,7 +140,10 @@ class ModelGroup:
     """
 
     def __init__(self, comm: Comm, across: Comm, cuts: TensorCuts, ties: Sequence[Tied] = ()) -> None:
-        self._comm, self._across, self._cuts, self._ties = comm, across, cuts, ties
+        self._comm = comm
+        self._across = across
+        self._cuts = cuts
+        self._ties = ties
         self.peers = Peers(comm)
         self.copies = {tied.unit for tied in ties if tied.copy}
         self.tied = {tied.unit for tied in ties}

@@ -111,11 +111,20 @@ class ShardedOptimizer(OptimizerStates):
     tally: Callable[[], Tensor] | None = None
 
     def __init__(
-        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
-        groups: int, comm: Comm, arena: Arena, clip_norm: float | None, model_group: ModelGroup,
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        order: dict[str, int],
+        build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int,
+        comm: Comm,
+        arena: Arena,
+        clip_norm: float | None,
+        model_group: ModelGroup,
+    ) -> None:
         super().__init__(units, order, build, groups, arena)
-        self._comm, self.clip_norm, self._model_group = comm, clip_norm, model_group
+        self._comm = comm
+        self.clip_norm = clip_norm
+        self._model_group = model_group
         self.tallied = torch.zeros(0, dtype=torch.float64, device=arena.device)
         self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
         self._names = {place: name for name, place in reversed(order.items())}
@@ -303,10 +312,10 @@ class ShardedOptimizer(OptimizerStates):
     def wait(self) -> None:
         """Wait for new weights below stage 3; whatever touches one of their parameters waits, too."""
         for unit in self._units:
-            if unit.weights.arriving:
+            if unit.weights.pending:
                 unit.weights.ready()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Complete the last step: updates that are due are made, also at stage 3, and new weights are there."""
         if self.updates is not None:
             self.updates.finish()

@@ -38,9 +38,13 @@ class OptimizerStates:
     updates: DeferredUpdates | None = None
 
     def __init__(
-        self, units: Sequence[Unit], order: dict[str, int], build: Callable[[list[list[Tensor]]], Optimizer],
-        groups: int, arena: Arena,
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[Unit],
+        order: dict[str, int],
+        build: Callable[[list[list[Tensor]]], Optimizer],
+        groups: int,
+        arena: Arena,
+    ) -> None:
         self._units = [unit for unit in units if unit.grads is not None]
         self._arena = arena
         self.pieces = sorted(self._own(self._units, order), key=lambda piece: piece.order)

@@ -35,9 +35,10 @@ class OptimizerChoice:
 
 
 def choose_optimizer(
-    model: nn.Module, optimizer: Callable[..., Optimizer] | Optimizer | None,
+    model: nn.Module,
+    optimizer: Callable[..., Optimizer] | Optimizer | None,
     param_groups: Sequence[Mapping[str, Any]] | None,
-) -> OptimizerChoice:  # fmt: skip
+) -> OptimizerChoice:
     """Resolve the three ways to give an optimizer. Raises ConfigError."""
     if isinstance(optimizer, Optimizer):
         if param_groups is not None:

@@ -108,7 +108,9 @@ class SavedWeights:
         """Forget a backward with create_graph, which has ended or died."""
         for handle in self._begun:
             handle.remove()
-        self._task, self._seen, self._begun = -1, set(), []
+        self._task = -1
+        self._seen = set()
+        self._begun = []
 
     def _begins_function(self, grads: Any) -> None:
         if torch.is_grad_enabled():

@@ -27,7 +27,9 @@ class SideStream:
     """A side stream on an accelerator; on the CPU only its log, if one is given."""
 
     def __init__(self, name: str, arena: Arena, log: list[tuple[str, str]] | None = None) -> None:
-        self._name, self._arena, self._log = name, arena, log
+        self._name = name
+        self._arena = arena
+        self._log = log
         self._stream = torch.Stream(arena.device, priority=PRIORITY) if arena.device.type != "cpu" else None
 
     @contextmanager

@@ -25,12 +25,23 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, params: Mapping[str, nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
-        fill: Callable[[Tensor], None], deferred: bool = False,
-    ) -> None:  # fmt: skip
-        self.name, self.layout, self.dtype, self.deferred = name, layout, dtype, deferred
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        layout: UnitLayout,
+        dtype: torch.dtype,
+        setting: Setting,
+        fill: Callable[[Tensor], None],
+        deferred: bool = False,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.dtype = dtype
+        self.deferred = deferred
         self.users: set[object] = set()
-        self.comm, self.sources, self.part = setting.comm, setting.sources, setting.part
+        self.comm = setting.comm
+        self.sources = setting.sources
+        self.part = setting.part
         self.stage = setting.policy.stage.number
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
         self._setting = setting

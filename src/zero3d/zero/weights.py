@@ -26,10 +26,10 @@ from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import joined, to_compute
-from zero3d.zero.arriving import arrived, expect
 from zero3d.zero.buckets import InRecord, OnDevice, ShardPlace
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters
+from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import compute_stream, wait_on
 
@@ -39,23 +39,31 @@ class Weights:
 
     records   what the unit has in records, if anything
     place     where what this rank updates is
-    arriving  new weights were left on their way (`leave`), or their update is due (`defer`)
+    pending   new weights were left on their way (`leave`), or their update is due (`defer`)
     """
 
-    arriving = False
+    pending = False
     _due: Callable[[], None] | None = None
 
     def __init__(
-        self, name: str, params: list[nn.Parameter], layout: UnitLayout, dtype: torch.dtype, setting: Setting,
+        self,
+        name: str,
+        params: list[nn.Parameter],
+        layout: UnitLayout,
+        dtype: torch.dtype,
+        setting: Setting,
         fill: Callable[[Tensor], None],
-    ) -> None:  # fmt: skip
-        self.name, self.params, self.layout, self._setting = name, params, layout, setting
+    ) -> None:
+        self.name = name
+        self.params = params
+        self.layout = layout
+        self._setting = setting
         self.trainable = params[0].requires_grad
         self.sharded = setting.policy.stage.shards_parameters
         self.updates_all = not setting.policy.stage.shards_optimizer  # every rank, every parameter (stage 0)
         self._keeps_full = not self.sharded or setting.policy.release == "every_step"
         self.state = State.FULL
-        self._pending = DONE
+        self._pending_gather = DONE
         self.records = setting.records.get(name)
         if self._keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
@@ -152,7 +160,7 @@ class Weights:
         if not self._keeps_full:
             self._setting.arena.fill("gathered", self.full)
         try:
-            self._pending = self._setting.comm.all_gather(self.full, self._bring(), self.name)
+            self._pending_gather = self._setting.comm.all_gather(self.full, self._bring(), self.name)
         except BaseException:
             self._free()
             raise
@@ -169,9 +177,9 @@ class Weights:
 
     def ready(self) -> None:
         """Complete an update, a gather or a refresh: parameters are views of `full`."""
-        if self.arriving:
-            self._arrive()
-        self._pending.wait()
+        if self.pending:
+            self._complete()
+        self._pending_gather.wait()
         if self.state in (State.GATHERING, State.KEPT):
             self._point_at(self.views)
             self.state = State.FULL
@@ -240,15 +248,15 @@ class Weights:
         """
         if self.sharded or self.updates_all:
             return DONE
-        self._pending = self.share()
-        return self._pending
+        self._pending_gather = self.share()
+        return self._pending_gather
 
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
-        if not self._pending.over:
-            self._arriving_at = compute_stream(self._setting.arena.device)
-            self.arriving = expect(self.params, self.ready)
-        if not self.arriving:
+        if not self._pending_gather.over:
+            self._pending_on = compute_stream(self._setting.arena.device)
+            self.pending = expect(self.params, self.ready)
+        if not self.pending:
             self.ready()
 
     def defer(self, update: Callable[[], None]) -> None:
@@ -258,34 +266,34 @@ class Weights:
         """
         self._due = update
         if not self.sharded:
-            self._arriving_at = compute_stream(self._setting.arena.device)
-            self.arriving = expect(self.params, self.ready)
-            if not self.arriving:
-                self.settle()
+            self._pending_on = compute_stream(self._setting.arena.device)
+            self.pending = expect(self.params, self.ready)
+            if not self.pending:
+                self.flush()
                 self.ready()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Make an update that is due."""
         if self._due is not None:
             self._due()  # one that fails is due still
             self._due = None
 
     @_disable_dynamo
-    def _arrive(self) -> None:
+    def _complete(self) -> None:
         """Wait for what was left on its way. Raises Zero3dError where an earlier wait failed."""
-        self.settle()
-        if self._pending.failed:
+        self.flush()
+        if self._pending_gather.failed:
             raise Zero3dError(f"new weights of unit {self.name!r} did not arrive: look at the first error.")
-        wait_on(self._arriving_at, self._pending)
-        self.arriving = False
+        wait_on(self._pending_on, self._pending_gather)
+        self.pending = False
         arrived(self.params)
 
     def __del__(self) -> None:
         """Complete what was left on its way: its memory goes, and peers still want what this rank sends."""
-        if self.arriving:
+        if self.pending:
             with suppress(Zero3dError, RuntimeError):
-                self.settle()
-                wait_on(self._arriving_at, self._pending)
+                self.flush()
+                wait_on(self._pending_on, self._pending_gather)
 
     def open(self) -> None:
         """Let gathered parameters be written until `absorb`."""

@@ -16,9 +16,9 @@ Where a bit differs, a third dp rank and the two compute that micro-batch once m
 it is the culprit; else two results that agree are right. At stage 3 all ranks gather the same units in the same order,
 so all of them compute something each time, and the tp ranks of a model-parallel group always the same.
 
-verdict   who computes whose micro-batch, and who is wrong; no tensors
-hashes    sums of the bits of gradients
-inputs    a micro-batch with random states and buffers, here and from another rank
-passages  a micro-batch on its way through a rank's part of the model: in a step, and again
-replay    the above
+verdict     who computes whose micro-batch, and who is wrong; no tensors
+hashes      sums of the bits of gradients
+inputs      a micro-batch with random states and buffers, here and from another rank
+recordings  a micro-batch on its way through a rank's part of the model: in a step, and again
+replay      the above
 """

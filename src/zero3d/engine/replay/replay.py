@@ -19,7 +19,7 @@ from zero3d.engine.checks import check_replay
 from zero3d.engine.feature import Built, Feature
 from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
 from zero3d.engine.replay.inputs import Surroundings
-from zero3d.engine.replay.passages import Again, Given, InStep
+from zero3d.engine.replay.recordings import Again, Given, InStep
 from zero3d.engine.replay.verdict import Reason, Verdict, judge, partner_of, third_of
 from zero3d.engine.whole_parameters import units_of
 from zero3d.errors import CorruptionError
@@ -61,7 +61,7 @@ class Replay(Feature):
 
     clean   applied steps before the last comparison in which nothing differed; None before the first one
     count   comparisons so far
-    passage  looks at the micro-batch of this step that is computed twice, on its way through the model
+    recording  looks at the micro-batch of this step that is computed twice, on its way through the model
     compute, in methods: runs a micro-batch
     """
 
@@ -75,11 +75,11 @@ class Replay(Feature):
         self._device = base.axes.arena.device
         self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
         trainable = [unit for unit in runtime.units if unit.grads is not None]
-        self._units = {number: units_of(chunk, trainable) for number, chunk in self._base.division.chunks.items()}
+        self._units = {number: units_of(chunk, trainable) for number, chunk in self._base.partition.chunks.items()}
         self._parameters: list[Parameter] = [(u, i) for u in trainable for i in range(len(u.weights.params))]
         self._hashed: list[Hashed] = [*self._parameters]
         if self._last:
-            self._hashed += [Boundary(chunk, way) for chunk in self._base.division.chunks for way in (False, True)]
+            self._hashed += [Boundary(chunk, way) for chunk in self._base.partition.chunks for way in (False, True)]
         self._with_partner = self._all_alike()
         self._round: Round | None = None
         self.clean: int | None = None
@@ -100,7 +100,7 @@ class Replay(Feature):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         kind = f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
         compiled = device.type != "cpu" and any(
-            is_compiled(inner) for chunk in self._base.division.chunks.values() for inner in chunk.modules()
+            is_compiled(inner) for chunk in self._base.partition.chunks.values() for inner in chunk.modules()
         )
         kinds = world.exchange(torch.tensor([zlib.crc32(f"{kind} {torch.__version__}".encode()), compiled]))
         return bool((kinds == kinds[0]).all()) and not compiled
@@ -109,16 +109,16 @@ class Replay(Feature):
 
     def begin(self, micro_batches: int) -> None:
         """Choose the micro-batch of a step that is computed twice, if one of this step is."""
-        self._round, self.passage = None, None
+        self._round, self.recording = None, None
         turn, left = divmod(self._applied() + 1, self._every)
         if not left:
-            chunks, reductions = self._base.division.chunks, self._runtime.reductions
-            self.passage = InStep(turn // 2 % micro_batches, chunks, self._device, reductions)
+            chunks, reductions = self._base.partition.chunks, self._runtime.reductions
+            self.recording = InStep(turn // 2 % micro_batches, chunks, self._device, reductions)
 
     @contextmanager
     def around(self, k: int, batch: Any, compute: Compute) -> Iterator[None]:
         """Run a step's k-th micro-batch inside, without a pipeline; before the one watched a partner's is computed."""
-        watched = self.passage
+        watched = self.recording
         if watched is None or k != watched.micro_batch:
             yield
             return
@@ -141,7 +141,7 @@ class Replay(Feature):
         self._round = Round(dp.rank if given is None else partner, watched, given or watched.began, again)
 
     def abandoned(self) -> None:
-        self._round, self.passage = None, None
+        self._round, self.recording = None, None
 
     def _trade(self, own: Given, peer: int) -> Given | None:
         """Send a micro-batch to a dp rank, and return its own; None on both where they are not alike."""
@@ -154,9 +154,9 @@ class Replay(Feature):
 
         2 numbers for each parameter to the partner, and 2 of every rank to all. Reads the device once.
         """
-        if self._last and self.passage is not None:  # in a pipeline the partner's comes behind the schedule
-            self._repeat(self.passage, compute)
-        self.passage = None
+        if self._last and self.recording is not None:  # in a pipeline the partner's comes behind the schedule
+            self._repeat(self.recording, compute)
+        self.recording = None
         found, self._round = self._round, None
         if found is None:
             return
@@ -195,7 +195,7 @@ class Replay(Feature):
 
     def _compute(self, given: Given, compute: Compute, first: bool) -> GradientHashes:
         """Compute a micro-batch of which nothing stays but its hashes. first: no unit is held for the step yet."""
-        chunks = self._base.division.chunks
+        chunks = self._base.partition.chunks
         surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in chunks.items()}
         again, gathers = Again(given, surroundings, self._parameters), self._runtime.gathers
         events, gathers.events = gathers.events, None

@@ -94,7 +94,7 @@ def _owned(param: nn.Parameter, call: str) -> Owned | None:
     if engine is None or not any(p is param for unit in engine.optimizer.units for p in unit.weights.params):
         return None
     if engine.accumulation.count == 0:
-        engine.optimizer.settle()
+        engine.optimizer.flush()
     elif not engine.accumulation.reached and "grad" not in call:
         raise ConfigError(f"{call} between the micro-batches of a step: call it before or after them.")
     return Owned(engine, param, call)

@@ -77,7 +77,9 @@ class Summands:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`."""
-        self.seed, self.batches, self.rows = int(state["seed"]), int(state["batches"]), state["covers"]["rows"]
+        self.seed = int(state["seed"])
+        self.batches = int(state["batches"])
+        self.rows = state["covers"]["rows"]
 
     def number(self, k: int) -> int:
         """Return the number of this rank's k-th micro-batch in the global list."""

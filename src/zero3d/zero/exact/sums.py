@@ -36,7 +36,10 @@ class Counter:
     """
 
     def __init__(self, arena: Arena, elements: int, used: Fraction | int, dtype: torch.dtype) -> None:
-        self._arena, self._elements, self._used, self._dtype = arena, elements, used, dtype
+        self._arena = arena
+        self._elements = elements
+        self._used = used
+        self._dtype = dtype
         self.buffers: list[Tensor] = []
         self._free: list[Tensor] = []
         self._sums: list[Tensor] = []
@@ -83,4 +86,6 @@ class Counter:
 
     def clear(self) -> None:
         """Forget all sums."""
-        self._free, self._sums, self.count = list(self.buffers), [], 0
+        self._free = list(self.buffers)
+        self._sums = []
+        self.count = 0

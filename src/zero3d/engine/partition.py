@@ -29,7 +29,7 @@ from zero3d.tensor_parallel.traffic import Region
 
 
 @dataclass(frozen=True)
-class Division:
+class ModelPartition:
     """This rank's share of a model, by names of the full model's parameters.
 
     module      what `engine.module` is: the model itself, or the list of this rank's chunks of it
@@ -54,7 +54,9 @@ class Division:
     expert_layers: Sequence[ExpertLayer]
 
 
-def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger) -> Division:
+def partition_model(
+    model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger
+) -> ModelPartition:
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
     mesh, parallel = resolved.mesh, options.mesh
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
@@ -86,7 +88,7 @@ def divide(model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep:
     regions = [region for one in sharded for region in one.regions]
     if mesh.rank == 0:
         warn_across_hosts(mesh.degrees, mesh.local_world, regions, resolved.precision.dtype.itemsize)
-    return Division(
+    return ModelPartition(
         module=model if mesh.pp == 1 else nn.ModuleList(chunks.values()),
         chunks=chunks,
         full_model=full_model,

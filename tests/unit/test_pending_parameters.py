@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero3d
 from zero3d.distributed.axis import Pending
 from zero3d.errors import Zero3dError
-from zero3d.zero.arriving import arrived, expect
+from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.streams import compute_stream, wait_on
 
 
@@ -60,7 +60,7 @@ TOUCHES = {
 }
 
 
-def arriving():
+def pending():
     module, waits = nn.Linear(4, 4), []
     params = list(module.parameters())
 
@@ -74,16 +74,16 @@ def arriving():
 
 @pytest.mark.parametrize("touch", list(TOUCHES))
 def test_whatever_touches_a_parameter_waits_once_and_finds_a_plain_one(touch):
-    module, params, waits = arriving()
+    module, params, waits = pending()
     result = TOUCHES[touch](module)
     assert waits == [True]
     assert {type(p) for p in params} == {nn.Parameter}
     assert not any("wait" in vars(p) for p in params)
-    assert type(result) is not type(arriving()[1][0])
+    assert type(result) is not type(pending()[1][0])
 
 
 def test_naming_a_parameter_does_not_wait():
-    module, params, waits = arriving()
+    module, params, waits = pending()
     assert all(isinstance(p, nn.Parameter) for p in params)
     assert set(params) == set(module.parameters())
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
@@ -92,14 +92,14 @@ def test_naming_a_parameter_does_not_wait():
 
 
 def test_a_copy_is_a_plain_parameter():
-    module, _, _ = arriving()
+    module, _, _ = pending()
     copied = copy.deepcopy(module.weight)
     assert type(copied) is nn.Parameter
     assert torch.equal(copied, module.weight)
 
 
 def test_one_that_was_swapped_away_waits_once_and_is_plain_then():
-    module, _, waits = arriving()
+    module, _, waits = pending()
     other = nn.Parameter(torch.ones(4, 4))
     torch.utils.swap_tensors(module.weight, other)
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_wait_that_failed_is_told_again_and_does_not_pass_for_new_weights():
 
     engine = zero3d.Engine(nn.Linear(4, 4), stage=1, precision="fp32")
     weights = engine.units[0].weights
-    weights._pending = Pending(lost)
+    weights._pending_gather = Pending(lost)
     weights.leave()
     with pytest.raises(Zero3dError, match="a peer went away"):
         engine.module.weight.detach()

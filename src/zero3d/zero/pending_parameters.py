@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from zero3d.nested import tensors_in
 
 
-class ArrivingParameter(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """A parameter in this class until `arrived`; `wait` completes its unit."""
 
     wait: Callable[[], object]
@@ -27,9 +27,12 @@ class ArrivingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Wait for those among the arguments, and call the function again."""
         kwargs = kwargs or {}
         _wait_for((args, kwargs))
@@ -39,7 +42,7 @@ class ArrivingParameter(nn.Parameter):
 @_disable_dynamo
 def _wait_for(arguments: Any) -> None:
     for t in tensors_in(arguments):
-        if type(t) is ArrivingParameter:
+        if type(t) is PendingParameter:
             t.wait()
             arrived([t])  # one whose unit knows nothing of it, as torch.utils.swap_tensors makes
 
@@ -49,7 +52,7 @@ def expect(params: Sequence[nn.Parameter], wait: Callable[[], object]) -> bool:
     if any(type(p) is not nn.Parameter for p in params):
         return False
     for p in params:
-        p.__class__ = ArrivingParameter
+        p.__class__ = PendingParameter
         p.wait = wait  # type: ignore[attr-defined]
     return True
 
@@ -57,6 +60,6 @@ def expect(params: Sequence[nn.Parameter], wait: Callable[[], object]) -> bool:
 def arrived(params: Sequence[nn.Parameter]) -> None:
     """Make these plain parameters again."""
     for p in params:
-        if type(p) is ArrivingParameter:
+        if type(p) is PendingParameter:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
             del p.wait

@@ -24,7 +24,7 @@ from zero3d.zero.reductions import Reductions
 Given = Mapping[int, Inputs]  # by number of a model chunk; the first one's has the micro-batch
 
 
-class Passage:
+class Recording:
     """One micro-batch on its way through this rank's model chunks, and the hashes of what came of it."""
 
     def __init__(self, micro_batch: int) -> None:
@@ -42,14 +42,16 @@ class Passage:
         self.hashes.leaves(Boundary(chunk, backwards=False), leaving)
 
 
-class InStep(Passage):
+class InStep(Recording):
     """A micro-batch of a step: remembers what it began with, and looks at gradients beside whoever does."""
 
     def __init__(
         self, micro_batch: int, chunks: Mapping[int, nn.Module], device: torch.device, reductions: Reductions
     ) -> None:
         super().__init__(micro_batch)
-        self._chunks, self._device, self._reductions = chunks, device, reductions
+        self._chunks = chunks
+        self._device = device
+        self._reductions = reductions
         self.began: dict[int, Inputs] = {}
 
     def enters(self, chunk: int, batch: Any, entering: Sequence[Tensor]) -> None:
@@ -74,12 +76,14 @@ class InStep(Passage):
             self._reductions.watch = other
 
 
-class Again(Passage):
+class Again(Recording):
     """A micro-batch that belongs to no step: begins with what is given, and takes gradients that no hook saw."""
 
     def __init__(self, given: Given, surroundings: Mapping[int, Surroundings], parameters: Sequence[Parameter]) -> None:
         super().__init__(0)
-        self._given, self._surroundings, self._parameters = given, surroundings, parameters
+        self._given = given
+        self._surroundings = surroundings
+        self._parameters = parameters
 
     @property
     def batch(self) -> Any:
