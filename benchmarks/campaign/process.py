@@ -5,6 +5,9 @@ failed   it ended, and something is not
 crashed  its process died, of an exception or a signal
 hung     it was killed at its limit
 stopped  the campaign was stopped meanwhile
+
+A limit is one of a quiet machine. Where the CPU stands in for the card, a part measures how long it takes to begin,
+and has so many times more as that is slower (`limit_of`): beside other work nothing is taken for hanging that is slow.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ import psutil
 from campaign.account import Place
 
 GLANCE_S = 0.5  # how often the account is looked at
+QUIET_START_S = 6.0  # until a part begins on two quiet cores of a slow machine: imports
+STARTED = "started_s"  # the file in which a part says how long it took to begin
+STARTING_S = 180.0  # until a part on the CPU is given up that has not begun
 ENDING_S = 10.0  # for processes that were killed to be gone
 LAST_LINES = 40
 BENCHMARKS = Path(__file__).parents[1]
@@ -40,20 +46,40 @@ def run_part(work: str, place: Place, changed: Callable[[Result], None]) -> Resu
         folder = Path(name)
         process = start(work, place, folder)
         outcome, seen = "stopped", ""
+        limit, started = (max(place.limit_s, STARTING_S) if place.on_cpu else place.limit_s), 0.0
         try:
-            while (code := waited(process, begun + place.limit_s)) is None and time.monotonic() < begun + place.limit_s:
+            while (code := waited(process, begun + limit)) is None and time.monotonic() < begun + limit:
                 seen = tell(folder, seen, changed)
+                if started == 0 and (started := told_start(folder)):
+                    limit = limit_of(place, started)
             outcome = "hung" if code is None else "crashed" if code else ""
         finally:
             end(process)
-            result = account_of(folder) | {"seconds": round(time.monotonic() - begun, 1), "limit_s": place.limit_s}
+            result = account_of(folder) | {"seconds": round(time.monotonic() - begun, 1), "limit_s": limit}
+            result["slow"] = slowness(started) if place.on_cpu else 1.0
             result["outcome"] = outcome or judge(result)
-            why = {"hung": f"killed after {place.limit_s:g} s", "crashed": f"ended with {describe(process.returncode)}"}
+            why = {"hung": f"killed after {limit:.3g} s", "crashed": f"ended with {describe(process.returncode)}"}
             if outcome in why:
                 said = (folder / "said").read_text(errors="replace").splitlines()
                 result |= {"why": why[outcome], "said": said[-LAST_LINES:]}
             changed(result)
     return result
+
+
+def limit_of(place: Place, started: float) -> float:
+    """Return the limit of a part, in seconds from the start of its process, that took so many until it began."""
+    return started + place.limit_s * slowness(started) if place.on_cpu else place.limit_s
+
+
+def slowness(started: float) -> float:
+    """Return how many times slower than a quiet machine one is on which a part took so long to begin; at least 1."""
+    return max(1.0, started / QUIET_START_S)
+
+
+def told_start(folder: Path) -> float:
+    """Return the seconds that a part took until it began; 0 until then."""
+    file = folder / STARTED
+    return float(file.read_text() or 0) if file.is_file() else 0.0
 
 
 def judge(result: Result) -> str:

@@ -11,10 +11,14 @@ import faulthandler
 import json
 import signal
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
+import psutil
+
 from campaign.account import Account, Place
+from campaign.process import STARTED, limit_of
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAST_WORDS_S = 1.0
@@ -24,10 +28,12 @@ def main() -> None:
     work, folder, place = sys.argv[1], Path(sys.argv[2]), Place(**json.loads(sys.argv[3]))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.dump_traceback_later(max(place.limit_s - LAST_WORDS_S, 0.1))
     module, _, function = work.partition(":")
-    account = Account(folder / "account.json")
-    getattr(import_module(module), function)(place, account)
+    run = getattr(import_module(module), function)
+    started = time.time() - psutil.Process().create_time()
+    (folder / STARTED).write_text(repr(started))
+    faulthandler.dump_traceback_later(max(limit_of(place, started) - started - LAST_WORDS_S, 0.1))
+    run(place, Account(folder / "account.json"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from zero3d.distributed.choice import choose_algorithm
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
-from campaign import account, host, loopback, record, speed, streams  # noqa: E402
+from campaign import account, host, loopback, process, record, speed, streams  # noqa: E402
 
 FAULTS = """
 import os, signal, subprocess, time
@@ -107,9 +107,31 @@ def test_a_part_that_hangs_is_killed_at_its_limit_and_has_said_where(parts, tmp_
     monkeypatch.setattr(gpu_check, "CPU_LIMIT_S", 3.0)
     code, found = check(parts, ("hangs",), tmp_path / "out.json")
     hung = found["parts"]["hangs"]
-    assert (code, hung["outcome"], hung["why"]) == (1, "hung", "killed after 3 s")
+    assert (code, hung["outcome"], hung["why"]) == (1, "hung", f"killed after {hung['limit_s']:.3g} s")
     assert not any(alive(process) for process in hung["ran"]["processes"])
     assert any("planted.py" in line and "in hangs" in line for line in hung["said"])
+
+
+def test_a_part_on_the_cpu_has_more_time_where_it_takes_longer_to_begin():
+    on_cpu, on_card = account.Place("a", "cpu", 90.0), account.Place("a", "cuda:0", 90.0)
+    quiet = process.QUIET_START_S
+    assert [process.limit_of(on_cpu, started) for started in (quiet / 2, quiet, 5 * quiet)] == [
+        quiet / 2 + 90,
+        quiet + 90,
+        5 * quiet + 450,
+    ]
+    assert process.limit_of(on_card, 5 * quiet) == 90
+
+
+def test_a_part_that_the_end_of_the_call_cut_short_is_not_run_and_runs_again(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "LEAST_S", 0.1)
+    monkeypatch.setitem(gpu_check.CALL_S, "cpu", 1.5)
+    code, found = check(parts, ("hangs",), tmp_path / "out.json")
+    assert (code, found["parts"]["hangs"]["outcome"]) == (1, "not run")
+    monkeypatch.setitem(gpu_check.CALL_S, "cpu", 600.0)
+    monkeypatch.setattr(gpu_check, "CPU_LIMIT_S", 1.0)
+    _, found = check(parts, ("hangs",), tmp_path / "out.json", "--resume")
+    assert found["parts"]["hangs"]["outcome"] == "hung"
 
 
 def test_to_resume_is_to_run_what_has_not_ended_by_itself(parts, tmp_path):
