@@ -1,6 +1,7 @@
 """The keywords of an Engine as records, and what they mean for a model on a mesh.
 
-A new feature adds a field to one of the records. `resolve` refuses what cannot work and changes nothing.
+A new keyword is a field of one of the records, or a key of a section in spec/ where files have it, too; `Engine` has it
+in its signature and docstring, and puts it there. `resolve` refuses what cannot work and changes nothing.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ due?  no   nothing changes
            features         in the order of features.py, before
            loss scale       an overflow makes it fall, and features ask whether it still could
            schedule         the next step's; what came before used this one's
+
+The arithmetic of the update (norm, clipping, masters) is `ShardedOptimizer.step` (zero/optimizer.py).
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ the first backward gathers nothing ahead.
 What is gathered ahead follows from the record and from the gathers so far: it is the same on all ranks as
 long as they use the same units in the same order, which stage 3 requires anyway. A unit that the plan did
 not expect is looked for behind the place where the micro-batch was, and the plan goes on from there.
+
+The all-gather itself is `Weights.gather` (weights.py), and hooks.py says who uses a unit.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ those before it. At most WINDOW are in flight.
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
 other moments gather in one order.
+
+The reduce-scatter itself is `Gradients.reduce` (gradients.py).
 """
 
 from __future__ import annotations
