@@ -115,28 +115,28 @@ def test_after_the_first_step_nothing_is_allocated_for_tiers(tmp_path, place, st
         engine = engine_of(case, away(place, tmp_path))
         arenas = engine._assembly.runtime.tiers.arenas | {"device": engine.arena}
 
-        def settled(number):
+        def flushed(number):
             step(engine, case, number)
             engine.optimizer.flush()
             held = {(name, c): arenas[name].live(c) for name in arenas for c in (*arenas[name]._live, *TRANSIENT)}
             return held, {key: arenas[key[0]].peak(key[1]) for key in held}
 
-        settled(0)
-        settled(1)
+        flushed(0)
+        flushed(1)
         refused = AssertionError("made after the first step")
         for made in (HostSlab, Ring):
             stack.enter_context(mock.patch.object(made, "__init__", side_effect=refused))
         stack.enter_context(mock.patch("torch.Stream", side_effect=refused))
         stack.enter_context(mock.patch("mmap.mmap", side_effect=refused))
-        found = [settled(number) for number in (2, 3, 7)]  # every way of waiting
+        found = [flushed(number) for number in (2, 3, 7)]  # every way of waiting
         assert all(each == found[0] for each in found)
         gc.collect()
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
-        settled(8)
+        flushed(8)
         first, _ = tracemalloc.get_traced_memory()
         for number in (9, 10, 11, 12):
-            settled(number)
+            flushed(number)
         gc.collect()
         last, _ = tracemalloc.get_traced_memory()
         assert last < first + 100_000

@@ -1,7 +1,7 @@
 """Settings of a plan: each has one place, the section that declares it, whatever way it is written."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -71,12 +71,21 @@ def test_degrees_and_schedule_of_a_plan_are_known():
     assert None not in {plan.as_dict()[name] for name in ("dp", "tp", "pp", "ep", "schedule")}
 
 
-@pytest.mark.parametrize("name", ["stge", "zero.stge", "offload.optimiser"])
+@pytest.mark.parametrize("name", ["stge", "zero.stge", "train.stage", "offload.optimiser"])
 def test_a_setting_that_a_plan_does_not_have_is_refused_with_the_nearest(name):
     with pytest.raises(
         ConfigError, match=rf"^a plan has no setting '{name}': it has .*Did you mean '.*(stage|optimizer)'\?$"
     ):
         ParallelPlan(**{name: 3})
+
+
+def test_a_part_of_a_section_is_refused_where_the_rest_would_be_lost():
+    plan = ParallelPlan(offload="host", params="host")
+    assert replace(plan, offload=Offload("disk")).offload == Offload("disk")
+    with pytest.raises(ConfigError, match=r"^dataclasses.replace\(plan, ...\) takes whole sections: plan.replace"):
+        replace(plan, offload="disk")
+    with pytest.raises(ConfigError, match=r"is a mapping: pass a zero3d\.spec record, or each key by itself"):
+        ParallelPlan(offload={"optimizer": "host"})
 
 
 def test_what_no_plan_prices_is_no_setting_of_one():
@@ -111,7 +120,7 @@ def test_an_emitted_file_says_every_key_and_means_the_plan(name, section, key):
                 found = plan_of(load(tree), plan.world)
             except ConfigError:
                 continue
-            if value in tree.get(section, {}).values():
+            if tree.get(section, {}).get(key) == value:
                 assert found == plan
                 meant.add(value)
     assert meant == set(others(name, section, key))

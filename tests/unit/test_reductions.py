@@ -91,7 +91,7 @@ class Backwards:
 
     def flush(self):
         self.log.clear()
-        self.reductions.flush()
+        self.reductions.end_backward()
         return list(self.log)
 
     def run(self, names, due=True):

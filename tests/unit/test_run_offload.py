@@ -31,8 +31,8 @@ def plan():
     return PlannedRun(None, None, None, SimpleNamespace(memory=SimpleNamespace(parts=dict(PARTS))))
 
 
-def settled(words, monkeypatch, room=None, checkpoint=None, planned=None, kept=None):
-    """What a run of one rank settles on: its section, and the lines that it says."""
+def chosen(words, monkeypatch, room=None, checkpoint=None, planned=None, kept=None):
+    """What a run of one rank chooses: its section, and the lines that it says."""
     mesh = zero3d.Mesh()
     monkeypatch.setattr(offload, "room_of", lambda mesh, settings: room)
     monkeypatch.setattr(offload, "saved_choice", lambda path: kept or {})
@@ -47,30 +47,30 @@ def settled(words, monkeypatch, room=None, checkpoint=None, planned=None, kept=N
 
 def test_where_nothing_is_open_nothing_is_asked(monkeypatch):
     for words in ([], ["offload.params=host"], ["offload.optimizer=host", "offload.executor=device"]):
-        section, lines = settled(words, monkeypatch, kept={"optimizer": "disk"}, checkpoint=Path("c"))
+        section, lines = chosen(words, monkeypatch, kept={"optimizer": "disk"}, checkpoint=Path("c"))
         assert section == load({}, words).offload
         assert lines == []
 
 
 def test_rank_0s_plan_decides_activations_included(monkeypatch):
     auto = ["offload.optimizer=auto", "offload.executor=host"]
-    section, lines = settled(auto, monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
+    section, lines = chosen(auto, monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
     assert (section.optimizer, section.fraction, section.executor) == ("host", 0.5, "host")
     assert "gradients 10.00 GB + activations 6.00 GB = 96.00 GB" in lines[0]
-    section, _ = settled(auto, monkeypatch, Room(66 * GB, None, False), planned=plan())
+    section, _ = chosen(auto, monkeypatch, Room(66 * GB, None, False), planned=plan())
     assert section.optimizer == "disk"  # whose folder is the output's
-    section, _ = settled(auto, monkeypatch, Room(99 * GB, None, False), planned=plan())
+    section, _ = chosen(auto, monkeypatch, Room(99 * GB, None, False), planned=plan())
     assert (section.optimizer, section.executor) == ("none", "device")
 
 
 def test_buffers_on_the_device_are_counted_where_it_updates(monkeypatch):
-    section, _ = settled(["offload.optimizer=auto"], monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
+    section, _ = chosen(["offload.optimizer=auto"], monkeypatch, Room(66 * GB, 40 * GB, False), planned=plan())
     assert 0.5 < section.fraction < 0.51
 
 
 @pytest.mark.parametrize("planned", [None, "no plan to compare this run with: it is short"])
 def test_without_a_plan_it_is_left_to_the_engine(monkeypatch, planned):
-    section, lines = settled(["offload.optimizer=auto"], monkeypatch, Room(0, None, False), planned=planned)
+    section, lines = chosen(["offload.optimizer=auto"], monkeypatch, Room(0, None, False), planned=planned)
     assert (section.optimizer, lines) == ("auto", [])
 
 
@@ -112,20 +112,20 @@ KEPT = {"optimizer": "host", "fraction": 0.5, "executor": "device"}
 
 def test_what_was_chosen_before_is_chosen_again_and_a_value_in_the_file_wins(monkeypatch):
     given = {"checkpoint": Path("out/step-3"), "kept": KEPT, "planned": plan()}
-    section, lines = settled(["offload.optimizer=auto"], monkeypatch, Room(0, None, False), **given)
+    section, lines = chosen(["offload.optimizer=auto"], monkeypatch, Room(0, None, False), **given)
     assert (section.optimizer, section.fraction, section.executor) == ("host", 0.5, "device")
     assert len(lines) == 1
     assert "optimizer host, fraction 0.5, executor device: as auto chose before out/step-3" in lines[0]
-    section, _ = settled(["offload.optimizer=disk"], monkeypatch, **given)
+    section, _ = chosen(["offload.optimizer=disk"], monkeypatch, **given)
     assert (section.optimizer, section.fraction, section.executor) == ("disk", 1.0, "device")
     explicit = ["offload.optimizer=disk", "offload.executor=host"]
-    assert settled(explicit, monkeypatch, **given) == (load({}, explicit).offload, [])
+    assert chosen(explicit, monkeypatch, **given) == (load({}, explicit).offload, [])
 
 
 def test_a_kept_place_of_nothing_needs_no_executor(monkeypatch):
     kept = {"optimizer": "none", "fraction": 1.0}
     words = ["offload.optimizer=auto", "offload.executor=host"]
-    section, _ = settled(words, monkeypatch, checkpoint=Path("c"), kept=kept)
+    section, _ = chosen(words, monkeypatch, checkpoint=Path("c"), kept=kept)
     assert (section.optimizer, section.executor) == ("none", "device")
 
 

@@ -19,7 +19,7 @@ from zero3d.watchdog.heartbeat import ALL, TRAINING, Heartbeat
 from zero3d.watchdog.monitor import Facts, Monitor
 from zero3d.watchdog.place import open_folder
 from zero3d.watchdog.stacks import main_first, main_frames
-from zero3d.watchdog.waits import RankState, Wait, find_culprits, find_waits, tell_by_stack
+from zero3d.watchdog.waits import RankState, Wait, correct_by_stack, find_culprits, find_waits
 
 
 def rank(number, state="waiting", op="all_gather", unit="a", count=7, axes=None, axis="dp", **more):
@@ -75,7 +75,7 @@ def test_stacks_correct_what_records_cannot_tell():
     foreign = rank(3, "running", **message, stack=frame(of_torch, "broadcast"))
     looping = rank(4, "running", stack=frame("/x/model.py", "forward"))
     states = [computing, receiving, sending, foreign, looping]
-    tell_by_stack(states)
+    correct_by_stack(states)
     assert [state.state for state in states] == ["running", "waiting", "waiting", "waiting", "running"]
     assert (receiving.call_words, foreign.peer) == ("receive of the gradients of a on axis dp", ALL)
     assert find_waits(states)[:2] == [Wait(each, [1], "dp", "receive", "the gradients of a") for each in (1, 2)]
@@ -270,7 +270,7 @@ def test_a_call_of_torchs_own_that_some_ranks_make_is_what_to_look_at():
         ],
     )
     states = [foreign, *(rank(each, axes={"dp": [0, 1, 2]}) for each in (1, 2))]
-    tell_by_stack(states)
+    correct_by_stack(states)
     assert block(states, world=3).advice[0] == (
         "all ranks must make that call, at /me/hook.py:3 share; others may have made it before, and left it"
     )

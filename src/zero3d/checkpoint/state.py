@@ -60,7 +60,7 @@ class EngineState:
     world     all ranks of the mesh
     about     what the bits of the run depend on, for `resume_contract`
     loop      what the training loop has saved for itself
-    cuts      how tp and those cut parameters, by name in the full model; they have all others on every rank
+    cuts      how tp and the axes that fold dp cut parameters, by name in the full model; all others are whole
     summands  of exact mode
     base      the folder whose values frozen weights have
     """

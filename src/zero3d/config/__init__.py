@@ -35,7 +35,7 @@ from zero3d.config.sections import (
     Schedule,
     Train,
 )
-from zero3d.config.shrinking import EXACT_DP, asked_degrees, asked_dp, degrees_of, fitting_dp, fitting_ranks
+from zero3d.config.shrinking import EXACT_DP, asked_degrees, degrees_of, fitting_dp, fitting_ranks
 from zero3d.config.sources import DataSource
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
@@ -65,7 +65,6 @@ __all__ = [
     "Zero",
     "as_markdown",
     "asked_degrees",
-    "asked_dp",
     "check",
     "degrees_of",
     "explain",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from zero3d.config.sources import FORMATS, DataSource, Refused, read_sources
 from zero3d.errors import SHOWN, short
-from zero3d.spec.optimizer import ADAMW, RULES_OF_GROUPS
+from zero3d.spec.optimizer import ADAMW, GROUP_NAMES
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULLS = ("null", "none", "~", "")
@@ -141,7 +141,7 @@ def _group(value: Any) -> Mapping[str, str | float]:
     if not own or "match" not in value or not own <= {*GROUP_NUMBERS, "name"} or not _text(value["match"]):
         raise ValueError
     numbers = {name: _number(value[name]) for name in GROUP_NUMBERS if name in value}
-    if any(number < 0 for number in numbers.values()) or value.get("name", ADAMW) not in RULES_OF_GROUPS:
+    if any(number < 0 for number in numbers.values()) or value.get("name", ADAMW) not in GROUP_NAMES:
         raise ValueError
     return {"match": value["match"], **({"name": value["name"]} if "name" in value else {}), **numbers}
 
@@ -210,7 +210,7 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
             },
         ),
         GROUPS: Kind(
-            f"a list of {{match: text, lr: number, weight_decay: number, name: {' or '.join(RULES_OF_GROUPS)}}} with "
+            f"a list of {{match: text, lr: number, weight_decay: number, name: {' or '.join(GROUP_NAMES)}}} with "
             "one at least, numbers from 0",
             _groups,
             {
@@ -223,7 +223,7 @@ KINDS: Mapping[Any, Kind] = MappingProxyType(
                     "additionalProperties": False,
                     "properties": {
                         "match": {"type": "string", "minLength": 1},
-                        "name": {"enum": [*RULES_OF_GROUPS]},
+                        "name": {"enum": [*GROUP_NAMES]},
                         **{name: {"type": "number", "minimum": 0} for name in GROUP_NUMBERS},
                     },
                 },

@@ -124,7 +124,7 @@ def optimizer_problems(config: Config) -> Iterator[tuple[str, str]]:
     choice = config.optimizer
     for group in choice.groups or ():
         asked = OPTIMIZERS.get(str(group.get("name")))
-        if asked is not None and choice.name in OPTIMIZERS and asked.name not in OPTIMIZERS[choice.name].rules:
+        if asked is not None and choice.name in OPTIMIZERS and asked.name not in OPTIMIZERS[choice.name].group_names:
             text = f"optimizer.groups asks for {asked.title} for {str(group['match'])!r}, and optimizer.name is"
             yield "optimizer.groups", f"{text} {choice.name}: type optimizer.name={asked.name}, or leave it out."
             break

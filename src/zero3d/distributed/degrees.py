@@ -37,9 +37,9 @@ class Fold(NamedTuple):
 
     name        of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
     complement  the axis of the ranks with the same place among their neighbours; dp itself where the degree is 1
-    what        it is called where a message says that there is none
+    what        its name in messages
     cuts        whether it cuts parameters, whose parts a checkpoint joins
-    bits        why a run that goes on with another degree has other bits, where exact mode would have the same
+    bits        why another degree changes the bits of a run that is not exact
     """
 
     name: str
@@ -111,12 +111,12 @@ class Degrees(NamedTuple):
 
     @property
     def edp(self) -> int:
-        """Number of ranks that hold the same experts."""
+        """Return how many ranks hold the same experts."""
         return self.size("edp")
 
     @property
     def cuts_model(self) -> bool:
-        """True where an axis other than dp cuts parameters, so that the ranks of a dp axis have no whole model."""
+        """Return whether an axis other than dp cuts parameters, so that the ranks of a dp axis have no whole model."""
         return self.pp * self.tp > 1 or any(fold.cuts and self.size(fold.name) > 1 for fold in FOLDS)
 
     def size(self, axis: str) -> int:
@@ -186,7 +186,7 @@ class Degrees(NamedTuple):
 
 
 def least_dp(asked: Mapping[str, int | None]) -> int:
-    """Return the smallest dp that all degrees divide that fold it; any other such dp is a multiple of it."""
+    """Return the smallest dp that every folding degree divides; any other such dp is a multiple of it."""
     return lcm(*(asked[fold.name] or 1 for fold in FOLDS))
 
 

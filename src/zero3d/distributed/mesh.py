@@ -133,7 +133,7 @@ class Mesh:
         return self.axis("pp" if self.tp == 1 else "tp" if self.pp == 1 else "replica")  # its name in the ledger
 
     def axis(self, name: str) -> Axis:
-        """Return one of pp, dp, tp, world, replica (the model-parallel group) or of FOLDS, which makes its groups.
+        """Return pp, dp, tp, world, replica (the model-parallel group), a fold or its complement, and make its groups.
 
         The complement of a degree of 1 is dp itself.
         """

@@ -6,7 +6,7 @@ options.py           its keywords as records, and what they mean for a model on 
 checks.py            what is refused before anything is allocated
 assembly.py          its parts, built in the order in which they need each other
 foundation.py        axes, this rank's share of the model, the order of sums
-partition.py          the model over pp and tp
+partition.py         the model over pp and tp
 tiling.py            what is computed in tiles, and what cannot be
 auto_offload.py      where optimizer states are and who updates them, where that is left open
 runtime.py           units over dp, with what gathers, reduces and updates them

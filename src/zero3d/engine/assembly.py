@@ -210,15 +210,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
 def _keep_inputs(base: Foundation) -> KeptInputs | None:
     """Have recomputed blocks keep their inputs in parts over tp, or on the host, if options say so."""
     options, mesh, chunks = base.options, base.resolved.mesh, base.partition.chunks
-    offload, partition, slots = options.offload, None, None
+    offload, over_tp, slots = options.offload, None, None
     if parts_activations(options.mesh):
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
-        partition = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
+        over_tp = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
     if offload.activations == "host":
         slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), host_share(base))
-    if partition is None and slots is None:
+    if over_tp is None and slots is None:
         return None
-    kept = KeptInputs(partition, slots)
+    kept = KeptInputs(over_tp, slots)
     kept.install(chunks.values())
     return kept
 

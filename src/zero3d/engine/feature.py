@@ -4,7 +4,7 @@
                            opened          build it where options ask for it, with its states, buffers and hooks
     train_batch            begin           a step begins
                            around          around forward and backward of each of its micro-batches
-                           recording         looks at one of them on its way through a pipeline, which takes one such
+                           recording       looks at one of them on its way through a pipeline, which takes one such
                            before_update   gradients of all its micro-batches are there
     step                   after_update    the step was applied or skipped
     a step that died       abandoned       its micro-batches are forgotten
@@ -58,7 +58,7 @@ class Feature:
     name              what refusals call it
     instead_of_it     what to pass in its place to freeze parameters after the engine is built; None: they may be frozen
     trains_unfrozen   whether parameters that were frozen when the engine was built may be trained from some step on
-    recording           what looks at a micro-batch of this step on its way through a pipeline
+    recording         what looks at a micro-batch of this step on its way through a pipeline
     """
 
     name: ClassVar[str] = ""

@@ -29,7 +29,7 @@ class Axes:
 
     model_parallel  the ranks that hold one copy of the model together
     folds           those that fold dp, by name
-    complements     theirs, by name: dp itself where the degree is 1
+    complements     the complements of these, by name: dp itself where the degree is 1
     """
 
     arena: Arena
@@ -66,12 +66,12 @@ class Axes:
 
     @property
     def ep(self) -> Comm:
-        """The ranks that share experts out."""
+        """Return the ranks that share experts out."""
         return self.folds["ep"]
 
     @property
     def edp(self) -> Comm:
-        """The ranks that hold the same experts."""
+        """Return the ranks that hold the same experts."""
         return self.complements["edp"]
 
 
@@ -79,9 +79,9 @@ class Axes:
 class Foundation:
     """The parts of an engine that its units are built on.
 
-    resolved  mesh, precision and policy
+    resolved   mesh, precision and policy
     partition  this rank's share of the model
-    order     in which micro-batches and ranks are summed
+    order      in which micro-batches and ranks are summed
     """
 
     options: Options

@@ -93,7 +93,7 @@ class Options:
         return parse_budget(self.zero.gather_budget)
 
     def settings(self, mesh: Mesh, precision: Precision) -> Spec:
-        """Return what rules are about; of an optimizer, and what builds it, `row` says which one it is."""
+        """Return what rules are about; an optimizer, or what builds it, is known by its attribute `row`."""
         asked, row = replace(self.mesh, **mesh.degrees._asdict()), getattr(self.optimizer.optimizer, "row", None)
         return Spec(
             self.zero,

@@ -228,7 +228,7 @@ def find_all_units(
     dtype: torch.dtype,
     experts: Collection[nn.Parameter] = (),
 ) -> tuple[list[UnitSpec], dict[nn.Module, list[str]]]:
-    """Divide the parameters of all model chunks of this rank into units, as `partition` does for each."""
+    """Divide the parameters of all model chunks of this rank into units, as `find_units` does for each."""
     specs: list[UnitSpec] = []
     uses: dict[nn.Module, list[str]] = {}
     for root in roots:

@@ -2,8 +2,8 @@
 
 ParallelPlan                      zero3d                      DeepSpeed
 --------------------------------  --------------------------  ------------------------------------------------
-mesh                              mesh.*, with effect         tensor_parallel.autotp_size (tp), refused but dp
-zero                              zero.*, not as by default   zero_optimization.stage (stage), -
+mesh                              mesh.*, with effect         tensor_parallel.autotp_size (tp), others refused
+zero                              zero.*, if not the default   zero_optimization.stage (stage), -
 offload                           offload.*, the same         offload_optimizer, _param, .ratio (fraction), -
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from zero3d.config import Config, asked_dp, resolve_batch
-from zero3d.distributed.degrees import Degrees
+from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch
+from zero3d.distributed.degrees import Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
@@ -42,8 +42,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         *(("sequence_parallel",) if plan.tp == 1 else ()),
         *(() if in_parts(plan) else ("partition_activations",)),
     }
-    mesh = {key: value for key, value in _said(plan.mesh, "experts").items() if key not in no_effect}
-    away = _said(plan.offload)
+    mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in no_effect}
+    away = _non_default(plan.offload)
     sequences = plan.micro_batch * plan.accumulate * plan.dp
     saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
@@ -54,7 +54,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema}),
             "mesh": mesh,
-            "zero": _said(plan.zero, "stage", "reduce_dtype"),
+            "zero": _non_default(plan.zero, "stage", "reduce_dtype"),
             "precision": plan.precision,
             "activations": plan.activations,
         }
@@ -65,7 +65,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     )
 
 
-def _said(section: Zero | Offload | Mesh, *always: str) -> dict[str, Any]:
+def _non_default(section: Zero | Offload | Mesh, *always: str) -> dict[str, Any]:
     """Return the keys of a section that are not as by default, and those that are `always` said."""
     values = ((key, getattr(section, key.name)) for key in fields(section))
     return {key.name: value for key, value in values if value != key.default or key.name in always}
@@ -77,8 +77,8 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     What `offload.optimizer=auto` would choose is not known here: all states are on the device.
     """
     mesh = config.mesh
-    world = gpus or (mesh.dp or mesh.ep or 1) * (mesh.tp or 1) * (mesh.pp or 1)
-    degrees = Degrees.resolve(world, asked_dp(config), mesh.tp, mesh.pp, mesh.ep)
+    world = gpus or (mesh.dp or least_dp(degrees_of(mesh))) * (mesh.tp or 1) * (mesh.pp or 1)
+    degrees = Degrees.resolve(world, **asked_degrees(config))
     batch = resolve_batch(config.train, degrees.dp)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:

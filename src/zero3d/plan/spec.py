@@ -19,11 +19,13 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any
 
+from zero3d.distributed.degrees import Degrees
+from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.schedules import DEFAULT
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
-from zero3d.spec.sections import Spec, keywords, sort_settings
+from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
@@ -279,7 +281,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, init=False)
 class ParallelPlan(Spec):
-    """A way to train a model: the settings of a run, all of them known, and what a planner has beyond them.
+    """Describes a way to train a model: all settings of a run, and what only a planner has.
 
     Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp. What keys of sections mean is said where
     they are declared (`zero3d.spec`), and any of them is written by itself:
@@ -308,16 +310,20 @@ class ParallelPlan(Spec):
 
     def __init__(self, **settings: Any) -> None:
         """Make a plan of sections, keys of sections, and other fields. Raises ConfigError for what it does not have."""
-        plain = _plain()
-        made = {**plain, **sort_settings(settings, PLAN_KEYWORDS, plain)}
-        unknown = [key for key in ("dp", "tp", "pp", "ep", "schedule") if getattr(made["mesh"], key) is None]
+        plain = _defaults()
+        if settings.keys() >= plain.keys() and not all(isinstance(settings[name], SECTIONS[name]) for name in SECTIONS):
+            raise ConfigError(
+                "dataclasses.replace(plan, ...) takes whole sections: plan.replace(...) changes single keys."
+            )
+        made = {**plain, **by_section(settings, PLAN_KEYWORDS, plain)}
+        unknown = [key for key in (*Degrees._fields, "schedule") if getattr(made["mesh"], key) is None]
         if unknown:
             made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
         vars(self).update(made)
 
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
-        return replace(self, **sort_settings(settings, PLAN_KEYWORDS, vars(self)))
+        return replace(self, **by_section(settings, PLAN_KEYWORDS, vars(self)))
 
     @property
     def schedule(self) -> str:
@@ -361,7 +367,7 @@ PLAN_KEYWORDS = dict(sorted(keywords(ParallelPlan).items(), key=lambda item: [*O
 
 
 @cache
-def _plain() -> Mapping[str, Any]:
+def _defaults() -> Mapping[str, Any]:
     """Return the fields of a plan that says nothing."""
     made = ((each, each.default_factory) for each in fields(ParallelPlan))
     return {each.name: each.default if make is MISSING else make() for each, make in made}

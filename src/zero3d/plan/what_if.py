@@ -31,8 +31,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
     """Turn every single knob of a plan once; those that buy the most memory per second come first."""
     changes = []
     for settings in _knobs(row.plan, model, cluster):
+        plan = row.plan.replace(**settings)
         with suppress(ConfigError):  # of what the engine refuses
-            plan = row.plan.replace(**settings)
             estimate = evaluate(model, cluster, plan)
             memory = estimate.memory.allocated - row.estimate.memory.allocated
             seconds = estimate.seconds.mid - row.estimate.seconds.mid

@@ -54,7 +54,7 @@ def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int,
     for number, part_units in rank_model(model, plan, pp_stage).part_units.items():
         order = part_units[::-1]
         turns = tuple(windows(order, at, tied, plan) for at in range(len(order)))
-        by_chunk[number] = Backward(turns, flush(order, tied, plan))
+        by_chunk[number] = Backward(turns, end_backward(order, tied, plan))
     return by_chunk
 
 
@@ -82,11 +82,11 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
         summed = plan.zero.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
         filled = (*(() if summed else moving), *turns[at], *filling)
         bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
-        bucket += _arriving(moving, plan)
+        bucket += _incoming(moving, plan)
     return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
-def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
+def end_backward(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
     """Return the buffers at the end of a backward, when what is left is reduced."""
     _, reduce = policies(plan)
     late = [unit for unit in _late(order, tied) if unit.trainable]
@@ -94,7 +94,7 @@ def flush(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: Paral
     moving = (early + late)[-WINDOW:]
     buckets = reduce == "every_micro_batch" or plan.zero.exact
     bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
-    bucket += _arriving(moving, plan)
+    bucket += _incoming(moving, plan)
     return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -115,7 +115,7 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     return max(1, unit.sources) * each
 
 
-def _arriving(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
+def _incoming(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions under way come to, where they are kept on the host."""
     wide = WIDTHS[plan.precision].reduced if plan.offload.gradients == HOST else 0
     return sum(unit.layout.shard * wide for unit in moving)

@@ -47,7 +47,7 @@ def parameter_groups(model: nn.Module, choice: Optimizer) -> list[dict[str, Any]
         names.setdefault((place, _decays(name, p, choice.no_decay)), []).append(name)
     if not own:
         names.pop((0, True), None)
-    left_out = {"match"} if OPTIMIZERS[choice.name].orthogonal else {"match", "name"}
+    left_out = {"match"} if len(OPTIMIZERS[choice.name].group_names) > 1 else {"match", "name"}
     settings: list[dict[str, Any]] = [{}, *({key: of[key] for key in of if key not in left_out} for of in own)]
     return [
         {"match": "|".join(map(glob.escape, names[place, decays])), **settings[place]}

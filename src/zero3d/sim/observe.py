@@ -137,7 +137,7 @@ def observe(
 def _empty_step(engine: Engine) -> None:
     """Make a step over no micro-batch, all gradients zero. They are reduced in the engine's own order from then on."""
     engine.reductions.due = True
-    engine.reductions.flush()
+    engine.reductions.end_backward()
     engine.accumulation.finish(1, [0.0])
     engine.last_step = engine.step()
     engine.reductions.adopted = True

@@ -1,8 +1,8 @@
 """Has a row for each optimizer that a file may ask for: optimizer.name. No torch.
 
 The row says all that is asked of an optimizer before there is one: how a file's section builds it, which options and
-states it has, what a step costs, what cannot be together with it. Nobody else compares names: an optimizer is added by
-its file in optim/, its row and its test.
+states it has, what a step costs, what cannot be together with it. Outside optim/ nobody compares names: an optimizer
+is added by its file there, its row and its test; options of its own need a key in config/sections.py, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OptimizerRow:
     touched: int
     text: str = ""
     options: Mapping[str, Option] = field(default_factory=lambda: NO_ITEMS)
-    rules: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
     codes: str | None = None
     on_host: bool = False
 
@@ -80,7 +80,7 @@ _ROWS = (
         "AdamW",
         dict.fromkeys(MOMENTS, ALL),
         touched=30,  # reads gradient, master, m, v, writes master, m, v, weight
-        rules=(ADAMW,),
+        group_names=(ADAMW,),
         on_host=True,
     ),
     OptimizerRow(
@@ -106,7 +106,7 @@ _ROWS = (
             "ns_steps": Option(int, lambda value: 1 <= value < 100, "a whole number from 1 to 99"),
             "adjust_lr": Option(str, lambda value: value in ADJUSTMENTS, " or ".join(ADJUSTMENTS)),
         },
-        rules=(ADAMW, "muon"),
+        group_names=(ADAMW, "muon"),
     ),
     OptimizerRow(
         "adamw8bit",
@@ -117,10 +117,10 @@ _ROWS = (
         dict.fromkeys(MOMENTS, ALL),
         touched=130,  # AdamW's, and 50 for each moment, which is read into fp32 and written again
         text="AdamW with moments in 8 bits, 2.03 bytes per parameter for 8",
-        rules=(ADAMW,),
+        group_names=(ADAMW,),
         codes=ADAMW,
     ),
 )
 OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType({row.name: row for row in _ROWS})
 NAMES = tuple(OPTIMIZERS)
-RULES_OF_GROUPS = tuple(dict.fromkeys(rule for row in _ROWS for rule in row.rules))
+GROUP_NAMES = tuple(dict.fromkeys(name for row in _ROWS for name in row.group_names))

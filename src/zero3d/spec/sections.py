@@ -78,13 +78,15 @@ def keywords(spec: type[Spec]) -> Keywords:
         for key in fields(SECTIONS[each.name]) if each.name in SECTIONS else ():
             in_plan = key.metadata["in_plan"]
             if in_plan:
-                found[key.name if in_plan is True else in_plan] = each.name, key.name
+                name = key.name if in_plan is True else in_plan
+                assert name not in found, f"two keys are {name!r} in a plan"
+                found[name] = each.name, key.name
         if each.name not in SECTIONS:
             found[each.name] = each.name, ""
     return found
 
 
-def sort_settings(settings: Mapping[str, Any], known: Keywords, now: Mapping[str, Any]) -> dict[str, Any]:
+def by_section(settings: Mapping[str, Any], known: Keywords, now: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as fields of a plan: keys change the section that is given beside them, or else that of `now`.
 
     settings  fields, sections whole, and keys of sections as keywords or as in a file
@@ -99,6 +101,10 @@ def sort_settings(settings: Mapping[str, Any], known: Keywords, now: Mapping[str
             found[name] = value
             continue
         field, key = known[name] if name in known else _as_in_a_file(name, known)
+        if isinstance(value, Mapping):
+            raise ConfigError(
+                f"{name}={short(value)!r} is a mapping: pass a zero3d.spec record, or each key by itself."
+            )
         if key:
             changed.setdefault(field, {})[key] = value
         else:
@@ -111,7 +117,7 @@ def _as_in_a_file(name: str, known: Keywords) -> tuple[str, str]:
     keyword = KEYWORDS.get(name, last)
     if section in SECTIONS and (section, last) in known.values():
         return section, last
-    if section and section not in SECTIONS and keyword in known:
+    if section and section not in SECTIONS and known.get(keyword, ("", "-"))[1] == "":
         return known[keyword]
     names = [*known, *(f"{section}.{key}" for section, key in known.values() if key)]
     near = get_close_matches(name, names, n=1)

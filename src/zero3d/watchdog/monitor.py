@@ -24,7 +24,7 @@ import psutil
 
 from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_facts, read_record
 from zero3d.watchdog.stacks import gather_stacks
-from zero3d.watchdog.waits import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, tell_by_stack
+from zero3d.watchdog.waits import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, correct_by_stack
 
 LOOK = 0.2  # seconds between two looks
 MOST = 1.0  # seconds that count between two looks, however long this process slept
@@ -147,7 +147,7 @@ class Monitor:
         stacks = gather_stacks(self.folder, pids, stopped)
         for state in states:
             state.stack = stacks.get(state.rank, [])
-        tell_by_stack(states)
+        correct_by_stack(states)
         return states
 
     def _is_stalled(self, beats: dict[int, Beat]) -> bool:

@@ -87,7 +87,7 @@ class Wait(NamedTuple):
         return {"rank": self.rank, "for": self.peers, "axis": self.axis, "op": self.op, "unit": self.unit}
 
 
-def tell_by_stack(states: Iterable[RankState]) -> None:
+def correct_by_stack(states: Iterable[RankState]) -> None:
     """Correct what a record cannot tell by the innermost frames of a running rank's main thread.
 
     in torch's schedule of a pipeline             waiting for the message that it has said comes next

@@ -48,7 +48,7 @@ class Gradients:
         self._filled: set[int] = set()
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
-        self._arriving: Tensor | None = None  # Note 0
+        self._incoming: Tensor | None = None  # Note 0
         self._pending = DONE
         self._gathering: Pending | None = None  # stage 0, since the sum was there
         self._keep(dtype)
@@ -211,7 +211,7 @@ class Gradients:
         wire = self.travels if single else self._wire
         shard = self.shard
         if self._name in self._setting.kept:
-            shard = self._arriving = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+            shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
             if add:
                 shard.copy_(self.shard, non_blocking=True)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
@@ -233,10 +233,10 @@ class Gradients:
         if self.state is not State.REDUCING:
             return
         self._pending.wait()
-        if self._arriving is not None:
-            self.shard.copy_(self._arriving, non_blocking=True)
-            self._arena.give_back("bucket", self._arriving)
-            self._arriving = None
+        if self._incoming is not None:
+            self.shard.copy_(self._incoming, non_blocking=True)
+            self._arena.give_back("bucket", self._incoming)
+            self._incoming = None
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)

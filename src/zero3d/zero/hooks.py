@@ -371,7 +371,7 @@ class Hooks:
 
     def _backward_ends(self) -> None:
         if self.aside is None:
-            self._reductions.flush()
+            self._reductions.end_backward()
         self._task = None
         self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward"))
 

@@ -159,7 +159,7 @@ class Reductions:
             with self._side.issue(unit.name):
                 unit.gradients.gather()
 
-    def flush(self) -> None:
+    def end_backward(self) -> None:
         """End a backward: reduce what is left, in order; missing gradients count as zero."""
         if self.due:
             while self._next < len(self._order):
@@ -196,7 +196,7 @@ class Reductions:
             self.updates.finish()  # no gradient has come since: others shall learn that this rank's last step is over
         if self.pending:
             self.due = True
-            self.flush()
+            self.end_backward()
         for unit in self._order:
             unit.gradients.complete()
 

@@ -254,7 +254,7 @@ class Weights:
     def leave(self) -> None:
         """Leave what `send` began on its way where whatever touches a parameter will wait for it; else wait now."""
         if not self._pending_gather.over:
-            self._pending_on = compute_stream(self._setting.arena.device)
+            self._waiting_stream = compute_stream(self._setting.arena.device)
             self.pending = expect(self.params, self.ready)
         if not self.pending:
             self.ready()
@@ -266,7 +266,7 @@ class Weights:
         """
         self._due = update
         if not self.sharded:
-            self._pending_on = compute_stream(self._setting.arena.device)
+            self._waiting_stream = compute_stream(self._setting.arena.device)
             self.pending = expect(self.params, self.ready)
             if not self.pending:
                 self.flush()
@@ -284,7 +284,7 @@ class Weights:
         self.flush()
         if self._pending_gather.failed:
             raise Zero3dError(f"new weights of unit {self.name!r} did not arrive: look at the first error.")
-        wait_on(self._pending_on, self._pending_gather)
+        wait_on(self._waiting_stream, self._pending_gather)
         self.pending = False
         arrived(self.params)
 
@@ -293,7 +293,7 @@ class Weights:
         if self.pending:
             with suppress(Zero3dError, RuntimeError):
                 self.flush()
-                wait_on(self._pending_on, self._pending_gather)
+                wait_on(self._waiting_stream, self._pending_gather)
 
     def open(self) -> None:
         """Let gathered parameters be written until `absorb`."""

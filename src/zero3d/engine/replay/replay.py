@@ -59,8 +59,8 @@ class Finding(NamedTuple):
 class Replay(Feature):
     """Owns the comparison of gradients in every K-th step of `train_batch`.
 
-    clean   applied steps before the last comparison in which nothing differed; None before the first one
-    count   comparisons so far
+    clean      applied steps before the last comparison in which nothing differed; None before the first one
+    count      comparisons so far
     recording  looks at the micro-batch of this step that is computed twice, on its way through the model
     compute, in methods: runs a micro-batch
     """
