@@ -376,7 +376,7 @@ def _host(model: HostModel) -> Iterator[Replacement]:
 def _noted(model: HostModel) -> Iterator[Replacement]:
     """Yield what writes the log: updates when they are made, units when they are used, what is brought ahead."""
     update, gather, ready = RecordUpdates._update_buckets, Weights.gather, Weights.ready
-    prefetch, flush = RecordUpdates.prefetch, Reductions.flush
+    prefetch, end_backward = RecordUpdates.prefetch, Reductions.end_backward
 
     def updated(updates: Any, unit: Any, buckets: Any) -> None:
         update(updates, unit, buckets)
@@ -395,8 +395,8 @@ def _noted(model: HostModel) -> Iterator[Replacement]:
         model.note(PREFETCHED)
         prefetch(updates)
 
-    def flushed(reductions: Any) -> None:
-        flush(reductions)
+    def ended(reductions: Any) -> None:
+        end_backward(reductions)
         if reductions.due:
             model.note(BACKWARD_ENDED)
 
@@ -404,7 +404,7 @@ def _noted(model: HostModel) -> Iterator[Replacement]:
     yield Weights, "gather", gathered
     yield Weights, "ready", is_ready
     yield RecordUpdates, "prefetch", brought
-    yield Reductions, "flush", flushed
+    yield Reductions, "end_backward", ended
 
 
 def _planted(without: str) -> Iterator[Replacement]:
