@@ -33,7 +33,7 @@ from zero3d.errors import MeshError
 
 
 class Fold(NamedTuple):
-    """An axis that folds dp.
+    """Describes an axis that folds dp.
 
     name        of its degree, in Degrees, as a keyword of Mesh and as a key of the section mesh
     complement  the axis of the ranks with the same place among their neighbours; dp itself where the degree is 1

@@ -30,7 +30,7 @@ from zero3d.tensor_parallel.traffic import Region
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """This rank's share of a model, by names of the full model's parameters.
+    """Describes this rank's share of a model, by names of the full model's parameters.
 
     module      what `engine.module` is: the model itself, or the list of this rank's chunks of it
     chunks      model chunk number -> module; without a pipeline the model is number 0

@@ -12,14 +12,14 @@ from zero3d.distributed.collectives import Comm
 
 
 class Splits(NamedTuple):
-    """How many rows this rank sends to every rank of the axis, and how many it receives from each."""
+    """Counts the rows that this rank sends to every rank of the axis, and those that it receives from each."""
 
     sends: Sequence[int]
     receives: Sequence[int]
 
     @property
     def back(self) -> Splits:
-        """The way back of what was sent."""
+        """Return the way back of what was sent."""
         return Splits(self.receives, self.sends)
 
 

@@ -18,7 +18,7 @@ NO_ITEMS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Option(NamedTuple):
-    """An option under an optimizer's own key: its type, which values fit, and the same in words."""
+    """Describes an option under an optimizer's own key: its type, which values fit, and the same in words."""
 
     kind: type[Any]
     fits: Callable[[Any], bool]
@@ -27,7 +27,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """What is known of an optimizer before there is one.
+    """Says what is known of an optimizer before there is one.
 
     name     as in optimizer.name
     title    in sentences

@@ -29,7 +29,7 @@ Keywords = Mapping[str, tuple[str, str]]  # by keyword of a plan: a field, and t
 
 @dataclass(frozen=True)
 class Spec:
-    """The settings that rules are about; degrees that are not known yet are None, and count as 1.
+    """Has the settings that rules are about; degrees that are not known yet are None, and count as 1.
 
     activations  recomputation, None where it is not known
     optimizer    the name of its row; None for a builder of one's own

@@ -17,7 +17,7 @@ from zero3d.nested import tensors_in
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter in this class until `arrived`; `wait` completes its unit."""
+    """Is the class of a parameter until it has `arrived`; `wait` completes its unit."""
 
     wait: Callable[[], object]
 

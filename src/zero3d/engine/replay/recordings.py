@@ -25,7 +25,7 @@ Given = Mapping[int, Inputs]  # by number of a model chunk; the first one's has 
 
 
 class Recording:
-    """One micro-batch on its way through this rank's model chunks, and the hashes of what came of it."""
+    """Follows one micro-batch on its way through this rank's model chunks, and the hashes of what came of it."""
 
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
@@ -43,7 +43,7 @@ class Recording:
 
 
 class InStep(Recording):
-    """A micro-batch of a step: remembers what it began with, and looks at gradients beside whoever does."""
+    """Follows a micro-batch of a step: remembers what it began with, and looks at gradients beside whoever does."""
 
     def __init__(
         self, micro_batch: int, chunks: Mapping[int, nn.Module], device: torch.device, reductions: Reductions
@@ -77,7 +77,7 @@ class InStep(Recording):
 
 
 class Again(Recording):
-    """A micro-batch that belongs to no step: begins with what is given, and takes gradients that no hook saw."""
+    """Follows a micro-batch that belongs to no step: begins with what is given, takes gradients that no hook saw."""
 
     def __init__(self, given: Given, surroundings: Mapping[int, Surroundings], parameters: Sequence[Parameter]) -> None:
         super().__init__(0)
