@@ -302,7 +302,9 @@ def test_what_if_moves_states_one_place_further():
     again = plan.replace(activations="full", tp=2, dp=4)
     knobs_of_inputs = what_if(Row(again, evaluate(LARGE, A100, again)), LARGE, A100, evaluate)
     inputs = {knob.change: knob.plan for knob in knobs_of_inputs}
-    assert plan_text.settings(inputs["offload.activations: host"]).endswith("optimizer on host, inputs on host")
+    on_host = plan_text.settings(inputs["offload.activations: host"])
+    assert on_host.endswith("optimizer on host, inputs on host")
+    assert on_host.count("inputs") == 1
     assert plan_text.settings(inputs["mesh.partition_activations: true"]).endswith("optimizer on host, inputs over tp")
     rows = plan_text.knob_rows(list(knobs.values()), Row(plan, evaluate(LARGE, A100, plan)), 1e15, 1.0)
     assert {row[-1] for row in rows} == {"the host has less"}

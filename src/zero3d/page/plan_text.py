@@ -72,8 +72,6 @@ def settings(plan: ParallelPlan) -> str:
     """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
-    words += ["inputs in parts"] if in_parts(plan) else []
-    words += ["inputs on host"] if on_host(plan) else []
     words += ["sources in one product"] if plan.ep > 1 and plan.mesh.experts == "fast" else []
     words += ["sequence parallel"] if plan.mesh.sequence_parallel else []
     if plan.offload.optimizer != "none":
@@ -81,16 +79,15 @@ def settings(plan: ParallelPlan) -> str:
         words.append(f"{share}optimizer on {plan.offload.optimizer}")
     words += [f"parameters on {plan.offload.params}"] if plan.offload.params != "none" else []
     words += ["bf16 moments"] if plan.offload.moments != "fp32" else []
-    words += ["inputs over tp"] if plan.mesh.partition_activations else []
-    words += ["inputs on host"] if plan.offload.activations != "none" else []
+    words += ["inputs over tp"] if in_parts(plan) else []
+    words += ["inputs on host"] if on_host(plan) else []
     return ", ".join(words) or "-"
 
 
 def short(plan: ParallelPlan) -> str:
     """Describe a plan in a sentence."""
-    return f"{mesh(plan)}, stage {plan.zero.stage}, micro-batch {plan.micro_batch}, {settings(plan)}".removesuffix(
-        ", -"
-    )
+    text = f"{mesh(plan)}, stage {plan.zero.stage}, micro-batch {plan.micro_batch}, {settings(plan)}"
+    return text.removesuffix(", -")
 
 
 def distinct(rows: Sequence[Row]) -> list[Row]:

@@ -3,7 +3,7 @@
 ParallelPlan                      zero3d                      DeepSpeed
 --------------------------------  --------------------------  ------------------------------------------------
 mesh                              mesh.*, with effect         tensor_parallel.autotp_size (tp), others refused
-zero                              zero.*, if not the default   zero_optimization.stage (stage), -
+zero                              zero.*, if not the default  zero_optimization.stage (stage), -
 offload                           offload.*, the same         offload_optimizer, _param, .ratio (fraction), -
 micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch
-from zero3d.distributed.degrees import Degrees, least_dp
+from zero3d.distributed.degrees import AXES, Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
@@ -36,12 +36,10 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 
     What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
-    no_effect = {
-        *(("ep", "experts") if plan.ep == 1 else ()),
-        *(("schedule",) if plan.pp == 1 else ()),
-        *(("sequence_parallel",) if plan.tp == 1 else ()),
-        *(() if in_parts(plan) else ("partition_activations",)),
-    }
+    alone = {axis for axis in Degrees._fields if getattr(plan, axis) == 1}
+    no_effect = (alone - set(AXES)) | {key for axis in alone for key in plan.mesh.options(axis)}
+    no_effect |= {"experts"} if plan.ep == 1 else set()
+    no_effect |= set() if in_parts(plan) else {"partition_activations"}
     mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in no_effect}
     away = _non_default(plan.offload)
     sequences = plan.micro_batch * plan.accumulate * plan.dp

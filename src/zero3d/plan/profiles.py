@@ -62,9 +62,8 @@ class Profile:
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Return the bytes per parameter on one rank: weight, gradient, optimizer."""
         row = stage_row(plan.zero.stage)
-        wide = (
-            4.0 if plan.zero.reduce_dtype == "fp32" and self.gradient < 4 else 0.0
-        )  # accumulated beside the 2-byte ones
+        accumulated = plan.zero.reduce_dtype == "fp32" and self.gradient < 4  # beside the 2-byte ones
+        wide = 4.0 if accumulated else 0.0
         return (
             self.shard_weight / plan.dp if row.shards_parameters else self.weight,
             (self.gradient + wide) / (plan.dp if row.shards_gradients else 1),
