@@ -117,6 +117,8 @@ class Assembly:
         for name, value in resized.items() if values else ():
             values[full_model.owner(name)] = value.to(self.changes.dtypes[full_model.owner(name)])
         leave_clipping(p for _, _, p in slots)
+        if base.sequence is not None:
+            base.sequence.close()
         owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
         made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})
         updated = {full_model.owner(name) for unit, name, _ in slots if unit.grads is not None}
@@ -156,7 +158,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base, why_there = decide_place(base, specs)
     base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
-    losses, only = Losses(model, options.step.loss), last_only(model)
+    part = None if base.sequence is None else base.sequence.own_part
+    losses, only = Losses(model, options.step.loss, part), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)

@@ -14,7 +14,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -153,6 +153,7 @@ class Engine:
     experts = Exposed(lambda assembly: assembly.base.partition.experts)
     full_model = Exposed(lambda assembly: assembly.base.partition.full_model)
     regions = Exposed(lambda assembly: assembly.base.partition.regions)
+    sequence = Exposed(lambda assembly: assembly.base.sequence)
     kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
     pipeline = Exposed(lambda assembly: assembly.pipeline)
     # what works in every step
@@ -404,7 +405,12 @@ class Engine:
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         execution = self._assembly.execution
-        with self.mesh.heartbeat.phase("generate"), execution.together(), self._evaluating(keep_full):
+        with (
+            self.mesh.heartbeat.phase("generate"),
+            execution.together(),
+            self._evaluating(keep_full),
+            nullcontext() if self.sequence is None else self.sequence.whole(),
+        ):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:

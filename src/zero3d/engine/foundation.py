@@ -19,6 +19,7 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
+from zero3d.sequence.group import SequenceGroup
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import UnitLayout
 
@@ -82,6 +83,7 @@ class Foundation:
     resolved   mesh, precision and policy
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
+    sequence   the ranks that share sequences out; None where each has whole ones
     """
 
     options: Options
@@ -89,6 +91,7 @@ class Foundation:
     axes: Axes
     partition: ModelPartition
     order: SumOrder
+    sequence: SequenceGroup | None
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
@@ -108,8 +111,10 @@ class Foundation:
         order = choose_order(
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
+        shares = resolved.mesh.sp > 1
+        sequence = SequenceGroup(model, axes.folds["sp"], repeats=options.zero.exact) if shares else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order)
+        return cls(done, resolved, axes, partition, order, sequence)
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

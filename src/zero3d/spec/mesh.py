@@ -21,6 +21,13 @@ class Mesh:
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
     ep: int | None = key(None, "neighbours on dp that share the experts of a mixture out; divides dp", least=1)
+    sp: int | None = key(
+        None,
+        "neighbours on dp that have a part of each sequence, for contexts too long for one of them; divides dp "
+        "(mesh.sequence_parallel is another thing, Megatron's over tp)",
+        least=1,
+        in_plan=False,
+    )
     experts: str = key(
         "exact",
         "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
@@ -45,7 +52,11 @@ class Mesh:
         axis="tp",
         in_plan=False,
     )
-    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence", axis="tp")
+    sequence_parallel: bool = key(
+        False,
+        "cut activations between blocks over tp, too, along the sequence (mesh.sp cuts them everywhere, over dp)",
+        axis="tp",
+    )
     partition_activations: bool = key(
         False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
     )

@@ -113,6 +113,15 @@ class CausalLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return cross_entropy(logits, shift_labels, self._channel, ignore_index, num_items_in_batch, self._name)
 
+    def of_tokens(self, logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+        """Return the losses [tokens] of local logits, [.., V/N], of these targets [tokens]."""
+        local = logits.reshape(-1, logits.shape[-1])
+        if local.shape[1] == vocab_size:
+            return F.cross_entropy(local.float(), targets, ignore_index=ignored, reduction="none")
+        args = targets, self._channel, ignored, self._name
+        losses: Tensor = _CrossEntropy.apply(local, *args)  # type: ignore[no-untyped-call]
+        return losses
+
 
 def cross_entropy(
     logits: Tensor,

@@ -320,7 +320,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train,
         inputs.batch,
-        rank=engine.dp.rank,
+        rank=engine.mesh.row,
         seed=config.seed,
         shuffle=config.data.shuffle,
         workers=config.data.workers,

@@ -1,0 +1,191 @@
+"""Attention on whole sequences and a part of the heads, by the model's own attention function.
+
+Hugging Face calls what `ALL_ATTENTION_FUNCTIONS` has under the name in the configuration:
+
+    function(module, query, key, value, mask, **options) -> (output [B, S, H, D], weights)
+    query        [B, H, S, D]      key, value  [B, K, S, D]      mask  [B or 1, H or 1, S, S], or None
+
+The one in its place is given this rank's rows, exchanges them for whole sequences of this rank's heads, calls the
+original with a stand-in for the module that has as many heads, and exchanges its output back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.sequence.shares import Attended, Heads, even_parts
+
+Function = Callable[..., tuple[Tensor, Any]]
+
+PER_HEAD = ("s_aux", "sinks")  # of a module or an option: [H]
+
+
+class HeadAttention:
+    """Calls an attention function with whole sequences of this rank's heads.
+
+    original  the function that the model would have called
+    comm      the sp group
+    repeats   repeat keys and values for each query head in any case, as exact mode does: their gradients are then
+              summed in one order at every sp
+    names     of the modules that attend, in the ledger
+    calls     by name: how often alike ones were forward, and backward
+    """
+
+    def __init__(self, original: Function, comm: Comm, repeats: bool, names: Mapping[nn.Module, str]) -> None:
+        self._original = original
+        self._comm = comm
+        self._repeats = repeats
+        self._names = WeakKeyDictionary(names)
+        self.calls: dict[str, Counter[tuple[Attended, bool]]] = defaultdict(Counter)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sequence_length: int = 0,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Return this rank's rows of the output, [B, rows, H, D].
+
+        sequence_length  of the whole, as the language model's entry has told it
+        Moves (H + 2 K) rows D elements to other ranks and H rows D back, less this rank's share; backward as much.
+        """
+        comm, name = self._comm, self._names.get(module, type(module).__name__)
+        _check(name, query, key, options, sequence_length)
+        length = sequence_length or query.shape[2] * comm.size
+        rows = even_parts(length, comm.size)
+        heads = Heads.of(query.shape[1], key.shape[1], comm.size)
+        if heads.repeat > 1 or self._repeats:
+            heads = Heads(heads.query, heads.query, query.shape[1] // key.shape[1])
+            key, value = (_repeated(t, heads.repeat) for t in (key, value))
+        trained = (query.requires_grad, key.requires_grad, value.requires_grad)
+        shapes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        call = Attended(len(query), length, *shapes, query.element_size(), trained)
+        self.calls[name][call, False] += 1
+        query = to_heads(query, rows, heads.query, comm, name)
+        key, value = (to_heads(t, rows, heads.key, comm, name) for t in (key, value))
+        own = heads.query[comm.rank]
+        of_heads = {option: _own(t, own, 0) for option, t in options.items() if option in PER_HEAD}
+        if "position_bias" in options:
+            of_heads["position_bias"] = _own(options["position_bias"], own, 1)
+        if mask is not None:
+            _check_mask(name, mask, length)
+            mask = _own(mask, own, 1)
+        stand_in = StandIn(module, own, query.shape[1] // key.shape[1])
+        output, _ = self._original(stand_in, query, key, value, mask, **{**options, **of_heads})
+        output = to_rows(output, rows, heads.query, comm, name)
+        if output.requires_grad:
+            output.register_hook(partial(self._note_backward, name, call))  # type: ignore[no-untyped-call]
+        return output, None
+
+    def _note_backward(self, name: str, call: Attended, _: Tensor) -> None:
+        self.calls[name][call, True] += 1
+
+
+class StandIn:
+    """Stands for an attention module that has some of its heads alone: what is per head, and how many share a key."""
+
+    def __init__(self, module: nn.Module, heads: range, groups: int) -> None:
+        self._module, self._heads = module, heads
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _own(value, self._heads, 0) if name in PER_HEAD else value
+
+
+def to_heads(rows_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
+    """Exchange this rank's rows of all heads, [B, H, rows, D], for all rows of its heads, [B, heads, S, D]."""
+    batch, _, here, width = rows_of_all.shape
+    sent = torch.cat([rows_of_all[:, part.start : part.stop].reshape(-1, width) for part in heads])
+    mine = len(heads[comm.rank])
+    sends = [batch * len(part) * here for part in heads]
+    came = _exchange(sent, sends, [batch * mine * len(part) for part in rows], comm, name)
+    parts = torch.split(came, [batch * mine * len(part) for part in rows])
+    return torch.cat([t.view(batch, mine, len(part), width) for t, part in zip(parts, rows, strict=True)], 2)
+
+
+def to_rows(heads_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
+    """Exchange all rows of this rank's heads, [B, S, heads, D], for its rows of all heads, [B, rows, H, D]."""
+    batch, _, mine, width = heads_of_all.shape
+    sent = torch.cat([heads_of_all[:, part.start : part.stop].reshape(-1, width) for part in rows])
+    here = len(rows[comm.rank])
+    sends = [batch * len(part) * mine for part in rows]
+    came = _exchange(sent, sends, [batch * here * len(part) for part in heads], comm, name)
+    parts = torch.split(came, [batch * here * len(part) for part in heads])
+    return torch.cat([t.view(batch, here, len(part), width) for t, part in zip(parts, heads, strict=True)], 2)
+
+
+def _exchange(sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
+    came: Tensor = _Exchange.apply(sent, sends, receives, comm, name)  # type: ignore[no-untyped-call]
+    return came
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for every rank, by rank, and those that come from each; gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
+        ctx.comm, ctx.name = comm, name
+        ctx.ways = sends, receives
+        return comm.pass_rows(sent, sends, receives, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sends, receives = ctx.ways
+        return ctx.comm.pass_rows(grads[0].contiguous(), receives, sends, ctx.name), None, None, None, None
+
+
+def _repeated(per_key: Tensor, times: int) -> Tensor:
+    """Return [B, K times, S, D] of [B, K, S, D]: each head as often, one behind the other."""
+    batch, keys, rows, width = per_key.shape
+    return per_key[:, :, None].expand(batch, keys, times, rows, width).reshape(batch, keys * times, rows, width)
+
+
+def _own(per_head: Tensor | None, heads: range, dim: int) -> Any:
+    """Return what is of these heads; what has one entry is of all."""
+    if per_head is None or per_head.shape[dim] == 1:
+        return per_head
+    return per_head.narrow(dim, heads.start, len(heads))
+
+
+def _check(name: str, query: Tensor, key: Tensor, options: Any, length: int) -> None:
+    if options.get("output_attentions"):
+        raise ConfigError(
+            "output_attentions asks for the weights of whole attentions, and mesh.sp leaves each rank some heads of "
+            "them: leave it out, or type mesh.sp=1."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"{name} attends from {query.shape[2]} rows to {key.shape[2]}, which are no part of the same sequence "
+            "(a cache, or cross-attention): mesh.sp cuts sequences that attend to themselves. Type mesh.sp=1."
+        )
+    known = (*PER_HEAD, "position_bias", "position_ids")
+    for option, value in options.items():
+        per_head = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == query.shape[1]
+        if per_head and option not in known:
+            raise ConfigError(
+                f"{name} passes {option}, whose second dimension is the number of heads, {query.shape[1]}, to its "
+                "attention, and mesh.sp does not know how to cut it over heads. Type mesh.sp=1."
+            )
+
+
+def _check_mask(name: str, mask: Tensor, length: int) -> None:
+    if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise ConfigError(
+            f"{name} made a mask of {mask.shape[-2]} x {mask.shape[-1]} by itself, of this rank's part of a sequence "
+            f"of {length:,}: mesh.sp hands masks of whole sequences in, and this model does not take them. Type "
+            "mesh.sp=1."
+        )

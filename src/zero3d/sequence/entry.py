@@ -1,0 +1,104 @@
+"""The language model's entry: each rank of an sp group goes on with its rows of a micro-batch, and masks of the whole.
+
+input_ids or inputs_embeds  [B, S, ..]      its rows
+position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
+attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
+                                            layer, or None where attention itself is causal
+other tensors of length S                   refused by name
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero3d.errors import ConfigError
+from zero3d.sequence.shares import even_parts
+
+CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
+
+
+class Entry:
+    """Gives the language model this rank's rows, as a forward pre-hook with keywords.
+
+    implementation  name of the model's own attention function, for which masks are made
+    """
+
+    def __init__(self, decoder: nn.Module, implementation: str, rank: int, ranks: int) -> None:
+        self._signature = inspect.signature(decoder.forward)
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
+        self._implementation = implementation
+        self._rank = rank
+        self._ranks = ranks
+        self.open = True  # False: sequences go through whole
+
+    def __call__(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Return this rank's arguments. Raises ConfigError."""
+        if not self.open:
+            return None
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {name: value for name, value in bound.items() if name != "kwargs"} | dict(bound.get("kwargs", {}))
+        whole = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        if whole is None:
+            raise ConfigError(
+                "mesh.sp needs input_ids or inputs_embeds, by name or first: the model was given neither."
+            )
+        length = whole.shape[1]
+        self._check(length, given)
+        if given.get("position_ids") is None:
+            given["position_ids"] = torch.arange(length, device=whole.device)[None]
+        given["attention_mask"] = self._masks(decoder, whole, given)
+        rows = even_parts(length, self._ranks)[self._rank]
+        for name, dim in CUT.items():
+            if given.get(name) is not None:
+                given[name] = given[name].narrow(dim, rows.start, len(rows))
+        for name, value in given.items():
+            if name not in (*CUT, "attention_mask") and isinstance(value, Tensor) and length in value.shape[:2]:
+                raise ConfigError(
+                    f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
+                    "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
+                )
+        options = {"sequence_length": length} if self._passes_on else {}
+        if "use_cache" in self._signature.parameters or self._passes_on:
+            options["use_cache"] = False
+        return (), given | options
+
+    def _check(self, length: int, given: Mapping[str, Any]) -> None:
+        ranks = self._ranks
+        if length < ranks:
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be cut into mesh.sp={ranks} parts: pass longer ones, or sp=1."
+            )
+        if not self._passes_on and length % ranks:
+            raise ConfigError(
+                f"a sequence of {length:,} tokens does not divide into mesh.sp={ranks} equal parts ({length} / {ranks} "
+                f"= {length / ranks:.4g}), and this model's forward takes no further keywords by which its attention "
+                f"would know of others: pad sequences to {-(-length // ranks) * ranks:,}."
+            )
+        if given.get("past_key_values") is not None:
+            raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
+
+    def _masks(self, decoder: nn.Module, whole: Tensor, given: Mapping[str, Any]) -> Any:
+        """Return the masks of whole sequences, as the model's layers take them."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        mask = given.get("attention_mask")
+        if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.dim() == 4):
+            return mask
+        config: Any = copy.copy(decoder.config)
+        config._attn_implementation_internal = self._implementation
+        dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
+        like = torch.empty(1, dtype=dtype, device=whole.device).expand(*whole.shape[:2], 1)
+        positions = given["position_ids"]
+        positions = positions if positions.dim() == 2 else positions[0]
+        make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
+        made = make(
+            config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
+        )
+        return made

@@ -1,0 +1,164 @@
+"""Puts the sequence axis into a model, and takes it out again: for generation, and when an engine is closed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero3d.account.traffic import Moved, Sent
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.models.bases import base_of, sees_images
+from zero3d.models.packing import ATTENTION, inner_model
+from zero3d.sequence.attention import HeadAttention
+from zero3d.sequence.entry import Entry
+from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
+from zero3d.sequence.shares import Attended, even_parts, loss_values
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+_numbers = count()  # of groups in this process: each registers its attention under a name of its own
+
+
+class Calls(NamedTuple):
+    """Counts calls that are alike: of attention by module and direction, of the loss."""
+
+    attention: Counter[tuple[str, Attended, bool]]
+    loss: Counter[tuple[int, int, int]]
+
+    def less(self, before: Calls) -> Calls:
+        """Return the calls since then."""
+        return Calls(self.attention - before.attention, self.loss - before.loss)
+
+    def plus(self, more: Calls) -> Calls:
+        """Return the sum."""
+        return Calls(self.attention + more.attention, self.loss + more.loss)
+
+    def traffic(self, rank: int, ranks: int) -> Iterator[Sent]:
+        """Yield what a rank has sent in them, by formula."""
+        for (name, call, backward), times in self.attention.items():
+            yield Sent("sp", "pass_rows", name, call.sent(rank, ranks, backward).times(times))
+        for (batch, length, itemsize), times in self.loss.items():
+            values = loss_values(batch, length, ranks)
+            yield Sent("sp", "exchange", "-", Moved(1, values, values * itemsize).times(times))
+
+
+class SequenceGroup:
+    """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
+
+    def __init__(self, model: nn.Module, comm: Comm, repeats: bool) -> None:
+        """Install the group in a model that `check_sequence` has passed, in place."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        inner: Any = inner_model(model)
+        decoder: Any = base_of(model)
+        self._comm, self._config = comm, decoder.config
+        self._own = self._config._attn_implementation
+        self._name = f"sequence_parallel_{next(_numbers)}"
+        self._functions = ALL_ATTENTION_FUNCTIONS
+        names = {module: name for name, module in model.named_modules()}
+        self._attention = HeadAttention(_function(decoder, self._own), comm, repeats, names)
+        self._functions.register(self._name, self._attention)
+        self._forget = weakref.finalize(decoder, self._functions._global_mapping.pop, self._name, None)
+        self._config._attn_implementation = self._name
+        self._entry = Entry(decoder, self._own, comm.rank, comm.size)
+        decoder.register_forward_pre_hook(self._entry, with_kwargs=True)
+        loss: Any = getattr(inner, "loss_function", None)
+        self._loss: GroupLoss | None = None
+        if hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES:
+            shifts = getattr(loss, "__name__", SHIFTED) == SHIFTED
+            self._loss = inner.loss_function = GroupLoss(loss, comm, shifts)
+
+    def own_part(self, batch: Any) -> Any:
+        """Return a micro-batch as a loss of one's own sees it, beside an output of this rank's rows.
+
+        What has the sequence for its second dimension is cut; `shift_labels` are the rows' targets.
+        """
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+            return batch
+        length = batch["labels"].shape[1]
+        rows = even_parts(length, self._comm.size)[self._comm.rank]
+        whole = {**batch, "shift_labels": shifted(batch["labels"])}
+        return {
+            name: t[:, rows.start : rows.stop] if isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == length else t
+            for name, t in whole.items()
+        }
+
+    @property
+    def calls(self) -> Calls:
+        """Return how often attention and loss were called since the beginning."""
+        attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
+        return Calls(Counter(attended), Counter() if self._loss is None else Counter(self._loss.calls))
+
+    def traffic(self, calls: Calls) -> Iterator[Sent]:
+        """Yield what this rank has sent in calls, by formula."""
+        return calls.traffic(self._comm.rank, self._comm.size)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let sequences go through the model whole, on every rank by itself, inside: for generation."""
+        self._config._attn_implementation, self._entry.open = self._own, False
+        try:
+            yield
+        finally:
+            self._config._attn_implementation, self._entry.open = self._name, True
+
+    def close(self) -> None:
+        """Give the model its own attention back; hooks and losses are undone with the engine's other changes."""
+        self._config._attn_implementation = self._own
+        self._forget()
+
+
+def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
+    """Refuse a model whose sequences cannot be cut. Raises ConfigError."""
+    decoder, inner = base_of(model), inner_model(model)
+    kind = type(inner).__name__
+    if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences around the attention of Hugging Face models, and {kind} is none: type sp=1."
+        )
+    if sees_images(model):
+        raise ConfigError(f"mesh.sp={sp} with the images of {kind} is not built yet: type mesh.sp=1.")
+    text = decoder.config.get_text_config()
+    if text._attn_implementation not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"mesh.sp={sp} calls the attention sdpa or eager, and {kind} has {text._attn_implementation}: type "
+            "model.attn=sdpa."
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise ConfigError(f"mesh.sp={sp} cuts one sequence, and {kind} has an encoder's and a decoder's: type sp=1.")
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if odd or any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
+            f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
+        )
+    if getattr(inner.config, "output_router_logits", False):
+        raise ConfigError(
+            f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
+            "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
+        )
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is not None and tp * sp > heads:
+        raise ConfigError(
+            f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
+            f"share: type mesh.sp={max(1, heads // tp)} or less."
+        )
+
+
+def _function(decoder: Any, implementation: str) -> Any:
+    """Return the attention function that a model calls: a registered one, or that of its file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    own = vars(sys.modules[type(decoder).__module__]).get("eager_attention_forward")
+    if own is None:
+        raise ConfigError(f"{type(decoder).__name__} has no eager attention of its own to call: type model.attn=sdpa.")
+    return own

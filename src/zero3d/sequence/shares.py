@@ -1,0 +1,92 @@
+"""Which rows of a sequence and which heads of an attention a rank of an sp group has. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from zero3d.account.traffic import Moved
+
+
+def even_parts(count: int, ranks: int) -> list[range]:
+    """Cut `count` things into a part for each rank; parts differ by one at most.
+
+    >>> even_parts(7, 3)
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    bounds = [count * rank // ranks for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+class Heads(NamedTuple):
+    """How the heads of an attention are shared out over an sp group.
+
+    query   of each rank
+    key     of each rank; as many as query heads where keys are repeated, one for each of these
+    repeat  how often each head of keys and values is repeated before it is sent: 1, or as often as query heads use it
+    """
+
+    query: list[range]
+    key: list[range]
+    repeat: int
+
+    @classmethod
+    def of(cls, query: int, key: int, ranks: int) -> Heads:
+        """Share heads out to within one query head. Keys are repeated where ranks would share a head of theirs.
+
+        >>> Heads.of(8, 4, 2)
+        Heads(query=[range(0, 4), range(4, 8)], key=[range(0, 2), range(2, 4)], repeat=1)
+        >>> Heads.of(4, 1, 2)
+        Heads(query=[range(0, 2), range(2, 4)], key=[range(0, 2), range(2, 4)], repeat=4)
+        """
+        parts, group = even_parts(query, ranks), query // key
+        if all(part.start % group == 0 and part.stop % group == 0 for part in parts):
+            return cls(parts, [range(part.start // group, part.stop // group) for part in parts], 1)
+        return cls(parts, parts, group)
+
+
+class Attended(NamedTuple):
+    """Describes calls of an attention that are alike.
+
+    length   of the whole sequences, of which there are `batch`
+    query    heads
+    key      heads of keys and values as they are sent: repeated ones count
+    width    elements of a head of queries and keys; `value` of one of values
+    trained  whether queries, keys and values have gradients
+    """
+
+    batch: int
+    length: int
+    query: int
+    key: int
+    width: int
+    value: int
+    itemsize: int
+    trained: tuple[bool, bool, bool]
+
+    def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends in a forward, or in a backward: gradients go the way back of what they are of."""
+        moved = []
+        for heads, width, trained in (
+            (self.query, self.width, self.trained[0]),
+            (self.key, self.width, self.trained[1]),
+            (self.key, self.value, self.trained[2]),
+        ):
+            if trained or not backward:
+                moved.append(self._one(heads, width, rank, ranks, to_rows=backward))
+        if any(self.trained) or not backward:
+            moved.append(self._one(self.query, self.value, rank, ranks, to_rows=not backward))
+        return Moved.total(moved)
+
+    def _one(self, heads: int, width: int, rank: int, ranks: int, to_rows: bool) -> Moved:
+        """Return what a rank sends of one tensor: its rows of others' heads, or others' rows of its heads."""
+        parts, rows = even_parts(heads, ranks), even_parts(self.length, ranks)
+        here, there = (parts, rows) if to_rows else (rows, parts)
+        others = sum(len(part) for other, part in enumerate(there) if other != rank)
+        elements = self.batch * width * len(here[rank]) * others
+        return Moved(1, elements, elements * self.itemsize)
+
+
+def loss_values(batch: int, length: int, ranks: int) -> int:
+    """Return the losses that a rank sends of a micro-batch: all of its rows, padded to the longest part, to each."""
+    return batch * max(map(len, even_parts(length, ranks))) * (ranks - 1)
