@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -187,7 +188,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
     if pipeline is not None:
-        with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
+        uncut = nullcontext() if base.sequence is None else base.sequence.whole()
+        with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False), uncut:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
@@ -278,6 +280,7 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         done=partial(base.order.close, runtime.reductions, runtime.units),
         gathered=whole.of_chunk,
         arena=base.axes.arena,
+        own_shape=tuple if base.sequence is None else base.sequence.own_shape,
     )
     return Pipeline(
         base.partition.chunks,

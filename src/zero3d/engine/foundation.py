@@ -112,7 +112,7 @@ class Foundation:
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
         shares = resolved.mesh.sp > 1
-        sequence = SequenceGroup(model, axes.folds["sp"], repeats=options.zero.exact) if shares else None
+        sequence = SequenceGroup(partition.chunks.values(), axes.folds["sp"], options.zero.exact) if shares else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence)
 

@@ -1,6 +1,6 @@
 """The language model's entry: each rank of an sp group goes on with its rows of a micro-batch, and masks of the whole.
 
-input_ids or inputs_embeds  [B, S, ..]      its rows
+input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stages they are that already
 position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
                                             layer, or None where attention itself is causal
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zero3d.errors import ConfigError
 from zero3d.sequence.shares import even_parts
 
+LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
 
 
@@ -49,14 +50,14 @@ class Entry:
             raise ConfigError(
                 "mesh.sp needs input_ids or inputs_embeds, by name or first: the model was given neither."
             )
-        length = whole.shape[1]
+        length = given.pop(LENGTH, whole.shape[1])
         self._check(length, given)
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=whole.device)[None]
-        given["attention_mask"] = self._masks(decoder, whole, given)
+        given["attention_mask"] = self._masks(decoder, whole.shape[0], length, given)
         rows = even_parts(length, self._ranks)[self._rank]
         for name, dim in CUT.items():
-            if given.get(name) is not None:
+            if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
                 given[name] = given[name].narrow(dim, rows.start, len(rows))
         for name, value in given.items():
             if name not in (*CUT, "attention_mask") and isinstance(value, Tensor) and length in value.shape[:2]:
@@ -64,7 +65,7 @@ class Entry:
                     f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
                     "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
                 )
-        options = {"sequence_length": length} if self._passes_on else {}
+        options = {LENGTH: length} if self._passes_on else {}
         if "use_cache" in self._signature.parameters or self._passes_on:
             options["use_cache"] = False
         return (), given | options
@@ -84,7 +85,7 @@ class Entry:
         if given.get("past_key_values") is not None:
             raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
 
-    def _masks(self, decoder: nn.Module, whole: Tensor, given: Mapping[str, Any]) -> Any:
+    def _masks(self, decoder: nn.Module, batch: int, length: int, given: Mapping[str, Any]) -> Any:
         """Return the masks of whole sequences, as the model's layers take them."""
         from transformers.masking_utils import create_masks_for_generate
 
@@ -94,8 +95,8 @@ class Entry:
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
-        like = torch.empty(1, dtype=dtype, device=whole.device).expand(*whole.shape[:2], 1)
         positions = given["position_ids"]
+        like = torch.empty(1, dtype=dtype, device=positions.device).expand(batch, length, 1)
         positions = positions if positions.dim() == 2 else positions[0]
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
         made = make(

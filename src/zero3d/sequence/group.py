@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from zero3d.account.traffic import Moved, Sent
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of, sees_images
+from zero3d.models.bases import base_of, model_of, sees_images
 from zero3d.models.packing import ATTENTION, inner_model
 from zero3d.sequence.attention import HeadAttention
-from zero3d.sequence.entry import Entry
+from zero3d.sequence.entry import LENGTH, Entry
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
 from zero3d.sequence.shares import Attended, even_parts, loss_values
 
@@ -52,28 +52,40 @@ class Calls(NamedTuple):
 class SequenceGroup:
     """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
 
-    def __init__(self, model: nn.Module, comm: Comm, repeats: bool) -> None:
-        """Install the group in a model that `check_sequence` has passed, in place."""
+    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, repeats: bool) -> None:
+        """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        inner: Any = inner_model(model)
-        decoder: Any = base_of(model)
-        self._comm, self._config = comm, decoder.config
-        self._own = self._config._attn_implementation
+        models: list[Any] = [model_of(chunk) for chunk in chunks]
+        decoders = [base_of(model) for model in models]
+        self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
+        self._own = decoders[0].config._attn_implementation
         self._name = f"sequence_parallel_{next(_numbers)}"
-        self._functions = ALL_ATTENTION_FUNCTIONS
-        names = {module: name for name, module in model.named_modules()}
-        self._attention = HeadAttention(_function(decoder, self._own), comm, repeats, names)
-        self._functions.register(self._name, self._attention)
-        self._forget = weakref.finalize(decoder, self._functions._global_mapping.pop, self._name, None)
-        self._config._attn_implementation = self._name
-        self._entry = Entry(decoder, self._own, comm.rank, comm.size)
-        decoder.register_forward_pre_hook(self._entry, with_kwargs=True)
-        loss: Any = getattr(inner, "loss_function", None)
-        self._loss: GroupLoss | None = None
-        if hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES:
-            shifts = getattr(loss, "__name__", SHIFTED) == SHIFTED
-            self._loss = inner.loss_function = GroupLoss(loss, comm, shifts)
+        functions = ALL_ATTENTION_FUNCTIONS
+        names = {module: name for model in models for name, module in model.named_modules()}
+        self._attention = HeadAttention(_function(decoders[0], self._own), comm, repeats, names)
+        functions.register(self._name, self._attention)
+        self._forget = weakref.finalize(decoders[0], functions._global_mapping.pop, self._name, None)
+        self._entries = [Entry(decoder, self._own, comm.rank, comm.size) for decoder in decoders]
+        for decoder, entry in zip(decoders, self._entries, strict=True):
+            decoder.register_forward_pre_hook(entry, with_kwargs=True)
+        self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
+        self._set(self._name)
+
+    def _set(self, implementation: str) -> None:
+        for config in self._configs.values():
+            config._attn_implementation = implementation
+        self._cuts = implementation == self._name
+        for entry in self._entries:
+            entry.open = self._cuts
+
+    def own_shape(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what this rank computes of token ids, [.., S]: all of them inside `whole()`."""
+        return (*ids[:-1], len(even_parts(ids[-1], self._comm.size)[self._comm.rank]) if self._cuts else ids[-1])
+
+    def with_length(self, batch: Any) -> Any:
+        """Return a micro-batch that says how long its sequences are: a pipeline's later stages are given rows."""
+        return {**batch, LENGTH: batch["input_ids"].shape[1]} if isinstance(batch, Mapping) else batch
 
     def own_part(self, batch: Any) -> Any:
         """Return a micro-batch as a loss of one's own sees it, beside an output of this rank's rows.
@@ -94,7 +106,7 @@ class SequenceGroup:
     def calls(self) -> Calls:
         """Return how often attention and loss were called since the beginning."""
         attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
-        return Calls(Counter(attended), Counter() if self._loss is None else Counter(self._loss.calls))
+        return Calls(Counter(attended), sum((loss.calls for loss in self._losses), Counter()))
 
     def traffic(self, calls: Calls) -> Iterator[Sent]:
         """Yield what this rank has sent in calls, by formula."""
@@ -103,15 +115,15 @@ class SequenceGroup:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let sequences go through the model whole, on every rank by itself, inside: for generation."""
-        self._config._attn_implementation, self._entry.open = self._own, False
+        self._set(self._own)
         try:
             yield
         finally:
-            self._config._attn_implementation, self._entry.open = self._name, True
+            self._set(self._name)
 
     def close(self) -> None:
         """Give the model its own attention back; hooks and losses are undone with the engine's other changes."""
-        self._config._attn_implementation = self._own
+        self._set(self._own)
         self._forget()
 
 
@@ -150,6 +162,15 @@ def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
             f"share: type mesh.sp={max(1, heads // tp)} or less."
         )
+
+
+def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
+    """Put the group's loss in the place of a model's loss of tokens; None for a model that has none."""
+    loss: Any = getattr(inner, "loss_function", None)
+    if not hasattr(loss, "of_tokens") and getattr(loss, "__name__", "") not in LOSSES:
+        return None
+    inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
+    return taken
 
 
 def _function(decoder: Any, implementation: str) -> Any:

@@ -123,11 +123,6 @@ RULES = (
         "{mesh.sequence_parallel=false}, or {mesh.ep=1}.",
     ),
     Rule(
-        "mesh.sp",
-        lambda s: s.sp > 1 and s.pp > 1,
-        "{mesh.sp} in a pipeline ({mesh.pp}) is not built yet: type {mesh.sp=1}, or {mesh.pp=1}.",
-    ),
-    Rule(
         "mesh.sequence_parallel",
         lambda s: s.sp > 1 and s.mesh.sequence_parallel,
         "{mesh.sp} cuts activations along the sequence everywhere, and {mesh.sequence_parallel} between blocks over tp "
