@@ -328,6 +328,24 @@ def refused(name, degrees, given=None, loads=None, **options):
     return ""
 
 
+class Smoothed(torch.nn.Module):
+    """A block's MLP behind a causal convolution over time."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.taps = mlp, torch.nn.Parameter(torch.ones(32, 3) / 3)
+
+    def forward(self, x):
+        padded = F.pad(x.transpose(1, 2), (2, 0))
+        return self.mlp(F.conv1d(padded, self.taps[:, None], groups=32).transpose(1, 2))
+
+
+def smoothed():
+    model = tiny("llama", layers=4)
+    model.model.layers[3].mlp = Smoothed(model.model.layers[3].mlp)
+    return model
+
+
 def net():
     import models
 
@@ -340,6 +358,7 @@ def net():
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
+    ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "one micro-batch per step"),
     ("llama", {"sp": 2}, {"given": {"output_attentions": True}}, "output_attentions"),
     ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),

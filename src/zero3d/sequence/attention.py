@@ -38,6 +38,7 @@ class HeadAttention:
               summed in one order at every sp
     names     of the modules that attend, in the ledger
     calls     by name: how often alike ones were forward, and backward
+    length    of the sequences that entered the model last, for attentions that are not told
     """
 
     def __init__(self, original: Function, comm: Comm, repeats: bool, names: Mapping[nn.Module, str]) -> None:
@@ -46,6 +47,11 @@ class HeadAttention:
         self._repeats = repeats
         self._names = WeakKeyDictionary(names)
         self.calls: dict[str, Counter[tuple[Attended, bool]]] = defaultdict(Counter)
+        self.length = 0
+
+    def tell(self, length: int) -> None:
+        """Hear how long the sequences are that enter the model."""
+        self.length = length
 
     def __call__(
         self,
@@ -59,13 +65,19 @@ class HeadAttention:
     ) -> tuple[Tensor, None]:
         """Return this rank's rows of the output, [B, rows, H, D].
 
-        sequence_length  of the whole, as the language model's entry has told it
+        sequence_length  of the whole, where the model hands its entry's further options on to its attention; recomputed
+                         forwards are given it again
         Moves (H + 2 K) rows D elements to other ranks and H rows D back, less this rank's share; backward as much.
         """
         comm, name = self._comm, self._names.get(module, type(module).__name__)
-        _check(name, query, key, options, sequence_length)
-        length = sequence_length or query.shape[2] * comm.size
+        _check(name, query, key, options)
+        length = sequence_length or self.length
         rows = even_parts(length, comm.size)
+        if query.shape[2] != len(rows[comm.rank]):
+            raise ConfigError(
+                f"{name} attends over {query.shape[2]:,} rows, and this rank has {len(rows[comm.rank]):,} of a sequence "
+                f"of {length:,}: run one length at a time, or type mesh.sp=1."
+            )
         heads = Heads.of(query.shape[1], key.shape[1], comm.size)
         if heads.repeat > 1 or self._repeats:
             heads = Heads(heads.query, heads.query, query.shape[1] // key.shape[1])
@@ -161,7 +173,7 @@ def _own(per_head: Tensor | None, heads: range, dim: int) -> Any:
     return per_head.narrow(dim, heads.start, len(heads))
 
 
-def _check(name: str, query: Tensor, key: Tensor, options: Any, length: int) -> None:
+def _check(name: str, query: Tensor, key: Tensor, options: Any) -> None:
     if options.get("output_attentions"):
         raise ConfigError(
             "output_attentions asks for the weights of whole attentions, and mesh.sp leaves each rank some heads of "

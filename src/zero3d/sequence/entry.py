@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,27 +22,34 @@ from zero3d.sequence.shares import even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
+PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
 
 
 class Entry:
     """Gives the language model this rank's rows, as a forward pre-hook with keywords.
 
     implementation  name of the model's own attention function, for which masks are made
+    tell            is told how long the sequences of a forward are
     """
 
-    def __init__(self, decoder: nn.Module, implementation: str, rank: int, ranks: int) -> None:
+    def __init__(
+        self, decoder: nn.Module, implementation: str, rank: int, ranks: int, tell: Callable[[int], None]
+    ) -> None:
         self._signature = inspect.signature(decoder.forward)
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
         self._ranks = ranks
+        self._tell = tell
         self.open = True  # False: sequences go through whole
+        self.inside = False  # a decoder has its rows
 
     def __call__(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]] | None:
         """Return this rank's arguments. Raises ConfigError."""
         if not self.open:
             return None
+        self.inside = True
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name != "kwargs"} | dict(bound.get("kwargs", {}))
         whole = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
@@ -54,13 +61,14 @@ class Entry:
         self._check(length, given)
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=whole.device)[None]
+        self._tell(length)
         given["attention_mask"] = self._masks(decoder, whole.shape[0], length, given)
         rows = even_parts(length, self._ranks)[self._rank]
         for name, dim in CUT.items():
             if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
                 given[name] = given[name].narrow(dim, rows.start, len(rows))
         for name, value in given.items():
-            if name not in (*CUT, "attention_mask") and isinstance(value, Tensor) and length in value.shape[:2]:
+            if name not in (*CUT, *PASSED_ON) and isinstance(value, Tensor) and length in value.shape[:2]:
                 raise ConfigError(
                     f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
                     "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
@@ -70,17 +78,15 @@ class Entry:
             options["use_cache"] = False
         return (), given | options
 
+    def leave(self, *_: Any) -> None:
+        """Note that the decoder's forward has ended, as its forward hook."""
+        self.inside = False
+
     def _check(self, length: int, given: Mapping[str, Any]) -> None:
         ranks = self._ranks
         if length < ranks:
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be cut into mesh.sp={ranks} parts: pass longer ones, or sp=1."
-            )
-        if not self._passes_on and length % ranks:
-            raise ConfigError(
-                f"a sequence of {length:,} tokens does not divide into mesh.sp={ranks} equal parts ({length} / {ranks} "
-                f"= {length / ranks:.4g}), and this model's forward takes no further keywords by which its attention "
-                f"would know of others: pad sequences to {-(-length // ranks) * ranks:,}."
             )
         if given.get("past_key_values") is not None:
             raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
@@ -95,11 +101,17 @@ class Entry:
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
-        positions = given["position_ids"]
-        like = torch.empty(1, dtype=dtype, device=positions.device).expand(batch, length, 1)
-        positions = positions if positions.dim() == 2 else positions[0]
+        positions = _of_text(given["position_ids"])
+        like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
         made = make(
             config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
         )
         return made
+
+
+def _of_text(positions: Tensor) -> Tensor | None:
+    """Return the positions [B, S] from which packed documents are told: of M-RoPE's the first of four, if there."""
+    if positions.dim() == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None

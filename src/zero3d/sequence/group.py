@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from zero3d.account.traffic import Moved, Sent
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.models.bases import base_of, model_of, sees_images
+from zero3d.models.bases import decoder_of, model_of
 from zero3d.models.packing import ATTENTION, inner_model
 from zero3d.sequence.attention import HeadAttention
 from zero3d.sequence.entry import LENGTH, Entry
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
 from zero3d.sequence.shares import Attended, even_parts, loss_values
+from zero3d.sequence.trial import mixing_module
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _numbers = count()  # of groups in this process: each registers its attention under a name of its own
@@ -54,21 +55,26 @@ class SequenceGroup:
 
     def __init__(self, chunks: Iterable[nn.Module], comm: Comm, repeats: bool) -> None:
         """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         models: list[Any] = [model_of(chunk) for chunk in chunks]
-        decoders = [base_of(model) for model in models]
+        decoders = [decoder_of(model) for model in models]
         self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
         self._own = decoders[0].config._attn_implementation
         self._name = f"sequence_parallel_{next(_numbers)}"
         functions = ALL_ATTENTION_FUNCTIONS
         names = {module: name for model in models for name, module in model.named_modules()}
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+        self._make_mask = masks[self._own]
         self._attention = HeadAttention(_function(decoders[0], self._own), comm, repeats, names)
         functions.register(self._name, self._attention)
-        self._forget = weakref.finalize(decoders[0], functions._global_mapping.pop, self._name, None)
-        self._entries = [Entry(decoder, self._own, comm.rank, comm.size) for decoder in decoders]
+        masks.register(self._name, self._mask)
+        self._forget = weakref.finalize(decoders[0], _forget, self._name)
+        self._entries = [Entry(each, self._own, comm.rank, comm.size, self._attention.tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
+            decoder.register_forward_hook(entry.leave, always_call=True)
         self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
         self._set(self._name)
 
@@ -78,6 +84,10 @@ class SequenceGroup:
         self._cuts = implementation == self._name
         for entry in self._entries:
             entry.open = self._cuts
+
+    def _mask(self, *args: Any, **options: Any) -> Any:
+        """Make a mask of whole sequences; inside the decoder, which was handed that and has rows, make none."""
+        return None if any(entry.inside for entry in self._entries) else self._make_mask(*args, **options)
 
     def own_shape(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what this rank computes of token ids, [.., S]: all of them inside `whole()`."""
@@ -129,14 +139,12 @@ class SequenceGroup:
 
 def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
     """Refuse a model whose sequences cannot be cut. Raises ConfigError."""
-    decoder, inner = base_of(model), inner_model(model)
+    decoder, inner = decoder_of(model), inner_model(model)
     kind = type(inner).__name__
     if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
         raise ConfigError(
             f"mesh.sp={sp} cuts sequences around the attention of Hugging Face models, and {kind} is none: type sp=1."
         )
-    if sees_images(model):
-        raise ConfigError(f"mesh.sp={sp} with the images of {kind} is not built yet: type mesh.sp=1.")
     text = decoder.config.get_text_config()
     if text._attn_implementation not in IMPLEMENTATIONS:
         raise ConfigError(
@@ -162,6 +170,19 @@ def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
             f"share: type mesh.sp={max(1, heads // tp)} or less."
         )
+    if (mixing := mixing_module(decoder)) is not None:
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} mixes them elsewhere, "
+            f"too: in {mixing} a part of a sequence has other values than in the whole. Type mesh.sp=1."
+        )
+
+
+def _forget(name: str) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        functions._global_mapping.pop(name, None)
 
 
 def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
