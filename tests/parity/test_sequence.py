@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import vision
 from meshes import CLIP, sgd, sum_of
 from models import LiftCasts
 from tensors import tiny
@@ -91,6 +92,7 @@ def check(found, wanted, most=1e-10):
 @pytest.mark.parametrize(("name", "degrees", "options"), [
     ("llama", {"sp": 2}, {}),
     ("gpt2", {"sp": 2}, {"lengths": (48, 31, 33)}),
+    ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
     ("llama", {"sp": 2, "dp": 4}, {"accumulate": 2, "ignored": range(0, 30)}),
     ("qwen3", {"sp": 2, "tp": 2}, {}),
     ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
@@ -101,7 +103,9 @@ def check(found, wanted, most=1e-10):
 def test_losses_and_norms_are_those_of_one_process_in_float64(ranks, name, degrees, options):
     dp = degrees.get("dp", degrees["sp"])
     world = dp * degrees.get("tp", 1) * degrees.get("pp", 1)
-    wanted = reference(name, dp // degrees["sp"], **{k: v for k, v in options.items() if k != "schedule"})
+    wanted = reference(
+        name, dp // degrees["sp"], **{k: v for k, v in options.items() if k not in ("schedule", "sp_kind")}
+    )
     check(ranks(world, partial(trained, **options), name, degrees), wanted)
 
 
@@ -136,6 +140,35 @@ def test_labels_are_shifted_before_they_are_cut():
     assert shifted(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
 
 
+FAMILIES_WITH_IMAGES = ("llava", "qwen2_5_vl", "gemma3", "paligemma")
+
+
+def with_images(name, sp):
+    """Losses and norms of a vision-language model: tower and merge run whole on every rank, the decoder on its rows."""
+    with LiftCasts():
+        engine, found = engine_of(vision.model(name), {"sp": sp}), []
+        for number in range(2):
+            given = vision.micro_batch(name, torch.Generator().manual_seed(number), length=25)
+            found.append((float(engine.train_batch([given])), float(engine.last_step.grad_norm)))
+    return found, None
+
+
+@pytest.mark.parametrize("name", [
+    name if name in FAMILIES_WITH_IMAGES else pytest.param(name, marks=pytest.mark.long)
+    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava_next", "mistral3", "qwen2_vl")
+])  # fmt: skip
+def test_images_are_seen_whole(ranks, name):
+    ((one, _),) = ranks(1, with_images, name, 1)
+    check(ranks(2, with_images, name, 2), one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["apertus", "bert", "deepseek_v3", "gpt_oss", "llama4", "mla", "opt", "stablelm"])
+def test_other_families_are_those_of_one_process(ranks, name):
+    options = {"steps": 2, "lengths": (33,)}
+    check(ranks(2, partial(trained, **options), name, {"sp": 2}), reference(name, 1, **options))
+
+
 # --- bits ------------------------------------------------------------------------------------------
 
 
@@ -166,7 +199,7 @@ def test_exact_mode_has_one_fingerprint_at_one_sp(ranks):
     assert ranks(4, partial(exactly, stage=1), {"sp": 2, "dp": 4})[1] == want
 
 
-def attended(heads, keys, length, dtype, masked, cut):
+def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
     """Outputs and gradients of queries, keys and values of a Llama attention: whole, or of these ranks' parts joined."""
     import torch.distributed as dist
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -174,8 +207,8 @@ def attended(heads, keys, length, dtype, masked, cut):
     from zero3d.distributed.collectives import Comm
     from zero3d.distributed.ledger import Ledger
     from zero3d.memory.arena import Arena
-    from zero3d.sequence.attention import HeadAttention
-    from zero3d.sequence.shares import even_parts
+    from zero3d.sequence.attention import SharedAttention
+    from zero3d.sequence.shares import Sharing, even_parts
 
     torch.manual_seed(5)
     query = torch.randn(2, heads, length, 8, dtype=dtype)
@@ -194,7 +227,7 @@ def attended(heads, keys, length, dtype, masked, cut):
     comm = Comm(world.axis("sp"), Arena(world.device), Ledger())
     rows = even_parts(length, comm.size)[comm.rank]
     leaves = [t[:, :, rows.start : rows.stop].clone().requires_grad_() for t in whole]
-    attend = HeadAttention(sdpa_attention_forward, comm, False, {module: "attention"})
+    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False), {})
     output, _ = attend(module, *leaves, mask, sequence_length=length)
     output.backward(weight[:, rows.start : rows.stop])
     return [output.detach(), *(t.grad for t in leaves)]
@@ -210,7 +243,23 @@ def test_attention_by_heads_has_the_bits_of_whole_attention(ranks, alone, heads,
     joined = [torch.cat([part[i] for part in parts], 1 if i == 0 else 2) for i in range(4)]
     shared = 2 if keys % ranks_ else 4  # keys whose query heads are on several ranks have another order of sums
     assert [a.equal(b) for a, b in zip(joined[:shared], of_one, strict=False)] == [True] * shared
-    for a, b in zip(joined[shared:], of_one[shared:], strict=True):
+    assert_near(joined[shared:], of_one[shared:], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "keys", "length", "masked"), [
+    (4, 2, 64, False), (1, 1, 61, True), (4, 1, 800, False),
+])  # fmt: skip
+def test_attention_by_rows_has_the_bits_of_whole_attention_but_for_keys(ranks, heads, keys, length, masked, dtype):
+    of_one = attended(heads, keys, length, dtype, masked, False)
+    parts = ranks(2, attended, heads, keys, length, dtype, masked, True, "gather")
+    joined = [torch.cat([part[i] for part in parts], 1 if i == 0 else 2) for i in range(4)]
+    assert [a.equal(b) for a, b in zip(joined[:2], of_one, strict=False)] == [True, True]
+    assert_near(joined[2:], of_one[2:], dtype)
+
+
+def assert_near(found, wanted, dtype):
+    for a, b in zip(found, wanted, strict=True):
         assert a.float().allclose(b.float(), rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -383,7 +432,9 @@ def moved(degrees, **options):
     return sent, measured
 
 
-@pytest.mark.parametrize("options", [{}, {"activations": "full"}, {"lora": True}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"activations": "full"}, {"lora": True}, {"sp_kind": "gather"}, {"sp_kind": "heads"},
+], ids=str)  # fmt: skip
 def test_what_is_sent_is_what_the_formula_says(ranks, options):
     for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):
         assert sent == measured

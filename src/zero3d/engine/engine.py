@@ -109,6 +109,8 @@ class Engine:
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
     ep_plan       {pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)
+    sp_kind       "auto" | "heads" | "gather": how attention is shared out where ranks have parts of sequences
+                  (mesh.sp): heads of whole sequences, or rows, to which keys and values are gathered
     experts       exact: a product for each rank whose tokens came, with the bits of ep=1; fast: one of all (ep > 1)
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
@@ -199,6 +201,7 @@ class Engine:
         sequence_parallel: bool = False,
         ep_plan: Mapping[str, str] | None = None,
         experts: str = "exact",
+        sp_kind: str = "auto",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
@@ -212,6 +215,7 @@ class Engine:
             spec.Offload.of(offload),
             spec.Mesh(
                 experts=experts,
+                sp_kind=sp_kind,
                 ep_plan=ep_plan,
                 schedule=schedule,
                 tp_plan=tp_plan,

@@ -20,6 +20,7 @@ from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.sequence.group import SequenceGroup
+from zero3d.sequence.shares import Sharing
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import UnitLayout
 
@@ -111,10 +112,14 @@ class Foundation:
         order = choose_order(
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
-        shares = resolved.mesh.sp > 1
-        sequence = SequenceGroup(partition.chunks.values(), axes.folds["sp"], options.zero.exact) if shares else None
+        sequence = _share_sequences(partition, axes.folds["sp"], options) if resolved.mesh.sp > 1 else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence)
+
+
+def _share_sequences(partition: ModelPartition, sp: Comm, options: Options) -> SequenceGroup:
+    """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
+    return SequenceGroup(partition.chunks.values(), sp, Sharing(sp.size, options.mesh.sp_kind, options.zero.exact))
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

@@ -17,10 +17,10 @@ from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, model_of
 from zero3d.models.packing import ATTENTION, inner_model
-from zero3d.sequence.attention import HeadAttention
+from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.entry import LENGTH, Entry
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
-from zero3d.sequence.shares import Attended, even_parts, loss_values
+from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
 from zero3d.sequence.trial import mixing_module
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -53,7 +53,7 @@ class Calls(NamedTuple):
 class SequenceGroup:
     """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
 
-    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, repeats: bool) -> None:
+    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing) -> None:
         """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -67,7 +67,7 @@ class SequenceGroup:
         names = {module: name for model in models for name, module in model.named_modules()}
         masks = ALL_MASK_ATTENTION_FUNCTIONS
         self._make_mask = masks[self._own]
-        self._attention = HeadAttention(_function(decoders[0], self._own), comm, repeats, names)
+        self._attention = SharedAttention(_function(decoders[0], self._own), self._own == "eager", comm, sharing, names)
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)

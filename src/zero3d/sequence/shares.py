@@ -31,8 +31,10 @@ class Heads(NamedTuple):
     repeat: int
 
     @classmethod
-    def of(cls, query: int, key: int, ranks: int) -> Heads:
+    def of(cls, query: int, key: int, ranks: int, repeats: bool = False) -> Heads:
         """Share heads out to within one query head. Keys are repeated where ranks would share a head of theirs.
+
+        repeats  in any case
 
         >>> Heads.of(8, 4, 2)
         Heads(query=[range(0, 4), range(4, 8)], key=[range(0, 2), range(2, 4)], repeat=1)
@@ -40,9 +42,37 @@ class Heads(NamedTuple):
         Heads(query=[range(0, 2), range(2, 4)], key=[range(0, 2), range(2, 4)], repeat=4)
         """
         parts, group = even_parts(query, ranks), query // key
-        if all(part.start % group == 0 and part.stop % group == 0 for part in parts):
+        if not repeats and all(part.start % group == 0 and part.stop % group == 0 for part in parts):
             return cls(parts, [range(part.start // group, part.stop // group) for part in parts], 1)
         return cls(parts, parts, group)
+
+
+class Sharing(NamedTuple):
+    """How attention is shared out.
+
+    ranks    of the sp group
+    kind     auto, heads or gather, as asked for
+    repeats  keys and values are repeated for each query head in any case, as exact mode does: their gradients are then
+             summed in one order at every sp
+    """
+
+    ranks: int
+    kind: str
+    repeats: bool
+
+    def by_heads(self, query: int, key: int) -> bool:
+        """Return whether ranks have heads of whole sequences, or else rows of queries and all keys and values.
+
+        auto: heads where ranks have whole heads of keys, whose gradients then have the bits of one rank, or in exact
+        mode; else what sends less. With less than a query head for each rank rows are the only way.
+
+            heads    (2 H + 2 K) rows D (sp - 1) / sp    of a rank and forward; K = H where keys are repeated
+            gather   2 K rows D (sp - 1)
+        """
+        if self.kind != "auto" or query < self.ranks:
+            return self.kind == "heads" and query >= self.ranks
+        heads = Heads.of(query, key, self.ranks, self.repeats)
+        return self.repeats or heads.repeat == 1 or 2 * query + 2 * key * heads.repeat <= 2 * key * self.ranks
 
 
 class Attended(NamedTuple):
@@ -53,6 +83,7 @@ class Attended(NamedTuple):
     key      heads of keys and values as they are sent: repeated ones count
     width    elements of a head of queries and keys; `value` of one of values
     trained  whether queries, keys and values have gradients
+    by_heads  whether heads are shared out, or else rows of queries
     """
 
     batch: int
@@ -63,9 +94,13 @@ class Attended(NamedTuple):
     value: int
     itemsize: int
     trained: tuple[bool, bool, bool]
+    by_heads: bool = True
 
     def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
         """Return what a rank sends in a forward, or in a backward: gradients go the way back of what they are of."""
+        if not self.by_heads:
+            widths = ((self.width, self.trained[1]), (self.value, self.trained[2]))
+            return Moved.total(self._rows(w, rank, ranks, backward) for w, t in widths if t or not backward)
         moved = []
         for heads, width, trained in (
             (self.query, self.width, self.trained[0]),
@@ -77,6 +112,13 @@ class Attended(NamedTuple):
         if any(self.trained) or not backward:
             moved.append(self._one(self.query, self.value, rank, ranks, to_rows=not backward))
         return Moved.total(moved)
+
+    def _rows(self, width: int, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends of keys or values: its rows to all others, or gradients of theirs."""
+        rows = even_parts(self.length, ranks)
+        sent = self.length - len(rows[rank]) if backward else (ranks - 1) * len(rows[rank])
+        elements = self.batch * self.key * width * sent
+        return Moved(1, elements, elements * self.itemsize)
 
     def _one(self, heads: int, width: int, rank: int, ranks: int, to_rows: bool) -> Moved:
         """Return what a rank sends of one tensor: its rows of others' heads, or others' rows of its heads."""

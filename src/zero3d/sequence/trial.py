@@ -25,7 +25,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.placeholders import Placeholder, first_argument
 
-LENGTH, CUT = 33, 17
+LENGTH, CUT = 33, 18  # no part is as long as widths are
 NAME = "sequence_trial"
 OF_A_KIND = 2
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
@@ -80,12 +80,12 @@ class _Seen:
         self._calls.clear()
 
     def note(self, name: str, made: Any, dim: int = 1) -> None:
-        """Note or compare a tensor whose dimension `dim` are rows; leave what has none."""
+        """Note or compare a tensor [1, ..] whose dimension `dim` are rows; leave any other."""
         rows = self._rows
         if isinstance(made, tuple):
             made = made[0] if made else None
-        if not isinstance(made, Tensor) or made.dim() <= dim or made.shape[dim] != len(rows):
-            return
+        if not isinstance(made, Tensor) or made.dim() < 3 or len(made) != 1 or made.shape[dim] != len(rows):
+            return  # such as tokens by expert
         key = name, self._calls[name]
         self._calls[name] += 1
         if len(rows) == LENGTH:

@@ -11,6 +11,7 @@ from zero3d.spec.declaring import key
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # schedules that compute gradients of inputs and of weights apart
 EXPERTS = EXACT, FAST = ("exact", "fast")
+SP_KINDS = ("auto", "heads", "gather")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class Mesh:
         "neighbours on dp that have a part of each sequence, for contexts too long for one of them; divides dp "
         "(mesh.sequence_parallel is another thing, Megatron's over tp)",
         least=1,
+        in_plan=False,
+    )
+    sp_kind: str = key(
+        "auto",
+        "how attention is shared out over sp: by heads of whole sequences, or by rows, to which keys and values are "
+        "gathered; auto: heads where that has the bits of one rank, else what sends less",
+        choices=SP_KINDS,
+        axis="sp",
         in_plan=False,
     )
     experts: str = key(
