@@ -60,6 +60,7 @@ class SequenceGroup:
 
         models: list[Any] = [model_of(chunk) for chunk in chunks]
         decoders = [decoder_of(model) for model in models]
+        self._sharing = sharing
         self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
         self._own = decoders[0].config._attn_implementation
         self._name = f"sequence_parallel_{next(_numbers)}"
@@ -71,12 +72,20 @@ class SequenceGroup:
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        self._entries = [Entry(each, self._own, comm.rank, comm.size, self._attention.tell) for each in decoders]
+        self._entries = [Entry(each, self._own, comm.rank, sharing, self._attention.tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
         self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
         self._set(self._name)
+
+    def describe(self, tp: int) -> str:
+        """Say how sequences are shared out, and attention."""
+        text = next(iter(self._configs.values())).get_text_config()
+        query = text.num_attention_heads // tp
+        key = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tp)
+        by = "heads" if self._sharing.by_heads(query, key) else "rows, to which keys are gathered"
+        return f"sequences over {self._sharing.ranks} ranks, attention by {by}"
 
     def _set(self, implementation: str) -> None:
         for config in self._configs.values():
