@@ -98,6 +98,7 @@ def check(found, wanted, most=1e-10):
     ("qwen3", {"sp": 2, "tp": 2}, {}),
     ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
     ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1}}),
+    ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1, "num_attention_heads": 2}}),
     ("llama", {"sp": 2, "pp": 2}, {"accumulate": 2}),
     ("qwen3", {"sp": 2, "pp": 2}, {"accumulate": 2, "lengths": (33,), "schedule": "zbv", "sizes": {"layers": 4}}),
 ], ids=str)  # fmt: skip
@@ -396,6 +397,14 @@ def smoothed():
     return model
 
 
+def compiled():
+    from zero3d.activations.compilation import compile_blocks
+
+    model = tiny("llama")
+    compile_blocks(model)
+    return model
+
+
 def net():
     import models
 
@@ -414,6 +423,8 @@ def net():
     ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "needs a mask of 2.30 kB"),
     ("llama", {"sp": 2}, {"sp_mask_budget": 1000, "sp_kind": "gather"}, "needs a mask of 1.15 kB"),
     ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is no size"),
+    ("llama", {"sp": 2, "tp": 2}, {"sp_kind": "heads", "sizes": {"num_attention_heads": 2}}, "more than the 2"),
+    ("llama", {"sp": 2}, {"loads": compiled}, "train.compile=false"),
     ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(ranks, name, degrees, options, why):

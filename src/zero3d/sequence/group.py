@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zero3d.account.traffic import Moved, Sent
+from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, model_of
@@ -146,8 +147,8 @@ class SequenceGroup:
         self._forget()
 
 
-def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
-    """Refuse a model whose sequences cannot be cut. Raises ConfigError."""
+def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
+    """Refuse a model whose sequences cannot be shared out over sp ranks, by heads or by rows. Raises ConfigError."""
     decoder, inner = decoder_of(model), inner_model(model)
     kind = type(inner).__name__
     if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
@@ -168,16 +169,21 @@ def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
             f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
             f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
         )
+    if any(is_compiled(module) for module in decoder.modules()):
+        raise ConfigError(
+            f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
+            "train.compile=false, or mesh.sp=1."
+        )
     if getattr(inner.config, "output_router_logits", False):
         raise ConfigError(
             f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
             "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
         )
     heads = getattr(text, "num_attention_heads", None)
-    if heads is not None and tp * sp > heads:
+    if sharing == "heads" and heads is not None and tp * sp > heads:
         raise ConfigError(
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
-            f"share: type mesh.sp={max(1, heads // tp)} or less."
+            f"share: type mesh.sp={max(1, heads // tp)} or less, or mesh.sp_kind=gather."
         )
     if (mixing := mixing_module(decoder)) is not None:
         raise ConfigError(
