@@ -171,6 +171,46 @@ def test_other_families_are_those_of_one_process(ranks, name):
     check(ranks(2, partial(trained, **options), name, {"sp": 2}), reference(name, 1, **options))
 
 
+def both_ways(name, sp):
+    """Losses and norms of a masked language model, whose tokens see each other in both directions."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    if name == "modernbert":
+        drops = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+        model = t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **drops, local_attention=8, pad_token_id=0))
+    else:
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = t.BertForMaskedLM(t.BertConfig(**sizes, **drops))
+    with LiftCasts():
+        engine, found = engine_of(model, {"sp": sp}), []
+        for number in range(2):
+            given = batch(number, 33)
+            given["labels"][:, 5:] = -100
+            mask = torch.ones(2, 33, dtype=torch.int64)
+            mask[1, 20:] = number
+            try:
+                found.append(
+                    (float(engine.train_batch([given | {"attention_mask": mask}])), float(engine.last_step.grad_norm))
+                )
+            except ConfigError as error:
+                return str(error)
+    return found, None
+
+
+def test_masked_language_models_have_their_labels_as_they_are(ranks):
+    ((one, _),) = ranks(1, both_ways, "modernbert", 1)
+    check(ranks(2, both_ways, "modernbert", 2), one)
+    assert "BertForMaskedLM computes a loss of its own" in ranks(2, both_ways, "bert", 2)[0]
+
+
 # --- bits ------------------------------------------------------------------------------------------
 
 

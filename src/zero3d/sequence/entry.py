@@ -103,6 +103,7 @@ class Entry:
             return mask
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
+        config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)

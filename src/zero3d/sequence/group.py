@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from zero3d.sequence.entry import LENGTH, Entry
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
 from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
 from zero3d.sequence.trial import mixing_module
+from zero3d.tensor_parallel.vocabulary import calls_loss
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _numbers = count()  # of groups in this process: each registers its attention under a name of its own
@@ -201,12 +204,22 @@ def _forget(name: str) -> None:
 
 
 def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
-    """Put the group's loss in the place of a model's loss of tokens; None for a model that has none."""
+    """Put the group's loss in the place of a model's loss of tokens; None, and no labels, for a model that has none."""
     loss: Any = getattr(inner, "loss_function", None)
-    if not hasattr(loss, "of_tokens") and getattr(loss, "__name__", "") not in LOSSES:
+    if not calls_loss(inner) or not (hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES):
+        inner.register_forward_pre_hook(partial(_refuse_labels, inspect.signature(inner.forward)), with_kwargs=True)
         return None
     inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
     return taken
+
+
+def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
+    if signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} computes a loss of its own, not transformers' of tokens ({', '.join(LOSSES)}), of "
+            "labels that mesh.sp cannot cut for it: give no labels and a loss of rows, Engine(loss=...), or type "
+            "mesh.sp=1."
+        )
 
 
 def _function(decoder: Any, implementation: str) -> Any:
