@@ -20,7 +20,7 @@ from zero3d.plan.tier_time import Rates
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
-from zero3d.spec.tiers import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMS, TIERS, TierRow, tiers_of
+from zero3d.spec.tiers import ACTIVATIONS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, TierRow, tiers_of
 from zero3d.spec.zero import Zero
 
 KEYS = (OPTIMIZER, PARAMS, GRADIENTS, ACTIVATIONS)
@@ -104,9 +104,9 @@ def test_a_plan_has_bytes_and_seconds_of_a_tier_by_the_clusters_fields(name):
     rates = [place.figure(said) / 8 for said in (row.read, row.write)]
     assert list(Rates.of(place, name)[2:]) == rates
     if isinstance(row.capacity, str):
-        less = replace(place, **{row.capacity: 1.0})
-        assert memory.lacks(less) == {name: memory.by_tier()[name] - 1}
-        assert f"{name} memory: " in " ".join(evaluate(model_of(), less, plan).notes)
+        less, counted = replace(place, **{row.capacity: 1.0}), HOST if row.on_host else name
+        assert memory.lacks(less) == {counted: memory.by_tier()[counted] - 1}
+        assert f"{counted} memory: " in " ".join(evaluate(model_of(), less, plan).notes)
     assert memory.lacks(place) == {}
 
 

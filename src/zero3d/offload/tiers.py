@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -80,7 +81,7 @@ class Opening(NamedTuple):
     slab: HostSlab
 
 
-class OpenTier:
+class OpenTier(ABC):
     """Owns what a rank has open of one tier. Each tier has a subclass in its file, which its row names.
 
     A constructor that may fail does so on all ranks (`distributed.agreement.agree`); new records are zeros.
@@ -99,13 +100,13 @@ class OpenTier:
         """Return the records of a kind that are here."""
         return [each.record for each in self._opening.records if each.kind == kind]
 
+    @abstractmethod
     def tier(self, kind: str, buffers: Sequence[Tensor], staging: Sequence[Tensor]) -> Tier:
         """Return the records of a kind, as they are used.
 
         buffers  of a ring through which they pass; none where they are used where they are
-        staging  as many of the host, where a ring's are on a device and the tier is buffered
+        staging  as many of the host, where a ring's are on a device and the tier is not addressed
         """
-        raise NotImplementedError
 
 
 class Stores:
@@ -256,7 +257,7 @@ class Builder:
 
     @property
     def _used(self) -> list[TierRow]:
-        """The tiers that may have records, in the order of their rows."""
+        """Return the tiers that may have records, in the order of their rows."""
         asked = {self._offload.optimizer, self._offload.params, self._offload.gradients}
         return [row for row in TIERS.values() if row.name in asked]
 
