@@ -300,10 +300,10 @@ def nothing_fits(
 
 
 def _beyond(tier: str) -> str:
-    """Say what else to pass where a tier is too small: the next one, and the field of a cluster that says its size."""
+    """Say what else to pass where a tier is too small: the next with memory of its own; the field that says its size."""
     names, capacity = tiers_of(OPTIMIZER), TIERS[tier].capacity
-    further = "".join(f", --offload {name}" for name in names[names.index(tier) + 1 :][:1])
-    return further + (f", or a --cluster file with more {capacity}" if isinstance(capacity, str) else "")
+    further = [f", --offload {name}" for name in names[names.index(tier) + 1 :] if not TIERS[name].on_host]
+    return "".join(further[:1]) + (f", or a --cluster file with more {capacity}" if isinstance(capacity, str) else "")
 
 
 def _other_batch(model: ModelSpec, cluster: ClusterSpec, target: Target) -> str:
