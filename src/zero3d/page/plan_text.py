@@ -300,7 +300,7 @@ def nothing_fits(
 
 
 def _beyond(tier: str) -> str:
-    """Say what else to pass where a tier is too small: the next with memory of its own; the field that says its size."""
+    """Say what else to pass where a tier is too small: the next with its own memory; the field that says its size."""
     names, capacity = tiers_of(OPTIMIZER), TIERS[tier].capacity
     further = [f", --offload {name}" for name in names[names.index(tier) + 1 :] if not TIERS[name].on_host]
     return "".join(further[:1]) + (f", or a --cluster file with more {capacity}" if isinstance(capacity, str) else "")
