@@ -18,6 +18,7 @@ from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
+from zero3d.spec.tiers import TIERS
 from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -73,8 +74,9 @@ def _notes(
         notes.append(TEXT)
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
-    if memory.host > cluster.host_memory:
-        notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
+    for name in memory.lacks(cluster):
+        held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
+        notes.append(f"{name} memory: {held / 1e9:.0f} GB needed on a node of {there / 1e9:.0f} GB")
     units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []
     padded = padding_warning([unit.layout for unit in units]) if as_zero3d else None
     return (*notes, padded) if padded else tuple(notes)

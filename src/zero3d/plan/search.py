@@ -34,25 +34,36 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.offload import DISK, HOST, Offload
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.tiers import HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 
 Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
-OFFLOADS = ("auto", "none", "host", "disk")
+OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
-ON_HOST: Tiers = (Offload(HOST), Offload(HOST, params=HOST))
-ON_DISK: Tiers = (Offload(DISK), Offload(DISK, params=HOST), Offload(DISK, params=DISK))
-ROUNDS: dict[str, tuple[Tiers, ...]] = {  # each tried if those before it have found nothing
-    "auto": (NEAR, ON_HOST, ON_DISK),
-    "none": (NEAR,),
-    "host": (NEAR + ON_HOST,),
-    "disk": (NEAR + ON_HOST + ON_DISK,),
-}
+
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
+
+
+def _rounds() -> dict[str, tuple[Tiers, ...]]:
+    """Return, by how far states may go, what is tried in turn: each if those before it have found nothing.
+
+    Weights leave the device for no tier beyond that of the states.
+    """
+    names, turns = list(TIERS), [NEAR]
+    up_to = {"none": NEAR}
+    for tier in tiers_of(OPTIMIZER):
+        near = [name for name in tiers_of(PARAMS) if names.index(name) <= names.index(tier)]
+        turns.append((Offload(tier), *(Offload(tier, params=name) for name in near)))
+        up_to[tier] = sum(turns, ())
+    return {"auto": tuple(turns), **{tier: (all_,) for tier, all_ in up_to.items()}}
+
+
+ROUNDS = _rounds()
 
 
 class Row(NamedTuple):
@@ -86,7 +97,7 @@ class Target(NamedTuple):
 
     sequences  of a step over all ranks
     limit      bytes of a GPU that may be used
-    offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
+    offload    how far states may leave it: none, or as far as a tier; auto where nothing fits otherwise
     optimizer  the name of its row (spec/optimizer.py)
     """
 
@@ -300,15 +311,22 @@ def _fitting(
         plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
         estimate = evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
-        hosts = estimate.memory.host - cluster.host_memory
-        if excess > 0 or hosts > 0:
+        lacks = estimate.memory.lacks(cluster)
+        if excess > 0 or lacks:
             if excess > 0:
                 account.too_large("the GPU's memory", len(group) - i, plan, excess)
             else:
-                account.too_large("the host's memory", len(group) - i, plan, hosts, _on_host(estimate.memory, cluster))
+                tier, more = next(iter(lacks.items()))
+                parts = _on_host(estimate.memory, cluster) if tier == HOST else ""
+                account.too_large(memory_of(tier), len(group) - i, plan, more, parts)
             return
         account.tried += 1
         yield Row(plan, estimate)
+
+
+def memory_of(tier: str) -> str:
+    """Return a tier's memory as rejections name it."""
+    return f"the {tier}'s memory"
 
 
 def _on_host(memory: Memory, cluster: ClusterSpec) -> str:
