@@ -30,6 +30,7 @@ LAYERS = {
         "data",
         "tensor_parallel",
         "expert_parallel",
+        "sequence",
         "pipeline",
         "checkpoint",
         "optim",

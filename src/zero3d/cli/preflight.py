@@ -1,6 +1,6 @@
 """What a configuration and a number of ranks show before any rank is started: for verbs that start runs later.
 
-degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and what folds dp (mesh.ep) divides it
+degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and what folds dp (mesh.ep, mesh.sp) divides it
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 type         transformers knows the model
@@ -39,7 +39,7 @@ def check_world(config: Config, world: int) -> None:
     Under health.min_ranks those of them count that can form a dp.
     """
     degrees = Degrees.resolve(fitting_ranks(config, world), **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp)
+    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
     if degrees.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)
 

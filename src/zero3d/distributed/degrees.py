@@ -19,6 +19,9 @@ the ranks of edp (expert data parallel) hold the same ones.
     edp 0   dp 0    dp 1
     edp 1   dp 2    dp 3
 
+For long sequences, the sp neighbours are handed the same micro-batch and have a part of each sequence; so dp is
+sp x rows, and a batch is micro_batch x accumulate x rows.
+
 A further one is a row of FOLDS, a degree here, a keyword of Mesh and a key of the section mesh. What opens groups,
 counts messages, shrinks, simulates, saves or resumes a run reads the rows.
 """
@@ -50,7 +53,10 @@ class Fold(NamedTuple):
 
 
 AXES = ("pp", "dp", "tp")  # whose degrees make the world
-FOLDS = (Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),)
+FOLDS = (
+    Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),
+    Fold("sp", "rows", "axis of sequences", cuts=False, bits="gradients are summed over other parts of sequences"),
+)
 COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}
 DATA = ("dp", *COMPLEMENTS)  # axes over which states of units are cut
 SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
@@ -71,10 +77,17 @@ class Degrees(NamedTuple):
     dp: int
     tp: int
     ep: int = 1
+    sp: int = 1
 
     @classmethod
     def resolve(
-        cls, world: int, dp: int | None = None, tp: int | None = None, pp: int | None = None, ep: int | None = None
+        cls,
+        world: int,
+        dp: int | None = None,
+        tp: int | None = None,
+        pp: int | None = None,
+        ep: int | None = None,
+        sp: int | None = None,
     ) -> Degrees:
         """Complete the degrees of a world.
 
@@ -87,7 +100,7 @@ class Degrees(NamedTuple):
 
         Raises MeshError with the arithmetic.
         """
-        given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep}
+        given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep, "sp": sp}
         for name, degree in {**given, **folds}.items():
             if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
                 raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
@@ -113,6 +126,11 @@ class Degrees(NamedTuple):
     def edp(self) -> int:
         """Return how many ranks hold the same experts."""
         return self.size("edp")
+
+    @property
+    def rows(self) -> int:
+        """Return how many ranks of dp have other sequences: those of an sp group are handed the same ones."""
+        return self.size("rows")
 
     @property
     def cuts_model(self) -> bool:

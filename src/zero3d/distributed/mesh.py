@@ -49,6 +49,7 @@ class Mesh:
 
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     ep          experts of mixtures are shared out among so many neighbours on the dp axis, which it divides
+    sp          sequences are cut into so many parts, one for each of as many neighbours on dp, which it divides
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
                 that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
                 Where nobody has, it decides with what torch.distributed starts
@@ -64,6 +65,7 @@ class Mesh:
         tp: int | None = None,
         pp: int | None = None,
         ep: int | None = None,
+        sp: int | None = None,
         *,
         device: str | torch.device | None = None,
         debug: bool = False,
@@ -75,11 +77,12 @@ class Mesh:
             _of_one_process.add(self)
         check_carries(self.device)
         self.world = dist.get_world_size()
-        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep)
+        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp)
         self.pp = self.degrees.pp
         self.dp = self.degrees.dp
         self.tp = self.degrees.tp
         self.ep = self.degrees.ep
+        self.sp = self.degrees.sp
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
@@ -116,6 +119,11 @@ class Mesh:
     def place(self) -> Place:
         """This rank's coordinates."""
         return self.degrees.place(self.rank)
+
+    @property
+    def row(self) -> int:
+        """Which of `degrees.rows` parts of a batch this rank trains on: those of an sp group are handed the same."""
+        return self.place.dp // self.sp
 
     @property
     def data(self) -> Axis:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -117,6 +118,8 @@ class Assembly:
         for name, value in resized.items() if values else ():
             values[full_model.owner(name)] = value.to(self.changes.dtypes[full_model.owner(name)])
         leave_clipping(p for _, _, p in slots)
+        if base.sequence is not None:
+            base.sequence.close()
         owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
         made = self.changes.undo(values, owned, {full_model.owner(name) for _, name, p in slots if p.requires_grad})
         updated = {full_model.owner(name) for unit, name, _ in slots if unit.grads is not None}
@@ -156,7 +159,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base, why_there = decide_place(base, specs)
     base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
-    losses, only = Losses(model, options.step.loss), last_only(model)
+    part = None if base.sequence is None else base.sequence.own_part
+    losses, only = Losses(model, options.step.loss, part), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)
@@ -184,7 +188,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
     if pipeline is not None:
-        with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False):
+        uncut = nullcontext() if base.sequence is None else base.sequence.whole()
+        with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False), uncut:
             pipeline.learn_shapes()
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
@@ -275,6 +280,7 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         done=partial(base.order.close, runtime.reductions, runtime.units),
         gathered=whole.of_chunk,
         arena=base.axes.arena,
+        own_shape=tuple if base.sequence is None else base.sequence.own_shape,
     )
     return Pipeline(
         base.partition.chunks,

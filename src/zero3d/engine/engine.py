@@ -14,7 +14,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -109,6 +109,10 @@ class Engine:
     tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
     sequence_parallel  cut activations between blocks over tp, too, along the sequence
     ep_plan       {pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)
+    sp_kind       "auto" | "heads" | "gather": how attention is shared out where ranks have parts of sequences
+                  (mesh.sp): heads of whole sequences, or rows, to which keys and values are gathered
+    sp_mask_budget  bytes, or a text such as "4GB": of one mask of whole sequences, where they are shared out and
+                  padding, packing or a window make attention need one; a larger one is refused before it is made
     experts       exact: a product for each rank whose tokens came, with the bits of ep=1; fast: one of all (ep > 1)
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
@@ -153,6 +157,7 @@ class Engine:
     experts = Exposed(lambda assembly: assembly.base.partition.experts)
     full_model = Exposed(lambda assembly: assembly.base.partition.full_model)
     regions = Exposed(lambda assembly: assembly.base.partition.regions)
+    sequence = Exposed(lambda assembly: assembly.base.sequence)
     kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
     pipeline = Exposed(lambda assembly: assembly.pipeline)
     # what works in every step
@@ -198,6 +203,8 @@ class Engine:
         sequence_parallel: bool = False,
         ep_plan: Mapping[str, str] | None = None,
         experts: str = "exact",
+        sp_kind: str = "auto",
+        sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
@@ -211,6 +218,8 @@ class Engine:
             spec.Offload.of(offload),
             spec.Mesh(
                 experts=experts,
+                sp_kind=sp_kind,
+                sp_mask_budget=sp_mask_budget,
                 ep_plan=ep_plan,
                 schedule=schedule,
                 tp_plan=tp_plan,
@@ -404,7 +413,12 @@ class Engine:
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
         alone = (keep_full or self.dp.size == 1) and self.mesh.ep == 1  # experts of others need their tokens
         execution = self._assembly.execution
-        with self.mesh.heartbeat.phase("generate"), execution.together(), self._evaluating(keep_full):
+        with (
+            self.mesh.heartbeat.phase("generate"),
+            execution.together(),
+            self._evaluating(keep_full),
+            nullcontext() if self.sequence is None else self.sequence.whole(),
+        ):
             share_random_state(self.tp)  # tokens that differed would end sequences at other times: no rank would return
             of_model = getattr(self.module, "generate", None)
             if of_model is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -153,6 +153,7 @@ class Pipelined:
         self, pipeline: Pipeline, base: Foundation, runtime: Runtime, stepper: Stepper, only: Mapping[str, int]
     ) -> None:
         self._pipeline, self._stages = pipeline, base.axes.pp.size
+        self._told: Callable[[Any], Any] = _same if base.sequence is None else base.sequence.with_length
         self._loss_scale, self._features = runtime.loss_scale, stepper.features
         self._only = only
 
@@ -179,7 +180,7 @@ class Pipelined:
         for feature in self._features:
             feature.begin(len(micro_batches))
         recording = next((feature.recording for feature in self._features if feature.recording is not None), None)
-        sums = self._pipeline.run(micro_batches, self._loss_scale.value, recording)
+        sums = self._pipeline.run([self._told(batch) for batch in micro_batches], self._loss_scale.value, recording)
         for feature in self._features:
             feature.before_update(self._compute)
         return sums
@@ -189,7 +190,7 @@ class Pipelined:
         self._pipeline.run_apart(again.batch, self._loss_scale.value, again)
 
     def evaluate(self, micro_batches: Iterable[Any]) -> list[SumAndWeight]:
-        return self._pipeline.evaluate(micro_batches)
+        return self._pipeline.evaluate(map(self._told, micro_batches))
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
         output = self._pipeline.output({"input_ids": ids, **self._only})
@@ -200,6 +201,10 @@ class Pipelined:
 
     def together(self) -> AbstractContextManager[None]:
         return self._pipeline.failures.guard()
+
+
+def _same(batch: Any) -> Any:
+    return batch
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
+from zero3d.sequence.group import SequenceGroup
+from zero3d.sequence.shares import Sharing
+from zero3d.spec.sizes import parse_size
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import UnitLayout
 
@@ -82,6 +85,7 @@ class Foundation:
     resolved   mesh, precision and policy
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
+    sequence   the ranks that share sequences out; None where each has whole ones
     """
 
     options: Options
@@ -89,6 +93,7 @@ class Foundation:
     axes: Axes
     partition: ModelPartition
     order: SumOrder
+    sequence: SequenceGroup | None
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
@@ -108,8 +113,16 @@ class Foundation:
         order = choose_order(
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
+        sequence = _share_sequences(partition, axes.folds["sp"], options) if resolved.mesh.sp > 1 else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order)
+        return cls(done, resolved, axes, partition, order, sequence)
+
+
+def _share_sequences(partition: ModelPartition, sp: Comm, options: Options) -> SequenceGroup:
+    """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
+    mesh = options.mesh
+    masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
+    return SequenceGroup(partition.chunks.values(), sp, Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked))
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

@@ -32,10 +32,11 @@ class Losses:
 
     loss   (output, batch) -> (sum, weight), the caller's own; None for what the output itself says
     takes  keywords of the model's forward, None for any; other entries of a mapping are left for `loss`
+    part   makes the batch that `loss` is given of a whole one, where ranks share sequences out
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        self._loss = loss
+    def __init__(self, model: nn.Module, loss: Loss | None, part: Callable[[Any], Any] | None = None) -> None:
+        self._loss, self._part = loss, part
         self.takes = _keywords(model)
         self._options = forward_options(model)
 
@@ -49,7 +50,7 @@ class Losses:
     def sum_and_weight(self, output: Any, batch: Any) -> SumAndWeight:
         """Return the sum of a micro-batch's losses and its weight. Raises ConfigError where neither says it."""
         if self._loss is not None:
-            total, weight = self._loss(output, batch)
+            total, weight = self._loss(output, batch if self._part is None else self._part(batch))
             return total, checked_weight(weight)
         if isinstance(output, Tensor) and output.dim() == 0:
             return at_least_fp32(output), 1.0

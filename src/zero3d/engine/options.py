@@ -30,6 +30,7 @@ from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
+from zero3d.sequence.group import check_sequence
 from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.rules import check
 from zero3d.spec.sections import Spec
@@ -144,6 +145,8 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     offloads, asked = options.offload.activations_leave, options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
     check_experts(model, mesh, zero.exact)
+    if mesh.sp > 1:
+        check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):

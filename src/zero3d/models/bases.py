@@ -20,6 +20,16 @@ def base_of(model: Any) -> Any:
     return inner.base_model if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the module that takes inputs_embeds and positions: of a vision-language model the one for text.
+
+    None for a module that is not Hugging Face's.
+    """
+    base = base_of(model)
+    found = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return base if found is None else found
+
+
 def model_of(module: nn.Module) -> nn.Module:
     """Return the model that a pipeline's chunk was cut from, with its class and methods; any other module itself."""
     model: nn.Module = vars(module).get("_model", module)

@@ -199,12 +199,16 @@ class TiledLoss:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
-        counted = flat != ignore_index
-        _check(flat, counted, vocab_size)
-        total, target = self._numbers(logits, flat, vocab_size)
-        losses = (total - target).where(counted, 0.0)
-        count: Any = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        losses = self.of_tokens(logits, flat, vocab_size, ignore_index)
+        count: Any = (flat != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+    def of_tokens(self, logits: DeferredLogits, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+        """Return the losses [tokens] of deferred logits, of these targets [tokens]; 0 for those that are ignored."""
+        counted = targets != ignored
+        _check(targets, counted, vocab_size)
+        total, target = self._numbers(logits, targets, vocab_size)
+        return (total - target).where(counted, 0.0)
 
     def _numbers(self, logits: DeferredLogits, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return [tokens] logsumexp over the vocabulary, and the target's logit."""

@@ -84,7 +84,7 @@ class Pipeline:
         self._schedule, self._axis = schedule, axis
         self._owners = [schedule.rank_of(chunk, axis.size) for chunk in range(total)]
         self._chunks = Chunks(chunks, total - 1, self.failures, loss, takes)
-        self._outputs = ChunkOutputs(chunks.values())
+        self._outputs = ChunkOutputs(chunks.values(), callbacks.own_shape)
         self._forward_only = ForwardOnly(self._owners, axis, ledger, self._chunks, self._outputs)
         self._step, self._step_apart = (
             Step(self._chunks, self.failures, each, ledger, axis.name, self._outputs.loss_dtype)

@@ -8,7 +8,7 @@ How many layers have routers is known where a forward has passed: `router_logits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,13 @@ class RouterLogits(NamedTuple):
 class ChunkOutputs:
     """What leaves each chunk of a pipeline. Width and dtype are those of `modules`, this rank's chunks.
 
+    own_shape       shape of token ids -> of those that this rank computes, a part where ranks share sequences out
     router_logits   by number of a chunk, those that leave it, None where there are none yet
     """
 
-    def __init__(self, modules: Iterable[Any]) -> None:
+    def __init__(self, modules: Iterable[Any], own_shape: Callable[[Sequence[int]], Sequence[int]]) -> None:
         modules = list(modules)
+        self._own_shape = own_shape
         weight = next(p for module in modules for p in module.parameters() if p.is_floating_point())
         self._dtype = weight.dtype
         self.device = weight.device
@@ -40,16 +42,17 @@ class ChunkOutputs:
 
     def hidden(self, ids_shape: Sequence[int]) -> Tensor:
         """Return an empty hidden state for token ids of this shape."""
-        return torch.empty((*ids_shape, self._width), dtype=self._dtype, device=self.device)
+        return torch.empty((*self._own_shape(ids_shape), self._width), dtype=self._dtype, device=self.device)
 
     def leaving(self, chunk: int, ids_shape: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what a chunk hands on for token ids of this shape, on the meta device."""
-        hidden = torch.empty((*ids_shape, self._width), dtype=self._dtype, device="meta", requires_grad=True)
+        shape = *self._own_shape(ids_shape), self._width
+        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         routed = self.router_logits.get(chunk)
         if routed is None:
             return (hidden,)
-        shape = routed.layers, hidden.shape[:-1].numel(), routed.experts
-        return hidden, torch.empty(shape, dtype=routed.dtype, device="meta", requires_grad=True)
+        logits = routed.layers, hidden.shape[:-1].numel(), routed.experts
+        return hidden, torch.empty(logits, dtype=routed.dtype, device="meta", requires_grad=True)
 
     def sizes(self, chunk: int, ids_shape: Sequence[int]) -> list[tuple[int, int]]:
         """Return (elements, bytes of each) of every tensor that a chunk hands on."""

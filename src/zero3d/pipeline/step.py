@@ -37,6 +37,7 @@ class Callbacks(NamedTuple):
     done          all gradients of a chunk and a micro-batch are there
     gathered      a chunk's units, whole inside the block
     arena         lends what is received into
+    own_shape     of token ids -> of those that this rank computes
     """
 
     accumulation: Accumulation
@@ -45,6 +46,7 @@ class Callbacks(NamedTuple):
     done: Callable[[nn.Module], None]
     gathered: Callable[[nn.Module], AbstractContextManager[None]]
     arena: Arena
+    own_shape: Callable[[Sequence[int]], Sequence[int]] = tuple
 
     def apart(self) -> Callbacks:
         """Return those of a micro-batch that belongs to no step: nothing of it is counted, drawn or summed."""

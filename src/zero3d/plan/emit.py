@@ -79,7 +79,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     mesh = config.mesh
     world = gpus or (mesh.dp or least_dp(degrees_of(mesh))) * (mesh.tp or 1) * (mesh.pp or 1)
     degrees = Degrees.resolve(world, **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp)
+    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
         schedule.check(batch.accumulate, degrees.pp)

@@ -115,7 +115,7 @@ def partition_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
         zero=Zero(exact=plan.zero.exact),
-        mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, plan.mesh.experts, schedule=plan.schedule),
+        mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, experts=plan.mesh.experts, schedule=plan.schedule),
         accumulate=plan.pp,
         precision=plan.precision,
         optimizer=plan.optimizer,

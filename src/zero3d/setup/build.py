@@ -95,7 +95,7 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
         inputs = open_inputs(config)
         return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
-    accumulate = resolve_batch(config.train, mesh.dp).accumulate
+    accumulate = resolve_batch(config.train, mesh.dp, mesh.sp).accumulate
     return build_engine(config, open_trained(config), mesh, accumulate, config.train.steps)
 
 

@@ -87,7 +87,7 @@ def open_inputs(
 
 def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     """Return the batch, the model without weights and its tokenizer. Raises ConfigError, DataError."""
-    batch = resolve_batch(config.train, mesh.dp)
+    batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     if mesh.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     check_packages(config)

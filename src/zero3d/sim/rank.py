@@ -62,7 +62,7 @@ def dry_run(
     with fake_group(rank, world), standing_in(backend, bool(config.data.packing)):
         mesh = FakeMesh(**asked_degrees(config), backend=backend, per_host=per_host)
         mesh.make_stores = partial(DryStores, on_cpu=mesh.on_cpu)
-        place, m = mesh.place, resolve_batch(config.train, mesh.dp).accumulate
+        place, m = mesh.place, resolve_batch(config.train, mesh.dp, mesh.sp).accumulate
         schedule = Schedule.of(config.mesh.schedule)
         if mesh.pp > 1:
             schedule.check(m, mesh.pp)
@@ -96,7 +96,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
 
     The text says whether its sequences had images. Raises ConfigError for a forward that reads values.
     """
-    batch = resolve_batch(config.train, mesh.dp)
+    batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:

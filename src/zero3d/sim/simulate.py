@@ -51,7 +51,7 @@ def simulate(
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
     """
     degrees = Degrees.resolve(world, **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp)
+    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:

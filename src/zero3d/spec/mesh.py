@@ -11,6 +11,7 @@ from zero3d.spec.declaring import key
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SPLIT_BACKWARDS = ("zero-bubble", "zbv")  # schedules that compute gradients of inputs and of weights apart
 EXPERTS = EXACT, FAST = ("exact", "fast")
+SP_KINDS = ("auto", "heads", "gather")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,28 @@ class Mesh:
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
     ep: int | None = key(None, "neighbours on dp that share the experts of a mixture out; divides dp", least=1)
+    sp: int | None = key(
+        None,
+        "neighbours on dp that have a part of each sequence, for contexts too long for one of them; divides dp "
+        "(mesh.sequence_parallel is another thing, Megatron's over tp)",
+        least=1,
+        in_plan=False,
+    )
+    sp_kind: str = key(
+        "auto",
+        "how attention is shared out over sp: by heads of whole sequences, or by rows, to which keys and values are "
+        "gathered; auto: heads where that has the bits of one rank, else what sends less",
+        choices=SP_KINDS,
+        axis="sp",
+        in_plan=False,
+    )
+    sp_mask_budget: int | str = key(
+        "4GB",
+        "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, where padding, "
+        "packing or a window make attention need one",
+        axis="sp",
+        in_plan=False,
+    )
     experts: str = key(
         "exact",
         "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
@@ -45,7 +68,11 @@ class Mesh:
         axis="tp",
         in_plan=False,
     )
-    sequence_parallel: bool = key(False, "cut activations between blocks over tp, too, along the sequence", axis="tp")
+    sequence_parallel: bool = key(
+        False,
+        "cut activations between blocks over tp, too, along the sequence (mesh.sp cuts them everywhere, over dp)",
+        axis="tp",
+    )
     partition_activations: bool = key(
         False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
     )

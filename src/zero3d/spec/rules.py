@@ -125,6 +125,18 @@ RULES = (
         "{mesh.sequence_parallel=false}, or {mesh.ep=1}.",
     ),
     Rule(
+        "mesh.sequence_parallel",
+        lambda s: s.sp > 1 and s.mesh.sequence_parallel,
+        "{mesh.sp} cuts activations along the sequence everywhere, and {mesh.sequence_parallel} between blocks over tp "
+        "once more: type {mesh.sequence_parallel=false}.",
+    ),
+    Rule(
+        "health.replay",
+        lambda s: s.replay > 0 and s.sp > 1,
+        "{health.replay} has a neighbour compute a rank's micro-batch once more, and with {mesh.sp} all neighbours are "
+        "needed for one: leave {health.replay} out.",
+    ),
+    Rule(
         "mesh.partition_activations",
         lambda s: s.mesh.partition_activations and s.tp == 1,
         "{mesh.partition_activations} cuts the inputs of recomputed blocks over tp, and tp is 1: type {mesh.tp=2} or "

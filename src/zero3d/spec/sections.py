@@ -65,6 +65,11 @@ class Spec:
         return 1 if self.mesh.ep is None else self.mesh.ep
 
     @cached_property
+    def sp(self) -> int:
+        """Return how many neighbours on dp have a part of each sequence."""
+        return 1 if self.mesh.sp is None else self.mesh.sp
+
+    @cached_property
     def coded(self) -> bool:
         """Return whether the optimizer's states are codes of 8 bits."""
         row = OPTIMIZERS.get(self.optimizer or "")

@@ -74,8 +74,11 @@ class Head:
 
 def has_causal_loss(model: Any) -> bool:
     """Return whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
-        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss" and calls_loss(model)
+
+
+def calls_loss(model: Any) -> bool:
+    """Return whether a model's forward calls its `loss_function`."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
     return any("loss_function" in f.__code__.co_names for f in forwards if inspect.isfunction(f))
 
@@ -112,6 +115,15 @@ class CausalLoss:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return cross_entropy(logits, shift_labels, self._channel, ignore_index, num_items_in_batch, self._name)
+
+    def of_tokens(self, logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+        """Return the losses [tokens] of local logits, [.., V/N], of these targets [tokens]."""
+        local = logits.reshape(-1, logits.shape[-1])
+        if local.shape[1] == vocab_size:
+            return F.cross_entropy(local.float(), targets, ignore_index=ignored, reduction="none")
+        args = targets, self._channel, ignored, self._name
+        losses: Tensor = _CrossEntropy.apply(local, *args)  # type: ignore[no-untyped-call]
+        return losses
 
 
 def cross_entropy(

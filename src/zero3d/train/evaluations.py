@@ -76,8 +76,9 @@ class Evaluations:
 
     def _batches_of(self, held_out: Samples) -> Iterator[Batch]:
         """Yield this rank's micro-batches, on the host."""
-        dp, limit, exact = self._engine.dp, self._config.evaluate.batches, self._config.zero.exact
-        return validation_batches(held_out, self._micro_batch, dp=dp.size, rank=dp.rank, limit=limit, together=exact)
+        mesh, limit, exact = self._engine.mesh, self._config.evaluate.batches, self._config.zero.exact
+        rows, row = mesh.degrees.rows, mesh.row
+        return validation_batches(held_out, self._micro_batch, dp=rows, rank=row, limit=limit, together=exact)
 
 
 def held_out_record(loss: float) -> Record:

@@ -116,7 +116,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
 def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None, data: DataSet) -> Reloaded:
     """Evaluate the exported model as anybody would load it, on rank 0 alone."""
     gc.collect()
-    device, ranks = engine.mesh.device, engine.dp.size
+    device, ranks = engine.mesh.device, engine.mesh.degrees.rows
     model = load_export(place, base, engine.precision.dtype).to(device).eval()
     by = "PeftModel" if place.kind == ADAPTER else auto_class(model.config).__name__
     assert data.validation is not None

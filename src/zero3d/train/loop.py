@@ -271,8 +271,8 @@ class Loop:
     def _add_totals(self, record: Record) -> int:
         """Add what all ranks know together; return the signal that asks them to stop, or 0."""
         mesh, signals = self.engine.mesh, self._of_ranks[0::SHARED]
-        # The ranks of a model-parallel group see the same tokens.
-        tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp)
+        # The ranks of a model-parallel group see the same tokens, and so do those that share sequences.
+        tokens = int(sum(self._of_ranks[1::SHARED])) // (mesh.pp * mesh.tp * mesh.sp)
         self.state = replace(
             self.state,
             step=record["step"],

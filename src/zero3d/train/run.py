@@ -295,6 +295,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings = [f"stage {config.zero.stage}", config.precision, devices]
     settings += [f"activations {config.activations}"] if config.activations != "none" else []
     settings += ["inputs of blocks in parts over tp"] if config.mesh.partition_activations else []
+    settings += [] if engine.sequence is None else [engine.sequence.describe(engine.mesh.tp)]
     settings += ["masters in halves"] if config.zero.master == "split" else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
     settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []
@@ -320,7 +321,7 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
     return BatchStream(
         inputs.data.train,
         inputs.batch,
-        rank=engine.dp.rank,
+        rank=engine.mesh.row,
         seed=config.seed,
         shuffle=config.data.shuffle,
         workers=config.data.workers,

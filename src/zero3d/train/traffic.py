@@ -8,6 +8,7 @@ trade (pp)                                  gradients of tied parameters, once a
 all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
 pass_rows (dp), pass_rows (tp)              of Muon's matrices to their owners and back (optim/owners.py)
 pass_rows (ep), exchange (ep)               expert_traffic of all rows that routers sent to other ranks' experts
+pass_rows (sp), exchange (sp)               rows for others' heads and back, by the attentions' calls; losses of rows
 exchange (pp), (tp) or (replica)            weight, norms and loss of a model-parallel group; partial
                                             gradients, once a step
 
@@ -49,9 +50,10 @@ class TrainingTraffic:
     def __init__(self, engine: Engine) -> None:
         self.gathers: Mapping[str, int] = {}
         self._ledger, self._tokens = engine.traffic, engine.gathers
-        self._dispatches = engine.experts.dispatches
+        self._dispatches, self._sequence = engine.experts.dispatches, engine.sequence
         self._excluded: Counter[tuple[str, str, str, str]] = Counter()
         self._begun, self._last = self._all_passed(), 0
+        self._called = None if self._sequence is None else self._sequence.calls
         engine.traffic.reset()
         engine.gathers.events = []
 
@@ -59,7 +61,10 @@ class TrainingTraffic:
     def excluded(self) -> Iterator[None]:
         """Leave what is moved inside out of the count: it is no training."""
         before, passed = self._rows(), self._all_passed()
+        called = None if self._sequence is None else self._sequence.calls
         yield
+        if self._sequence is not None and self._called is not None and called is not None:
+            self._called = self._called.plus(self._sequence.calls.less(called))
         for name, now in self._all_passed().items():
             self._begun[name] = self._begun[name].plus(now.plus(passed[name], -1))
         self._excluded.update({key: figure - before[key] for key, figure in self._rows().items()})
@@ -71,6 +76,13 @@ class TrainingTraffic:
     def passed(self) -> dict[str, Passed]:
         """What training's expert layers have sent to other ranks."""
         return {name: now.plus(self._begun[name], -1) for name, now in self._all_passed().items()}
+
+    @property
+    def sequence(self) -> list[Sent]:
+        """Return what training has sent between ranks that share sequences, by formula."""
+        if self._sequence is None or self._called is None:
+            return []
+        return list(self._sequence.traffic(self._sequence.calls.less(self._called)))
 
     def last_step(self) -> int:
         """Return bytes since this was called last."""
@@ -115,6 +127,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
         planned += planned_tensor(engine, counts)
         planned += planned_model_group(engine, counts.steps)
         planned += planned_experts(engine, traffic.passed)
+        planned += traffic.sequence
         planned += planned_features(engine, counts.applied)
     formula, measured = by_operation(planned), by_operation(traffic.entries())
     return [

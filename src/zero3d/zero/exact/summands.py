@@ -21,11 +21,14 @@ class Summands:
 
     micro_batches  of a rank in the present step, which numbers need where gradients are reduced every step
     seed, batches  of dropout: rank 0's at construction, and steps so far, skipped ones too
+    shared         ranks share sequences out, each of which is then as many neighbours in the list
     rows           of a micro-batch, as `train_batch` saw it last, here or before a checkpoint
     """
 
-    def __init__(self, comm: Comm, per_step: bool, micro_batches: int, seed: int) -> None:
-        self.comm, self.per_step = comm, per_step
+    def __init__(self, comm: Comm, per_step: bool, micro_batches: int, seed: int, shared: bool = False) -> None:
+        self.comm = comm
+        self.per_step = per_step
+        self.shared = shared
         self._usual = micro_batches
         self.seed, self.batches = seed, 0
         self.rows: int | None = None
@@ -39,6 +42,12 @@ class Summands:
                 f"exact=True with reduce='every_step' sums a rank's micro-batches before those of others, in halves: "
                 f"{micro_batches} per rank and step is no power of two. Pass {1 << micro_batches.bit_length() - 1} or "
                 f"{1 << micro_batches.bit_length()}, or reduce='every_micro_batch' (stages 2 and 3)."
+            )
+        if self.per_step and self.shared and micro_batches > 1:
+            raise ConfigError(
+                f"exact=True with mesh.sp and reduce='every_step' would sum {micro_batches} micro-batches of a rank "
+                "before the other parts of their sequences: type zero.reduce=every_micro_batch (stages 2 and 3), or "
+                "one micro-batch per step (train.accumulate=1)."
             )
         self.micro_batches = micro_batches
 

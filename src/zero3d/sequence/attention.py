@@ -1,0 +1,287 @@
+"""Attention over sequences that ranks share out, by the model's own attention function.
+
+Hugging Face calls what `ALL_ATTENTION_FUNCTIONS` has under the name in the configuration:
+
+    function(module, query, key, value, mask, **options) -> (output [B, S, H, D], weights)
+    query        [B, H, S, D]      key, value  [B, K, S, D]      mask  [B or 1, H or 1, S, S], or None
+
+The one in its place is given this rank's rows, and has two ways:
+
+    heads    exchange them for whole sequences of this rank's heads, call the original with a stand-in for the module
+             that has as many, exchange its output back
+    gather   gather the keys and values of whole sequences, call the original with this rank's rows of queries
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.sequence.shares import Attended, Heads, Sharing, even_parts
+
+Function = Callable[..., tuple[Tensor, Any]]
+
+PER_HEAD = ("s_aux", "sinks")  # of a module or an option: [H]
+
+
+class SharedAttention:
+    """Calls a model's attention function for sequences that the ranks of a group share out.
+
+    original  the function that the model would have called; `additive`: it adds masks instead of selecting by them
+    comm      the sp group
+    shares    how it is shared out
+    names     of the modules that attend, in the ledger
+    calls     by name: how often alike ones were forward, and backward
+    length    of the sequences that entered the model last, for attentions that are not told
+    """
+
+    def __init__(
+        self, original: Function, additive: bool, comm: Comm, shares: Sharing, names: Mapping[nn.Module, str]
+    ) -> None:
+        self._original, self._additive = original, additive
+        self._comm, self._shares = comm, shares
+        self._names = WeakKeyDictionary(names)
+        self.calls: dict[str, Counter[tuple[Attended, bool]]] = defaultdict(Counter)
+        self.length = 0
+
+    def tell(self, length: int) -> None:
+        """Hear how long the sequences are that enter the model."""
+        self.length = length
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sequence_length: int = 0,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Return this rank's rows of the output, [B, rows, H, D].
+
+        sequence_length  of the whole, where the model hands its entry's further options on to its attention; recomputed
+                         forwards are given it again
+
+        Moves what `Attended.sent` says.
+        """
+        comm, name = self._comm, self._names.get(module, type(module).__name__)
+        _check(name, query, key, options)
+        length = sequence_length or self.length
+        rows = even_parts(length, comm.size)
+        if query.shape[2] != len(rows[comm.rank]):
+            raise ConfigError(
+                f"{name} attends over {query.shape[2]:,} rows, and this rank has {len(rows[comm.rank]):,} of a "
+                f"sequence of {length:,}: run one length at a time, or type mesh.sp=1."
+            )
+        if mask is not None:
+            _check_mask(name, mask, length)
+        by_heads = self._shares.by_heads(query.shape[1], key.shape[1])
+        if by_heads:
+            heads = Heads.of(query.shape[1], key.shape[1], comm.size, self._shares.repeats)
+            key, value = (_repeated(t, heads.repeat) for t in (key, value))
+        trained = (query.requires_grad, key.requires_grad, value.requires_grad)
+        shapes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        call = Attended(len(query), length, *shapes, query.element_size(), trained, by_heads)
+        self.calls[name][call, False] += 1
+        if by_heads:
+            output = self._by_heads(module, (query, key, value), mask, options, (rows, heads), name)
+        else:
+            output = self._by_rows(module, (query, key, value), mask, options, rows, name)
+        hooked = output if by_heads else key
+        if hooked.requires_grad:
+            hooked.register_hook(partial(self._note_backward, name, call))  # type: ignore[no-untyped-call]
+        return output, None
+
+    def _by_heads(
+        self,
+        module: nn.Module,
+        qkv: Sequence[Tensor],
+        mask: Tensor | None,
+        options: Mapping[str, Any],
+        parts: tuple[Sequence[range], Heads],
+        name: str,
+    ) -> Tensor:
+        """Attend over whole sequences with this rank's heads."""
+        comm, (rows, heads) = self._comm, parts
+        query = to_heads(qkv[0], rows, heads.query, comm, name)
+        key, value = (to_heads(t, rows, heads.key, comm, name) for t in qkv[1:])
+        own = heads.query[comm.rank]
+        given = dict(options) | {option: _own(t, own, 0) for option, t in options.items() if option in PER_HEAD}
+        if "position_bias" in given:
+            given["position_bias"] = _own(given["position_bias"], own, 1)
+        stand_in = StandIn(module, own, query.shape[1] // key.shape[1])
+        output, _ = self._original(stand_in, query, key, value, _own(mask, own, 1), **given)
+        return to_rows(output, rows, heads.query, comm, name)
+
+    def _by_rows(
+        self,
+        module: nn.Module,
+        qkv: Sequence[Tensor],
+        mask: Tensor | None,
+        options: Mapping[str, Any],
+        rows: Sequence[range],
+        name: str,
+    ) -> Tensor:
+        """Attend with all heads from this rank's rows to whole sequences of keys and values."""
+        query, length, own = qkv[0], rows[-1].stop, rows[self._comm.rank]
+        key, value = (gather_rows(t, rows, self._comm, name) for t in qkv[1:])
+        here, given = len(own), dict(options)
+        more = _rows_like_whole(here, length) - here if query.device.type == "cpu" else 0
+        bias = given.get("position_bias")
+        if bias is not None and bias.shape[2] == length:
+            given["position_bias"] = F.pad(bias[:, :, own.start : own.stop], (0, 0, 0, more))
+        if mask is None and _is_causal(module, options):
+            self._shares.check_mask(here * length, query.element_size() if self._additive else 1, length)
+            mask = _causal_rows(own, length, query, self._additive)
+        elif mask is not None and mask.shape[-2] == length:
+            mask = mask[..., own.start : own.stop, :]
+        if more and mask is not None and mask.shape[-2] == here:
+            mask = F.pad(mask, (0, 0, 0, more), value=not self._additive)
+        output, _ = self._original(module, F.pad(query, (0, 0, 0, more)), key, value, mask, **given)
+        return output[:, :here]
+
+    def _note_backward(self, name: str, call: Attended, _: Tensor) -> None:
+        self.calls[name][call, True] += 1
+
+
+class StandIn:
+    """Stands for an attention module that has some of its heads alone: what is per head, and how many share a key."""
+
+    def __init__(self, module: nn.Module, heads: range, groups: int) -> None:
+        self._module, self._heads = module, heads
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _own(value, self._heads, 0) if name in PER_HEAD else value
+
+
+def to_heads(rows_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
+    """Exchange this rank's rows of all heads, [B, H, rows, D], for all rows of its heads, [B, heads, S, D]."""
+    batch, _, here, width = rows_of_all.shape
+    sent = torch.cat([rows_of_all[:, part.start : part.stop].reshape(-1, width) for part in heads])
+    mine = len(heads[comm.rank])
+    sends = [batch * len(part) * here for part in heads]
+    came = _exchange(sent, sends, [batch * mine * len(part) for part in rows], comm, name)
+    parts = torch.split(came, [batch * mine * len(part) for part in rows])
+    return torch.cat([t.view(batch, mine, len(part), width) for t, part in zip(parts, rows, strict=True)], 2)
+
+
+def to_rows(heads_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
+    """Exchange all rows of this rank's heads, [B, S, heads, D], for its rows of all heads, [B, rows, H, D]."""
+    batch, _, mine, width = heads_of_all.shape
+    sent = torch.cat([heads_of_all[:, part.start : part.stop].reshape(-1, width) for part in rows])
+    here = len(rows[comm.rank])
+    sends = [batch * len(part) * mine for part in rows]
+    came = _exchange(sent, sends, [batch * here * len(part) for part in heads], comm, name)
+    parts = torch.split(came, [batch * here * len(part) for part in heads])
+    return torch.cat([t.view(batch, here, len(part), width) for t, part in zip(parts, heads, strict=True)], 2)
+
+
+def gather_rows(rows_of_one: Tensor, rows: Sequence[range], comm: Comm, name: str) -> Tensor:
+    """Gather the rows of all ranks, [B, K, rows, D] -> [B, K, S, D]; gradients of a rank's are added in rank order."""
+    batch, keys, here, width = rows_of_one.shape
+    sent = torch.cat([rows_of_one.reshape(-1, width)] * comm.size)
+    receives = [batch * keys * len(part) for part in rows]
+    came = torch.split(_exchange(sent, [batch * keys * here] * comm.size, receives, comm, name), receives)
+    return torch.cat([t.view(batch, keys, len(part), width) for t, part in zip(came, rows, strict=True)], 2)
+
+
+def _rows_like_whole(here: int, whole: int) -> int:
+    """Return how many rows of queries torch's CPU kernel has to be given to cut them as it cuts whole sequences.
+
+    It takes them in blocks of 32, from 192 on of 64, from 768 on of 256 (torch 2.13, FlashAttentionKernel.cpp), and a
+    row's bits depend on how large its block is. Measured with 2 and 4 ranks of 16 rows and more and heads of 8 to 128,
+    all rows then are those of the whole, unless that has less than 4 in its last block.
+    """
+    blocks = max(here, next((least for least in (768, 192) if whole >= least), 0))
+    return -(-blocks // 32) * 32
+
+
+def _is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    asked = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _causal_rows(rows: range, length: int, query: Tensor, additive: bool) -> Tensor:
+    """Return the rows [1, 1, rows, S] of a causal mask."""
+    places = torch.arange(length, device=query.device)
+    seen = places[rows.start : rows.stop, None] >= places
+    if additive:
+        seen = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(
+            ~seen, torch.finfo(query.dtype).min
+        )
+    return seen[None, None]
+
+
+def _exchange(sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
+    came: Tensor = _Exchange.apply(sent, sends, receives, comm, name)  # type: ignore[no-untyped-call]
+    return came
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for every rank, by rank, and those that come from each; gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:
+        ctx.comm, ctx.name = comm, name
+        ctx.ways = sends, receives
+        return comm.pass_rows(sent, sends, receives, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sends, receives = ctx.ways
+        return ctx.comm.pass_rows(grads[0].contiguous(), receives, sends, ctx.name), None, None, None, None
+
+
+def _repeated(per_key: Tensor, times: int) -> Tensor:
+    """Return [B, K times, S, D] of [B, K, S, D]: each head as often, one behind the other."""
+    batch, keys, rows, width = per_key.shape
+    return per_key[:, :, None].expand(batch, keys, times, rows, width).reshape(batch, keys * times, rows, width)
+
+
+def _own(per_head: Tensor | None, heads: range, dim: int) -> Any:
+    """Return what is of these heads; what has one entry is of all."""
+    if per_head is None or per_head.shape[dim] == 1:
+        return per_head
+    return per_head.narrow(dim, heads.start, len(heads))
+
+
+def _check(name: str, query: Tensor, key: Tensor, options: Any) -> None:
+    if options.get("output_attentions"):
+        raise ConfigError(
+            "output_attentions asks for the weights of whole attentions, and mesh.sp leaves each rank some heads of "
+            "them: leave it out, or type mesh.sp=1."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"{name} attends from {query.shape[2]} rows to {key.shape[2]}, which are no part of the same sequence "
+            "(a cache, or cross-attention): mesh.sp cuts sequences that attend to themselves. Type mesh.sp=1."
+        )
+    known = (*PER_HEAD, "position_bias", "position_ids")
+    for option, value in options.items():
+        per_head = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == query.shape[1]
+        if per_head and option not in known:
+            raise ConfigError(
+                f"{name} passes {option}, whose second dimension is the number of heads, {query.shape[1]}, to its "
+                "attention, and mesh.sp does not know how to cut it over heads. Type mesh.sp=1."
+            )
+
+
+def _check_mask(name: str, mask: Tensor, length: int) -> None:
+    if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise ConfigError(
+            f"{name} made a mask of {mask.shape[-2]} x {mask.shape[-1]} by itself, of its rank's part of a sequence "
+            f"of {length:,}: mesh.sp hands masks of whole sequences in, and this model does not take them. Type "
+            "mesh.sp=1."
+        )

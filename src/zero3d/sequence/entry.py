@@ -1,0 +1,138 @@
+"""The language model's entry: each rank of an sp group goes on with its rows of a micro-batch, and masks of the whole.
+
+input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stages they are that already
+position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
+attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
+                                            layer, or None where attention itself is causal
+other tensors of length S                   refused by name
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero3d.errors import ConfigError
+from zero3d.sequence.shares import Sharing, even_parts
+
+LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
+CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
+PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
+
+
+class Entry:
+    """Gives the language model this rank's rows, as a forward pre-hook with keywords.
+
+    implementation  name of the model's own attention function, for which masks are made
+    sharing         how sequences are shared out over the ranks, of which this is number `rank`
+    tell            is told how long the sequences of a forward are
+    """
+
+    def __init__(
+        self, decoder: nn.Module, implementation: str, rank: int, sharing: Sharing, tell: Callable[[int], None]
+    ) -> None:
+        self._signature = inspect.signature(decoder.forward)
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
+        self._implementation = implementation
+        self._rank = rank
+        self._sharing = sharing
+        self._tell = tell
+        self.open = True  # False: sequences go through whole
+        self.inside = False  # a decoder has its rows
+
+    def __call__(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Return this rank's arguments. Raises ConfigError."""
+        if not self.open:
+            return None
+        self.inside = True
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        given = {name: value for name, value in bound.items() if name != "kwargs"} | dict(bound.get("kwargs", {}))
+        whole = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        if whole is None:
+            raise ConfigError(
+                "mesh.sp needs input_ids or inputs_embeds, by name or first: the model was given neither."
+            )
+        length = given.pop(LENGTH, whole.shape[1])
+        self._check(length, given)
+        if given.get("position_ids") is None:
+            given["position_ids"] = torch.arange(length, device=whole.device)[None]
+        self._tell(length)
+        given["attention_mask"] = self._masks(decoder, whole.shape[0], length, given)
+        rows = even_parts(length, self._sharing.ranks)[self._rank]
+        for name, dim in CUT.items():
+            if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
+                given[name] = given[name].narrow(dim, rows.start, len(rows))
+        for name, value in given.items():
+            if name not in (*CUT, *PASSED_ON) and isinstance(value, Tensor) and length in value.shape[:2]:
+                raise ConfigError(
+                    f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
+                    "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
+                )
+        options = {LENGTH: length} if self._passes_on else {}
+        if "use_cache" in self._signature.parameters or self._passes_on:
+            options["use_cache"] = False
+        return (), given | options
+
+    def leave(self, *_: Any) -> None:
+        """Note that the decoder's forward has ended, as its forward hook."""
+        self.inside = False
+
+    def _check(self, length: int, given: Mapping[str, Any]) -> None:
+        ranks = self._sharing.ranks
+        if length < ranks:
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be cut into mesh.sp={ranks} parts: pass longer ones, or sp=1."
+            )
+        if given.get("past_key_values") is not None:
+            raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
+
+    def _masks(self, decoder: nn.Module, batch: int, length: int, given: Mapping[str, Any]) -> Any:
+        """Return the masks of whole sequences, as the model's layers take them."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        mask = given.get("attention_mask")
+        if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.dim() == 4):
+            return mask
+        config: Any = copy.copy(decoder.config)
+        config._attn_implementation_internal = self._implementation
+        config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
+        dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
+        positions = _of_text(given["position_ids"])
+        like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
+        make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
+        with _Within(self._sharing, length):
+            return make(
+                config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
+            )
+
+
+class _Within(TorchDispatchMode):
+    """Refuses, inside, what would make a mask that takes more than it may, before it is made."""
+
+    def __init__(self, sharing: Sharing, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sharing, self._length = sharing, length
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [t.shape for t in args if isinstance(t, Tensor)]
+        with suppress(RuntimeError):  # of a function that broadcasts nothing
+            shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+            elements = shape.numel()
+            if elements >= self._length**2 and not func.is_view:
+                self._sharing.check_mask(elements, 1, self._length)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_text(positions: Tensor) -> Tensor | None:
+    """Return the positions [B, S] from which packed documents are told: of M-RoPE's the first of four, if there."""
+    if positions.dim() == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None

@@ -1,0 +1,234 @@
+"""Puts the sequence axis into a model, and takes it out again: for generation, and when an engine is closed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from zero3d.account.traffic import Moved, Sent
+from zero3d.activations.compilation import is_compiled
+from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
+from zero3d.models.bases import decoder_of, model_of
+from zero3d.models.packing import ATTENTION, inner_model
+from zero3d.sequence.attention import SharedAttention
+from zero3d.sequence.entry import LENGTH, Entry
+from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
+from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
+from zero3d.sequence.trial import mixing_module
+from zero3d.tensor_parallel.vocabulary import calls_loss
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+_numbers = count()  # of groups in this process: each registers its attention under a name of its own
+
+
+class Calls(NamedTuple):
+    """Counts calls that are alike: of attention by module and direction, of the loss."""
+
+    attention: Counter[tuple[str, Attended, bool]]
+    loss: Counter[tuple[int, int, int]]
+
+    def less(self, before: Calls) -> Calls:
+        """Return the calls since then."""
+        return Calls(self.attention - before.attention, self.loss - before.loss)
+
+    def plus(self, more: Calls) -> Calls:
+        """Return the sum."""
+        return Calls(self.attention + more.attention, self.loss + more.loss)
+
+    def traffic(self, rank: int, ranks: int) -> Iterator[Sent]:
+        """Yield what a rank has sent in them, by formula."""
+        for (name, call, backward), times in self.attention.items():
+            yield Sent("sp", "pass_rows", name, call.sent(rank, ranks, backward).times(times))
+        for (batch, length, itemsize), times in self.loss.items():
+            values = loss_values(batch, length, ranks)
+            yield Sent("sp", "exchange", "-", Moved(1, values, values * itemsize).times(times))
+
+
+class SequenceGroup:
+    """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
+
+    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing) -> None:
+        """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        models: list[Any] = [model_of(chunk) for chunk in chunks]
+        decoders = [decoder_of(model) for model in models]
+        self._sharing = sharing
+        self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
+        self._own = decoders[0].config._attn_implementation
+        self._name = f"sequence_parallel_{next(_numbers)}"
+        functions = ALL_ATTENTION_FUNCTIONS
+        names = {module: name for model in models for name, module in model.named_modules()}
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+        self._make_mask = masks[self._own]
+        self._attention = SharedAttention(_function(decoders[0], self._own), self._own == "eager", comm, sharing, names)
+        functions.register(self._name, self._attention)
+        masks.register(self._name, self._mask)
+        self._forget = weakref.finalize(decoders[0], _forget, self._name)
+        self._entries = [Entry(each, self._own, comm.rank, sharing, self._attention.tell) for each in decoders]
+        for decoder, entry in zip(decoders, self._entries, strict=True):
+            decoder.register_forward_pre_hook(entry, with_kwargs=True)
+            decoder.register_forward_hook(entry.leave, always_call=True)
+        self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
+        self._set(self._name)
+
+    def describe(self, tp: int) -> str:
+        """Say how sequences are shared out, and attention."""
+        text = next(iter(self._configs.values())).get_text_config()
+        query = text.num_attention_heads // tp
+        key = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tp)
+        by = "heads" if self._sharing.by_heads(query, key) else "rows, to which keys are gathered"
+        return f"sequences over {self._sharing.ranks} ranks, attention by {by}"
+
+    def _set(self, implementation: str) -> None:
+        for config in self._configs.values():
+            config._attn_implementation = implementation
+        self._cuts = implementation == self._name
+        for entry in self._entries:
+            entry.open = self._cuts
+
+    def _mask(self, *args: Any, **options: Any) -> Any:
+        """Make a mask of whole sequences; inside the decoder, which was handed that and has rows, make none."""
+        return None if any(entry.inside for entry in self._entries) else self._make_mask(*args, **options)
+
+    def own_shape(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what this rank computes of token ids, [.., S]: all of them inside `whole()`."""
+        return (*ids[:-1], len(even_parts(ids[-1], self._comm.size)[self._comm.rank]) if self._cuts else ids[-1])
+
+    def with_length(self, batch: Any) -> Any:
+        """Return a micro-batch that says how long its sequences are: a pipeline's later stages are given rows."""
+        return {**batch, LENGTH: batch["input_ids"].shape[1]} if isinstance(batch, Mapping) else batch
+
+    def own_part(self, batch: Any) -> Any:
+        """Return a micro-batch as a loss of one's own sees it, beside an output of this rank's rows.
+
+        What has the sequence for its second dimension is cut; `shift_labels` are the rows' targets.
+        """
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+            return batch
+        length = batch["labels"].shape[1]
+        rows = even_parts(length, self._comm.size)[self._comm.rank]
+        whole = {**batch, "shift_labels": shifted(batch["labels"])}
+        return {
+            name: t[:, rows.start : rows.stop] if isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == length else t
+            for name, t in whole.items()
+        }
+
+    @property
+    def calls(self) -> Calls:
+        """Return how often attention and loss were called since the beginning."""
+        attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
+        return Calls(Counter(attended), sum((loss.calls for loss in self._losses), Counter()))
+
+    def traffic(self, calls: Calls) -> Iterator[Sent]:
+        """Yield what this rank has sent in calls, by formula."""
+        return calls.traffic(self._comm.rank, self._comm.size)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let sequences go through the model whole, on every rank by itself, inside: for generation."""
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._set(self._name)
+
+    def close(self) -> None:
+        """Give the model its own attention back; hooks and losses are undone with the engine's other changes."""
+        self._set(self._own)
+        self._forget()
+
+
+def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
+    """Refuse a model whose sequences cannot be shared out over sp ranks, by heads or by rows. Raises ConfigError."""
+    decoder, inner = decoder_of(model), inner_model(model)
+    kind = type(inner).__name__
+    if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences around the attention of Hugging Face models, and {kind} is none: type sp=1."
+        )
+    text = decoder.config.get_text_config()
+    if text._attn_implementation not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"mesh.sp={sp} calls the attention sdpa or eager, and {kind} has {text._attn_implementation}: type "
+            "model.attn=sdpa."
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise ConfigError(f"mesh.sp={sp} cuts one sequence, and {kind} has an encoder's and a decoder's: type sp=1.")
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    if odd or any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
+            f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
+        )
+    if any(is_compiled(module) for module in decoder.modules()):
+        raise ConfigError(
+            f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
+            "train.compile=false, or mesh.sp=1."
+        )
+    if getattr(inner.config, "output_router_logits", False):
+        raise ConfigError(
+            f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
+            "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
+        )
+    heads = getattr(text, "num_attention_heads", None)
+    if sharing == "heads" and heads is not None and tp * sp > heads:
+        raise ConfigError(
+            f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
+            f"share: type mesh.sp={max(1, heads // tp)} or less, or mesh.sp_kind=gather."
+        )
+    if (mixing := mixing_module(decoder)) is not None:
+        raise ConfigError(
+            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} mixes them elsewhere, "
+            f"too: in {mixing} a part of a sequence has other values than in the whole. Type mesh.sp=1."
+        )
+
+
+def _forget(name: str) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        functions._global_mapping.pop(name, None)
+
+
+def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
+    """Put the group's loss in the place of a model's loss of tokens; None, and no labels, for a model that has none."""
+    loss: Any = getattr(inner, "loss_function", None)
+    if not calls_loss(inner) or not (hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES):
+        inner.register_forward_pre_hook(partial(_refuse_labels, inspect.signature(inner.forward)), with_kwargs=True)
+        return None
+    inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
+    return taken
+
+
+def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
+    if signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} computes a loss of its own, not transformers' of tokens ({', '.join(LOSSES)}), of "
+            "labels that mesh.sp cannot cut for it: give no labels and a loss of rows, Engine(loss=...), or type "
+            "mesh.sp=1."
+        )
+
+
+def _function(decoder: Any, implementation: str) -> Any:
+    """Return the attention function that a model calls: a registered one, or that of its file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    own = vars(sys.modules[type(decoder).__module__]).get("eager_attention_forward")
+    if own is None:
+        raise ConfigError(f"{type(decoder).__name__} has no eager attention of its own to call: type model.attn=sdpa.")
+    return own

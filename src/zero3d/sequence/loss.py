@@ -1,0 +1,110 @@
+"""The loss of a micro-batch whose tokens are on several ranks: the mean over all labels of the sp group.
+
+    rank 0   losses of its rows  [B, rows] ---+
+    rank 1   losses of its rows  [B, rows] ---+--> [B, S] on every rank --> the mean, as one rank would take it
+
+Every rank has the group's mean, so that `backward(loss)` means what it means without sp. The gradient of that value
+reaches this rank's rows alone, and is taken sp times, because a step divides by the weights of all ranks, which name
+each label sp times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zero3d.distributed.collectives import Comm
+from zero3d.sequence.shares import even_parts
+
+IGNORED = -100
+SHIFTED = "ForCausalLMLoss"  # transformers' loss of the next token: a row's label is the one after it
+LOSSES = (SHIFTED, "ForMaskedLMLoss")
+
+
+class GroupLoss:
+    """Takes the place of transformers' loss functions of tokens, which are given logits of rows and labels of all.
+
+    whole   that function, for logits of whole sequences; where tp has cut the vocabulary, or the loss is computed in
+            tiles, one with a method `of_tokens` of its own
+    calls   by batch, length of sequences and bytes of a loss: how often it was called
+    """
+
+    def __init__(self, whole: Callable[..., Tensor], comm: Comm, shifted: bool) -> None:
+        self._whole = whole
+        self._comm = comm
+        self._shifted = shifted
+        self._losses: Callable[..., Tensor] = getattr(whole, "of_tokens", _token_losses)
+        self.calls: Counter[tuple[int, int, int]] = Counter()
+        self.__name__ = getattr(whole, "__name__", type(whole).__name__)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the mean over the group's labels, or their sum / num_items_in_batch; the same on all its ranks.
+
+        logits  [B, rows, V] of this rank's; labels, or shift_labels, which are shifted already: [B, S] of all
+        Moves (sp - 1) losses of a rank's rows to each rank.
+        """
+        targets = labels if shift_labels is None else shift_labels
+        assert targets is not None, "transformers calls it with labels"
+        if logits.shape[1] == targets.shape[1]:
+            kept = {} if shift_labels is None else {"shift_labels": shift_labels}
+            return self._whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kept, **options)
+        if shift_labels is None and self._shifted:
+            targets = shifted(targets, ignore_index)
+        parts = even_parts(targets.shape[1], self._comm.size)
+        rows = parts[self._comm.rank]
+        mine = targets[:, rows.start : rows.stop].to(logits.device)
+        losses = self._losses(logits, mine.reshape(-1), vocab_size, ignore_index).view(mine.shape)
+        self.calls[(*targets.shape, losses.element_size())] += 1
+        counted = targets.to(logits.device) != ignore_index
+        mean: Tensor = _GroupMean.apply(  # type: ignore[no-untyped-call]
+            losses, counted, parts, self._comm, num_items_in_batch
+        )
+        return mean
+
+
+def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """Return the label of the token after each one, [.., S]; the last has none."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
+
+
+def _token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+    return F.cross_entropy(logits.float().view(-1, vocab_size), targets, ignore_index=ignored, reduction="none")
+
+
+class _GroupMean(torch.autograd.Function):
+    """The mean of all ranks' losses in the order of one rank's; its gradient is sp / count for each of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, counted: Tensor, parts: Sequence[range], comm: Comm, items: Any) -> Tensor:
+        ctx.save_for_backward(counted[:, parts[comm.rank].start : parts[comm.rank].stop])
+        ctx.scale = comm.size, counted.sum() if items is None else items
+        batch, most = len(losses), max(map(len, parts))
+        padded = losses.new_zeros(batch, most)
+        padded[:, : losses.shape[1]] = losses.detach()
+        everywhere = comm.exchange(padded.flatten()).view(comm.size, batch, most)
+        whole = torch.cat([t[:, : len(part)] for t, part in zip(everywhere, parts, strict=True)], 1)
+        # Cross-entropy's own sum, of losses that are there already: the same order, and so the same bits.
+        targets, how = torch.where(counted, 0, IGNORED).flatten(), "mean" if items is None else "sum"
+        total = F.nll_loss(-whole.reshape(-1, 1), targets, ignore_index=IGNORED, reduction=how)
+        return total if items is None else total / items
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (counted,) = ctx.saved_tensors
+        ranks, count = ctx.scale
+        grad = grads[0] * ranks / count
+        return torch.where(counted, grad, 0.0), None, None, None, None

@@ -1,0 +1,148 @@
+"""Which rows of a sequence and which heads of an attention a rank of an sp group has. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from zero3d.account.traffic import Moved
+from zero3d.errors import ConfigError
+from zero3d.spec.sizes import decimal
+
+
+def even_parts(count: int, ranks: int) -> list[range]:
+    """Cut `count` things into a part for each rank; parts differ by one at most.
+
+    >>> even_parts(7, 3)
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    bounds = [count * rank // ranks for rank in range(ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+class Heads(NamedTuple):
+    """How the heads of an attention are shared out over an sp group.
+
+    query   of each rank
+    key     of each rank; as many as query heads where keys are repeated, one for each of these
+    repeat  how often each head of keys and values is repeated before it is sent: 1, or as often as query heads use it
+    """
+
+    query: list[range]
+    key: list[range]
+    repeat: int
+
+    @classmethod
+    def of(cls, query: int, key: int, ranks: int, repeats: bool = False) -> Heads:
+        """Share heads out to within one query head. Keys are repeated where ranks would share a head of theirs.
+
+        repeats  in any case
+
+        >>> Heads.of(8, 4, 2)
+        Heads(query=[range(0, 4), range(4, 8)], key=[range(0, 2), range(2, 4)], repeat=1)
+        >>> Heads.of(4, 1, 2)
+        Heads(query=[range(0, 2), range(2, 4)], key=[range(0, 2), range(2, 4)], repeat=4)
+        """
+        parts, group = even_parts(query, ranks), query // key
+        if not repeats and all(part.start % group == 0 and part.stop % group == 0 for part in parts):
+            return cls(parts, [range(part.start // group, part.stop // group) for part in parts], 1)
+        return cls(parts, parts, group)
+
+
+class Sharing(NamedTuple):
+    """How attention is shared out.
+
+    ranks    of the sp group
+    kind     auto, heads or gather, as asked for
+    masked   bytes that a mask may take
+    repeats  keys and values are repeated for each query head in any case, as exact mode does: their gradients are then
+             summed in one order at every sp
+    """
+
+    ranks: int
+    kind: str
+    repeats: bool
+    masked: int
+
+    def check_mask(self, elements: int, itemsize: int, length: int) -> None:
+        """Refuse a mask that takes more than it may. Raises ConfigError."""
+        if elements * itemsize > self.masked:
+            raise ConfigError(
+                f"attention over sequences of {length:,} tokens needs a mask of {decimal(elements * itemsize)} here "
+                f"({elements:,} x {itemsize} B), for padding, packing or a window, and mesh.sp_mask_budget is "
+                f"{decimal(self.masked)}: pass whole sequences without padding, shorter ones, or a larger "
+                "mesh.sp_mask_budget."
+            )
+
+    def by_heads(self, query: int, key: int) -> bool:
+        """Return whether ranks have heads of whole sequences, or else rows of queries and all keys and values.
+
+        auto: heads where ranks have whole heads of keys, whose gradients then have the bits of one rank, or in exact
+        mode; else what sends less. With less than a query head for each rank rows are the only way.
+
+            heads    (2 H + 2 K) rows D (sp - 1) / sp    of a rank and forward; K = H where keys are repeated
+            gather   2 K rows D (sp - 1)
+        """
+        if self.kind != "auto" or query < self.ranks:
+            return self.kind == "heads" and query >= self.ranks
+        heads = Heads.of(query, key, self.ranks, self.repeats)
+        return self.repeats or heads.repeat == 1 or 2 * query + 2 * key * heads.repeat <= 2 * key * self.ranks
+
+
+class Attended(NamedTuple):
+    """Describes calls of an attention that are alike.
+
+    length   of the whole sequences, of which there are `batch`
+    query    heads
+    key      heads of keys and values as they are sent: repeated ones count
+    width    elements of a head of queries and keys; `value` of one of values
+    trained  whether queries, keys and values have gradients
+    by_heads  whether heads are shared out, or else rows of queries
+    """
+
+    batch: int
+    length: int
+    query: int
+    key: int
+    width: int
+    value: int
+    itemsize: int
+    trained: tuple[bool, bool, bool]
+    by_heads: bool = True
+
+    def sent(self, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends in a forward, or in a backward: gradients go the way back of what they are of."""
+        if not self.by_heads:
+            widths = ((self.width, self.trained[1]), (self.value, self.trained[2]))
+            return Moved.total(self._rows(w, rank, ranks, backward) for w, t in widths if t or not backward)
+        moved = []
+        for heads, width, trained in (
+            (self.query, self.width, self.trained[0]),
+            (self.key, self.width, self.trained[1]),
+            (self.key, self.value, self.trained[2]),
+        ):
+            if trained or not backward:
+                moved.append(self._one(heads, width, rank, ranks, to_rows=backward))
+        if any(self.trained) or not backward:
+            moved.append(self._one(self.query, self.value, rank, ranks, to_rows=not backward))
+        return Moved.total(moved)
+
+    def _rows(self, width: int, rank: int, ranks: int, backward: bool) -> Moved:
+        """Return what a rank sends of keys or values: its rows to all others, or gradients of theirs."""
+        rows = even_parts(self.length, ranks)
+        sent = self.length - len(rows[rank]) if backward else (ranks - 1) * len(rows[rank])
+        elements = self.batch * self.key * width * sent
+        return Moved(1, elements, elements * self.itemsize)
+
+    def _one(self, heads: int, width: int, rank: int, ranks: int, to_rows: bool) -> Moved:
+        """Return what a rank sends of one tensor: its rows of others' heads, or others' rows of its heads."""
+        parts, rows = even_parts(heads, ranks), even_parts(self.length, ranks)
+        here, there = (parts, rows) if to_rows else (rows, parts)
+        others = sum(len(part) for other, part in enumerate(there) if other != rank)
+        elements = self.batch * width * len(here[rank]) * others
+        return Moved(1, elements, elements * self.itemsize)
+
+
+def loss_values(batch: int, length: int, ranks: int) -> int:
+    """Return the losses that a rank sends of a micro-batch: all of its rows, padded to the longest part, to each."""
+    return batch * max(map(len, even_parts(length, ranks))) * (ranks - 1)

@@ -1,0 +1,577 @@
+"""The sequence axis: ranks that share sequences out have the bits of one rank that has all of them."""
+
+from functools import partial
+
+import pytest
+import torch
+import vision
+from meshes import CLIP, sgd, sum_of
+from models import LiftCasts
+from tensors import tiny
+from torch.nn import functional as F
+from training import field, save_model, save_rows, train, tree
+
+import zero3d
+from zero3d.account.traffic import Moved
+from zero3d.activations.recomputation import recompute
+from zero3d.errors import ConfigError
+from zero3d.sequence.loss import shifted
+
+LENGTH = 48
+
+
+def batch(number, length=LENGTH, size=2, ignored=range(0)):
+    """A micro-batch of whole sequences; labels of the ignored places are no targets."""
+    ids = torch.randint(3, 61, (size, length), generator=torch.Generator().manual_seed(number))
+    labels = ids.clone()
+    labels[:, ignored.start : ignored.stop] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def mesh(**degrees):
+    return zero3d.Mesh(**degrees)
+
+
+def engine_of(model, degrees, **options):
+    made = {"precision": "fp64", "clip_norm": CLIP, "optimizer": sgd}
+    return zero3d.Engine(model, mesh=mesh(**degrees), **made | options)
+
+
+def model_of(name, **sizes):
+    """A tiny model; `experts` is a mixture without a loss that balances them."""
+    model = tiny("moe" if name == "experts" else name, **sizes)
+    if name == "experts":
+        model.config.output_router_logits = False
+    return model
+
+
+def trained(name, degrees, steps=3, lengths=(LENGTH,), activations="none", accumulate=1, ignored=range(0), **options):
+    """Losses and gradient norms of a few steps, and the fingerprint; every row of ranks has micro-batches of its own."""
+    model = model_of(name, **options.pop("sizes", {}))
+    recompute(model, activations)
+    with LiftCasts():
+        engine, found = engine_of(model, degrees, accumulate=accumulate, **options), []
+        rows, row = engine.mesh.degrees.rows, engine.mesh.row
+        for step in range(steps):
+            length = lengths[step % len(lengths)]
+            given = [batch(100 * step + k * rows + row, length, ignored=ignored) for k in range(accumulate)]
+            found.append((float(engine.train_batch(given)), float(engine.last_step.grad_norm)))
+    return found, engine.fingerprint()
+
+
+def reference(name, rows, steps=3, lengths=(LENGTH,), accumulate=1, ignored=range(0), sizes=None):
+    """The same of one process and no engine, in float64."""
+    model, found = tiny(name, **(sizes or {})), []
+    for p in model.parameters():  # buffers keep their dtype, as in an engine
+        p.data = p.data.double()
+    optimizer = sgd(model.parameters())
+    with LiftCasts():
+        for step in range(steps):
+            total, weight = 0.0, 0
+            for k in range(accumulate * rows):
+                given = batch(100 * step + k, lengths[step % len(lengths)], ignored=ignored)
+                summed, count = sum_of(model(**given), given)
+                total, weight = total + summed, weight + count
+            optimizer.zero_grad()
+            (total / weight).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            found.append((float(total.detach() / weight), float(norm)))
+    return found
+
+
+def check(found, wanted, most=1e-10):
+    for result, _ in found:
+        assert torch.tensor(result, dtype=torch.float64).allclose(torch.tensor(wanted, dtype=torch.float64), most, 0), (
+            result
+        )
+
+
+# --- against one process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "degrees", "options"), [
+    ("llama", {"sp": 2}, {}),
+    ("gpt2", {"sp": 2}, {"lengths": (48, 31, 33)}),
+    ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
+    ("llama", {"sp": 2, "dp": 4}, {"accumulate": 2, "ignored": range(0, 30)}),
+    ("qwen3", {"sp": 2, "tp": 2}, {}),
+    ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
+    ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1}}),
+    ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1, "num_attention_heads": 2}}),
+    ("llama", {"sp": 2, "pp": 2}, {"accumulate": 2}),
+    ("qwen3", {"sp": 2, "pp": 2}, {"accumulate": 2, "lengths": (33,), "schedule": "zbv", "sizes": {"layers": 4}}),
+], ids=str)  # fmt: skip
+def test_losses_and_norms_are_those_of_one_process_in_float64(ranks, name, degrees, options):
+    dp = degrees.get("dp", degrees["sp"])
+    world = dp * degrees.get("tp", 1) * degrees.get("pp", 1)
+    wanted = reference(
+        name, dp // degrees["sp"], **{k: v for k, v in options.items() if k not in ("schedule", "sp_kind")}
+    )
+    check(ranks(world, partial(trained, **options), name, degrees), wanted)
+
+
+def by_hand(degrees, weighs):
+    """One's own loop: a backward of the output's mean, with its weight or without."""
+    with LiftCasts():
+        engine, found = engine_of(tiny("llama"), degrees), []
+        for number in range(3):
+            given = batch(100 * number, ignored=range(0, 30))  # all targets are on the second rank
+            loss = engine(**given).loss
+            engine.backward(loss, (given["labels"][:, 1:] != -100).sum() if weighs else None)
+            found.append((float(loss.detach()), float(engine.step().grad_norm)))
+    return found, None
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_backward_of_ones_own_has_the_mean_of_the_whole_group(ranks, weighs):
+    check(ranks(2, by_hand, {"sp": 2}, weighs), reference("llama", 1, ignored=range(0, 30)))
+
+
+def own_loss(output, given):
+    total = F.cross_entropy(output.logits.flatten(0, 1), given["shift_labels"].flatten(), reduction="sum")
+    return total, (given["shift_labels"] != -100).sum()
+
+
+def test_a_loss_of_ones_own_sees_the_rows_of_its_rank(ranks):
+    found = ranks(2, partial(trained, loss=own_loss, ignored=range(0, 30)), "llama", {"sp": 2})
+    check(found, reference("llama", 1, ignored=range(0, 30)))
+
+
+def test_labels_are_shifted_before_they_are_cut():
+    assert shifted(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
+
+
+FAMILIES_WITH_IMAGES = ("llava", "qwen2_5_vl", "gemma3", "paligemma")
+
+
+def with_images(name, sp):
+    """Losses and norms of a vision-language model: tower and merge run whole on every rank, the decoder on its rows."""
+    with LiftCasts():
+        engine, found = engine_of(vision.model(name), {"sp": sp}), []
+        for number in range(2):
+            given = vision.micro_batch(name, torch.Generator().manual_seed(number), length=25)
+            found.append((float(engine.train_batch([given])), float(engine.last_step.grad_norm)))
+    return found, None
+
+
+@pytest.mark.parametrize("name", [
+    name if name in FAMILIES_WITH_IMAGES else pytest.param(name, marks=pytest.mark.long)
+    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava_next", "mistral3", "qwen2_vl")
+])  # fmt: skip
+def test_images_are_seen_whole(ranks, name):
+    ((one, _),) = ranks(1, with_images, name, 1)
+    check(ranks(2, with_images, name, 2), one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["apertus", "bert", "deepseek_v3", "gpt_oss", "llama4", "mla", "opt", "stablelm"])
+def test_other_families_are_those_of_one_process(ranks, name):
+    options = {"steps": 2, "lengths": (33,)}
+    check(ranks(2, partial(trained, **options), name, {"sp": 2}), reference(name, 1, **options))
+
+
+def both_ways(name, sp):
+    """Losses and norms of a masked language model, whose tokens see each other in both directions."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    if name == "modernbert":
+        drops = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+        model = t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **drops, local_attention=8, pad_token_id=0))
+    else:
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = t.BertForMaskedLM(t.BertConfig(**sizes, **drops))
+    with LiftCasts():
+        engine, found = engine_of(model, {"sp": sp}), []
+        for number in range(2):
+            given = batch(number, 33)
+            given["labels"][:, 5:] = -100
+            mask = torch.ones(2, 33, dtype=torch.int64)
+            mask[1, 20:] = number
+            try:
+                found.append(
+                    (float(engine.train_batch([given | {"attention_mask": mask}])), float(engine.last_step.grad_norm))
+                )
+            except ConfigError as error:
+                return str(error)
+    return found, None
+
+
+def test_masked_language_models_have_their_labels_as_they_are(ranks):
+    ((one, _),) = ranks(1, both_ways, "modernbert", 1)
+    check(ranks(2, both_ways, "modernbert", 2), one)
+    assert "BertForMaskedLM computes a loss of its own" in ranks(2, both_ways, "bert", 2)[0]
+
+
+# --- bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {"precision": "bf16"}, {"precision": "fp32", "activations": "full"},
+], ids=str)  # fmt: skip
+def test_stages_have_the_same_bits(ranks, options):
+    found = [ranks(2, partial(trained, stage=stage, **options), "llama", {"sp": 2}) for stage in (0, 1, 2, 3)]
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_the_first_loss_of_two_ranks_is_that_of_one_bit_for_bit(ranks, name):
+    case = partial(trained, precision="fp32", lengths=(48, 47))
+    (one, _), (two, _) = ranks(1, case, name, {"sp": 1})[0], ranks(2, case, name, {"sp": 2})[1]
+    assert two[0][0] == one[0][0]
+    check([(two, None)], one, 1e-5)
+
+
+def exactly(degrees, **options):
+    return trained("llama", degrees, exact=True, precision="fp32", **options)
+
+
+def test_exact_mode_has_one_fingerprint_at_one_sp(ranks):
+    want = ranks(2, partial(exactly, accumulate=2), {"sp": 2})[0]
+    assert ranks(4, exactly, {"sp": 2, "dp": 4})[3] == want
+    assert ranks(4, partial(exactly, stage=2, activations="full"), {"sp": 2, "dp": 4})[0] == want
+    assert ranks(4, partial(exactly, stage=1), {"sp": 2, "dp": 4})[1] == want
+
+
+def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
+    """Outputs and gradients of queries, keys and values of a Llama attention: whole, or of these ranks' parts joined."""
+    import torch.distributed as dist
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from zero3d.distributed.collectives import Comm
+    from zero3d.distributed.ledger import Ledger
+    from zero3d.memory.arena import Arena
+    from zero3d.sequence.attention import SharedAttention
+    from zero3d.sequence.shares import Sharing, even_parts
+
+    torch.manual_seed(5)
+    query = torch.randn(2, heads, length, 8, dtype=dtype)
+    key, value = torch.randn(2, 2, keys, length, 8, dtype=dtype)
+    weight = torch.randn(2, length, heads, 8, dtype=dtype)
+    mask = torch.ones(length, length, dtype=torch.bool).tril().triu(-5)[None, None] if masked else None
+    module = tiny("llama").model.layers[0].self_attn
+    module.num_key_value_groups = heads // keys
+    whole = query, key, value
+    if not cut:
+        leaves = [t.requires_grad_() for t in whole]
+        output, _ = sdpa_attention_forward(module, *leaves, mask)
+        output.backward(weight)
+        return [output.detach(), *(t.grad for t in leaves)]
+    world = mesh(sp=dist.get_world_size())
+    comm = Comm(world.axis("sp"), Arena(world.device), Ledger())
+    rows = even_parts(length, comm.size)[comm.rank]
+    leaves = [t[:, :, rows.start : rows.stop].clone().requires_grad_() for t in whole]
+    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False, 10**9), {})
+    output, _ = attend(module, *leaves, mask, sequence_length=length)
+    output.backward(weight[:, rows.start : rows.stop])
+    return [output.detach(), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "keys", "ranks_", "length", "masked"), [
+    (4, 4, 2, 64, False), (4, 2, 2, 63, True), (4, 2, 4, 64, False), (4, 1, 2, 64, True), (6, 6, 4, 66, False),
+])  # fmt: skip
+def test_attention_by_heads_has_the_bits_of_whole_attention(ranks, alone, heads, keys, ranks_, length, masked, dtype):
+    of_one = attended(heads, keys, length, dtype, masked, False)
+    parts = ranks(ranks_, attended, heads, keys, length, dtype, masked, True)
+    joined = [torch.cat([part[i] for part in parts], 1 if i == 0 else 2) for i in range(4)]
+    shared = 2 if keys % ranks_ else 4  # keys whose query heads are on several ranks have another order of sums
+    assert [a.equal(b) for a, b in zip(joined[:shared], of_one, strict=False)] == [True] * shared
+    assert_near(joined[shared:], of_one[shared:], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "keys", "length", "masked"), [
+    (4, 2, 64, False), (1, 1, 61, True), (4, 1, 800, False),
+])  # fmt: skip
+def test_attention_by_rows_has_the_bits_of_whole_attention_but_for_keys(ranks, heads, keys, length, masked, dtype):
+    of_one = attended(heads, keys, length, dtype, masked, False)
+    parts = ranks(2, attended, heads, keys, length, dtype, masked, True, "gather")
+    joined = [torch.cat([part[i] for part in parts], 1 if i == 0 else 2) for i in range(4)]
+    assert [a.equal(b) for a, b in zip(joined[:2], of_one, strict=False)] == [True, True]
+    assert_near(joined[2:], of_one[2:], dtype)
+
+
+def assert_near(found, wanted, dtype):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.float().allclose(b.float(), rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-5)
+
+
+# --- what is beside it -----------------------------------------------------------------------------
+
+
+def losses_beside_data_parallelism(degrees, name="llama", sizes=None, **options):
+    """Losses of two steps under a setting; what a rank of one has, ranks that share sequences have, too."""
+    found, _ = trained(name, degrees, steps=2, sizes=sizes or {}, **options)
+    return [(loss, 0.0 if options.get("precision") == "fp16" else norm) for loss, norm in found]  # both overflow first
+
+
+@pytest.mark.parametrize(("degrees", "options"), [
+    ({"sp": 2}, {"activations": "full"}),
+    ({"sp": 2}, {"activations": "selective", "stage": 2}),
+    ({"sp": 2}, {"offload": {"optimizer": "host", "params": "host", "activations": "host"}, "activations": "full"}),
+    ({"sp": 2}, {"sizes": {"lora": True}, "stage": 1}),
+    ({"sp": 2, "ep": 2}, {"name": "experts"}),
+    ({"sp": 2, "dp": 4, "ep": 4}, {"name": "experts"}),
+    ({"sp": 2, "tp": 2}, {"tiled_loss": True}),
+    ({"sp": 2}, {"gather_budget": 2000}),
+    ({"sp": 2}, {"precision": "fp16"}),
+], ids=str)  # fmt: skip
+def test_settings_beside_it_train_as_without_it(ranks, degrees, options):
+    case = partial(losses_beside_data_parallelism, **options)
+    rows, tp = degrees.get("dp", 2) // 2, degrees.get("tp", 1)
+    ep = {"ep": rows} if "ep" in degrees and rows > 1 else {}
+    whole, cut = ranks(rows, case, {"dp": rows} | ep), ranks(2 * rows * tp, case, degrees)
+    check([(each, None) for each in cut], whole[0], 2e-3 if options.get("precision") == "fp16" else 1e-10)
+
+
+def seen_by_others(packed, changed):
+    """Logits of whole sequences, joined; positions begin anew at 20, and one token before it is changed."""
+    with LiftCasts():
+        engine = engine_of(tiny("qwen3"), {"sp": 2})
+        given = batch(0, size=1)
+        given["input_ids"][0, 7] = changed
+        positions = torch.arange(LENGTH) if not packed else torch.cat([torch.arange(20), torch.arange(LENGTH - 20)])
+        with torch.no_grad():
+            return engine(input_ids=given["input_ids"], position_ids=positions[None]).logits
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_packed_documents_do_not_see_each_other(ranks, packed):
+    one, two = (torch.cat(ranks(2, seen_by_others, packed, token), 1)[0] for token in (5, 9))
+    differs = (one != two).any(-1)
+    assert differs[7]
+    assert not differs[:7].any()
+    assert differs[20:].any() != packed
+
+
+def padded_loss():
+    """A micro-batch whose second half is padding, which the second rank has alone, and one sequence of it whole."""
+    with LiftCasts():
+        engine = engine_of(tiny("gemma2", sliding_window=9), {"sp": 2} if zero3d_world() > 1 else {})
+        given = batch(0)
+        mask = torch.ones(2, LENGTH, dtype=torch.int64)
+        mask[0, 24:] = 0
+        given["labels"][0, 24:] = -100
+        return float(engine.train_batch([given | {"attention_mask": mask}])), float(engine.last_step.grad_norm)
+
+
+def zero3d_world():
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def test_padding_is_seen_by_nobody(ranks):
+    (one,), two = ranks(1, padded_loss), ranks(2, padded_loss)
+    assert two == [pytest.approx(one, rel=1e-10)] * 2
+
+
+def evaluated_and_generated():
+    """A held-out loss, and what greedy decoding makes of a prompt, on ranks that share sequences and on one."""
+    engine = engine_of(tiny("llama"), {"sp": zero3d_world()}, precision="fp32")
+    ids = batch(1)["input_ids"][:1, :9]
+    before = float(engine.evaluate([batch(5), batch(6, 31)]))
+    tokens = engine.generate(ids, max_new_tokens=5).tolist()
+    engine.train_batch([batch(7)])
+    return before, tokens, float(engine.evaluate([batch(5)])) == float(engine.evaluate([batch(5)]))
+
+
+def test_evaluation_is_shared_and_generation_is_not(ranks):
+    (one,), two = ranks(1, evaluated_and_generated), ranks(2, evaluated_and_generated)
+    assert two == [one] * 2
+
+
+def given_back():
+    """The model after its engine is closed: its own attention and loss, on whole sequences."""
+    model, given = tiny("llama"), batch(0)
+    engine = engine_of(model, {"sp": 2}, precision="fp32")
+    engine.train_batch([given])
+    implementation = model.config._attn_implementation
+    engine.close()
+    output = model(**given)
+    return implementation, model.config._attn_implementation, output.logits.shape[1], float(output.loss)
+
+
+def test_a_closed_engine_gives_the_model_its_own_attention_back(ranks):
+    inside, after, length, loss = ranks(2, given_back)[1]
+    assert inside.startswith("sequence_parallel")
+    assert (after, length) == ("sdpa", LENGTH)
+    assert loss < 10
+
+
+def refused(name, degrees, given=None, loads=None, sizes=None, **options):
+    """The error of an engine, or of its first micro-batch."""
+    model = tiny(name, **(sizes or {})) if loads is None else loads()
+    try:
+        engine = engine_of(model, degrees, **options)
+        engine.train_batch([batch(0) | (given or {})])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class Smoothed(torch.nn.Module):
+    """A block's MLP behind a causal convolution over time."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.taps = mlp, torch.nn.Parameter(torch.ones(32, 3) / 3)
+
+    def forward(self, x):
+        padded = F.pad(x.transpose(1, 2), (2, 0))
+        return self.mlp(F.conv1d(padded, self.taps[:, None], groups=32).transpose(1, 2))
+
+
+def smoothed():
+    model = tiny("llama", layers=4)
+    model.model.layers[3].mlp = Smoothed(model.model.layers[3].mlp)
+    return model
+
+
+def compiled():
+    from zero3d.activations.compilation import compile_blocks
+
+    model = tiny("llama")
+    compile_blocks(model)
+    return model
+
+
+def net():
+    import models
+
+    return models.net()
+
+
+@pytest.mark.parametrize(("name", "degrees", "options", "why"), [
+    ("llama", {"sp": 2}, {"replay": 2}, "all neighbours are needed"),
+    ("moe", {"sp": 2}, {}, "output_router_logits"),
+    ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
+    ("next", {"sp": 2}, {}, "linear_attention"),
+    ("llama", {"sp": 2}, {"loads": net}, "is none"),
+    ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
+    ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "one micro-batch per step"),
+    ("llama", {"sp": 2}, {"given": {"output_attentions": True}}, "output_attentions"),
+    ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "needs a mask of 2.30 kB"),
+    ("llama", {"sp": 2}, {"sp_mask_budget": 1000, "sp_kind": "gather"}, "needs a mask of 1.15 kB"),
+    ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is no size"),
+    ("llama", {"sp": 2, "tp": 2}, {"sp_kind": "heads", "sizes": {"num_attention_heads": 2}}, "more than the 2"),
+    ("llama", {"sp": 2}, {"loads": compiled}, "train.compile=false"),
+    ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_cannot_be_cut_is_refused_by_name(ranks, name, degrees, options, why):
+    world = 2 * degrees.get("pp", 1) * degrees.get("tp", 1)
+    for told in ranks(world, partial(refused, **options), name, degrees):
+        assert why in told
+
+
+def moved(degrees, **options):
+    """Traffic of the sp axis in a step, and what the formula says of the calls that were made."""
+    recompute(model := tiny("llama", kv_heads=1, lora=options.pop("lora", False)), options.pop("activations", "none"))
+    engine = engine_of(model, degrees, **options)
+    engine.traffic.reset()
+    before = engine.sequence.calls
+    engine.train_batch([batch(0), batch(1, 33)])
+    sent = {}
+    for row in engine.sequence.traffic(engine.sequence.calls.less(before)):
+        sent[row.op, row.unit] = Moved.total([sent.get((row.op, row.unit), Moved()), row.moved])
+    measured = {(e.op, e.unit): Moved(e.calls, e.elements, e.bytes) for e in engine.traffic if e.axis == "sp"}
+    return sent, measured
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"activations": "full"}, {"lora": True}, {"sp_kind": "gather"}, {"sp_kind": "heads"},
+], ids=str)  # fmt: skip
+def test_what_is_sent_is_what_the_formula_says(ranks, options):
+    for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):
+        assert sent == measured
+        assert len(sent) == 3  # two attentions, and the loss
+
+
+# --- gradients of weights --------------------------------------------------------------------------
+
+
+def weight_gradients(sp):
+    """What a step of SGD with rate 1 takes off each weight, in fp32, by name."""
+    model, rate = tiny("llama", kv_heads=4), 1.0
+    engine = engine_of(
+        model, {"sp": sp}, precision="fp32", clip_norm=None, optimizer=lambda p: torch.optim.SGD(p, rate)
+    )
+    with engine.full_params():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.train_batch([batch(0, 64)])
+    with engine.full_params():
+        return before, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class ByRows(torch.autograd.Function):
+    """A linear layer whose weight's gradient is computed for each half of the rows, and added in their order."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        halves = list(zip(x.chunk(2, 1), grad.chunk(2, 1), strict=True))
+        weights = [g.flatten(0, 1).T @ h.flatten(0, 1) for h, g in halves]
+        biases = [g.flatten(0, 1).sum(0) for _, g in halves]
+        return grad @ weight, weights[0] + weights[1], biases[0] + biases[1]
+
+
+def test_gradients_of_weights_are_those_of_parts_added_in_rank_order(ranks, monkeypatch):
+    before, after = ranks(2, weight_gradients, 2)[0]
+    model = tiny("llama", kv_heads=4)
+    model.load_state_dict(before)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for name in linears:
+        module = model.get_submodule(name)
+        monkeypatch.setattr(
+            module,
+            "forward",
+            lambda x, m=module: ByRows.apply(x, m.weight, torch.zeros(len(m.weight)) if m.bias is None else m.bias),
+        )
+    given = batch(0, 64)
+    output = model(**given)
+    targets = float((given["labels"][:, 1:] != -100).sum())
+    (output.loss * targets).backward()
+    same = []
+    for name in linears:
+        weight = model.get_submodule(name).weight
+        weight.grad.mul_(1 / targets)
+        same.append((before[f"{name}.weight"] - weight.grad).equal(after[f"{name}.weight"]))
+    assert all(same), dict(zip(linears, same, strict=True))
+
+
+# --- whole runs ------------------------------------------------------------------------------------
+
+
+def ran(folder, sp, output, resume=None):
+    """Losses of five steps of `zero3d train` in this folder, or of those that are left."""
+    made = tree(folder, output, mesh={"sp": sp}, train={"steps": 5, "batch": 4, "accumulate": 1})
+    made["checkpoint"] = {"export": False, "every": 2, "keep": 3}
+    return field(train(made, resume), "loss")
+
+
+def test_a_run_goes_on_at_another_sp(ranks, tmp_path):
+    save_rows(tmp_path / "rows.npy")
+    save_model(tmp_path / "model")
+    whole = ranks(2, ran, tmp_path, 2, "whole")[0]
+    saved = str(tmp_path / "whole" / "checkpoints" / "step-2")
+    again = {
+        (sp, world): ranks(world, ran, tmp_path, sp, f"{sp}-{world}", saved)[0]
+        for sp, world in ((2, 2), (1, 2), (2, 4))
+    }
+    assert again[2, 2] == whole[2:]
+    for losses in again.values():
+        assert losses == pytest.approx(whole[2:], rel=1e-5)
