@@ -58,8 +58,8 @@ def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
     options: dict[str, Any] = {}
     names = {"pp": "pipeline", "tp": "tensor-parallel axis", **{fold.name: fold.what for fold in FOLDS}}
     for axis, what in names.items():
-        of_axis = config.mesh.options(axis)
-        unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value]
+        of_axis, default = config.mesh.options(axis), type(config.mesh)().options(axis)
+        unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value != default[key]]
         if mesh.degrees.size(axis) > 1:
             options |= of_axis
         elif unused and mesh.rank == 0:
