@@ -12,7 +12,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.search import ACTIVATIONS, Evaluate, Row, ep_refused, pipeline_moments
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
-from zero3d.spec.offload import HOST
+from zero3d.spec.offload import AUTO, HOST
 
 Settings = Mapping[str, Any]
 
@@ -94,7 +94,8 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
     """Yield what the knobs of the section `offload` change."""
     for place in ("none", "host", "disk"):
         if place != plan.offload.optimizer:
-            moved = {"offload.moments": "fp32", "offload.fraction": 1.0} if place == "none" else {}
+            here = {"offload.moments": "fp32", "offload.fraction": 1.0, "offload.gradients": AUTO}
+            moved = here if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
         if place != plan.offload.params and plan.zero.stage == 3 and policies(plan)[0] != "every_step":
             yield {"offload.params": place}
