@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.ledger import Ledger
@@ -92,7 +93,7 @@ class Foundation:
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
-        """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
+        """Check options, open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
         if getattr(model, "peft_config", None):
@@ -101,6 +102,8 @@ class Foundation:
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
+        if (compiles := compile_options(options.model.compile)) is not None:
+            compile_blocks(model, **compiles)
         partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
         if options.model.weights is not None:
             for root in (model, *partition.chunks.values()):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero3d import spec
+from zero3d.activations.compilation import compile_options
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_activations, check_experts, check_model, check_step, reduce_dtype_of
@@ -42,11 +43,12 @@ from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """In which precision the model computes, where its weights come from, and which modules form a unit."""
+    """How the model computes, where its weights come from, which modules form a unit, and what is compiled."""
 
     precision: str | Precision
     weights: Source | None
     units: Sequence[type[nn.Module] | str] | None
+    compile: bool | str | Mapping[str, Any] = False
 
 
 def parts_activations(asked: spec.Mesh) -> bool:
@@ -134,6 +136,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
+    compile_options(options.model.compile)
     check_features(model, mesh, options)
     check_model(model, options.model.weights)
     check_adapters(model, row.shards_parameters, mesh.pp)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zero3d.activations.compilation import is_compiled
 from zero3d.checkpoint.resume_contract import BACKEND
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
@@ -74,6 +75,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss,
         "gather_budget": base.options.gather_budget,
+        "compiled": any(map(is_compiled, base.partition.module.modules())),
     }
     for feature in assembly.features:
         about |= feature.about()

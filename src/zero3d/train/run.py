@@ -306,6 +306,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         _vocabulary(inputs),
         *filter(None, [slow_products(config.precision, engine.mesh.device), described(engine)]),
         *getattr(engine.optimizer.torch, "table", ()),
+        *engine.notes,
     ]
 
 
