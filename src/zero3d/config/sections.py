@@ -123,9 +123,11 @@ class Train:
         "experts with more tokens than the mean, such as 0.001; 0 leaves it as it was loaded",
         least=0,
     )
-    tiled_loss: bool = key(
-        False,
-        "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",
+    tiled_loss: bool | str = key(
+        "auto",
+        "compute the loss of the next token tile by tile, without logits of the whole vocabulary: equal up to "
+        "rounding; auto: where logits of a micro-batch take more than 4 GB, and tp is 1, as a run says",
+        choices=("auto",),
     )
     deterministic: bool | str = key(
         "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +19,7 @@ from zero3d.models.open import Opened
 from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
 from zero3d.setup.inputs import open_inputs, open_mesh
-from zero3d.setup.losses import next_token_loss
+from zero3d.setup.losses import choose_loss, own_loss
 from zero3d.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.setup.schedule import scheduler
 
@@ -43,9 +42,9 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         param_groups=parameter_groups(model, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         accumulate=accumulate,
-        loss=None if "labels" in inspect.signature(model.forward).parameters else next_token_loss,
+        loss=own_loss(model),
         offload=offload_of(config),
-        tiled_loss=config.train.tiled_loss,
+        tiled_loss=choose_loss(config, model, mesh).tiled,
         replay=config.health.replay,
         ema=config.train.ema,
         expert_bias_rate=config.train.expert_bias_rate,
