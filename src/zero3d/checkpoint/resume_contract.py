@@ -4,8 +4,8 @@
     the same      mesh, how experts are computed, precision,  tp, pp, micro-batches per step over all ranks,
                   dtype on the wire, dtype of Adam's moments, precision, dtype on the wire, dtype of Adam's moments,
                   where updates are made (accelerators only), where updates are made (accelerators only), torch,
-                  algorithm, torch, kernels, threads, tiles,  kernels, threads, tiles, what is compiled
-                  what is compiled;
+                  algorithm, torch, kernels, threads, tiles,  kernels, threads, tiles, what is compiled,
+                  what is compiled, kernels of attention;     kernels of attention
                   with several micro-batches a step the
                   moment of reduction
     may differ    stage, what leaves the device and where to  dp, ep, stage, moment of reduction, algorithm, what leaves
@@ -42,6 +42,7 @@ ALWAYS = {
     "tiled_loss": "its sums are taken in another order",
     "gather_budget": "sums over tiles are taken in another order",
     "compiled": "fused kernels round otherwise",
+    "attention": "its kernels round otherwise",
 }
 USUAL = {
     "moments": "fp32",
@@ -49,6 +50,7 @@ USUAL = {
     "tiled_loss": False,
     "gather_budget": None,
     "compiled": False,
+    "attention": "sdpa",
     "experts": "exact",
     **{fold.name: 1 for fold in FOLDS},
 }  # where none is said

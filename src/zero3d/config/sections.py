@@ -35,7 +35,12 @@ class Model:
 
     path: str = key("demo", "a Hugging Face folder, a config.json, a preset, or module:function that returns a module")
     init: str = key("weights", "from the folder's weights, or random from its config", choices=("weights", "random"))
-    attn: str | None = key(None, "attention implementation passed to Hugging Face: eager, sdpa, flash_attention_2, ...")
+    attn: str | None = key(
+        "auto",
+        "implementation of attention, as transformers names it: eager, sdpa, flash_attention_2, flash_attention_3, "
+        "flex_attention, or a kernel of the Hub as owner/name; auto: on a GPU a flash kernel that is installed and "
+        "fits, else sdpa, as a run says; null: transformers' own choice",
+    )
 
 
 @dataclass(frozen=True)

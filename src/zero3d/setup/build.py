@@ -18,6 +18,7 @@ from zero3d.engine.engine import Engine
 from zero3d.models.open import Opened
 from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
+from zero3d.setup.attention import check_kernel, with_attention
 from zero3d.setup.inputs import open_inputs, open_mesh
 from zero3d.setup.losses import choose_loss, own_loss
 from zero3d.setup.optimizer import optimizer_of, parameter_groups
@@ -94,8 +95,10 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
         inputs = open_inputs(config)
         return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
-    accumulate = resolve_batch(config.train, mesh.dp).accumulate
-    return build_engine(config, open_trained(config), mesh, accumulate, config.train.steps)
+    batch = resolve_batch(config.train, mesh.dp)
+    check_kernel(config.model.attn)
+    opened = with_attention(config, open_trained(config), mesh.device, batch.micro_batch)
+    return build_engine(config, opened, mesh, batch.accumulate, config.train.steps)
 
 
 def with_output(config: Config, output: Path) -> Config:
