@@ -169,6 +169,7 @@ def _spec_of(config: Config) -> Spec:
         optimizer=config.optimizer.name,
         ema=config.train.ema,
         replay=config.health.replay,
+        linear=config.model.linear,
     )
 
 

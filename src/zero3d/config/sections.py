@@ -41,6 +41,11 @@ class Model:
         "flex_attention, or a kernel of the Hub as owner/name; auto: on a GPU a flash kernel that is installed and "
         "fits, else sdpa, as a run says; null: transformers' own choice",
     )
+    linear: str | None = key(
+        None,
+        "fp8: linear layers of blocks multiply in fp8, by torchao, on cards with such products; a run says which do",
+        choices=("fp8",),
+    )
 
 
 @dataclass(frozen=True)

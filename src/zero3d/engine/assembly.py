@@ -77,7 +77,7 @@ class Assembly:
     offload    what leaves the device, nothing of it open any more
     frozen_base  the folder whose values frozen weights have; None without
     originals  values of frozen parameters in the dtype in which they came
-    notes      lines for people about what computes: what is compiled
+    notes      lines for people about what computes: what is in fp8, what is compiled
     changes    what the model's modules were before
     """
 
@@ -206,7 +206,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         offload=_chosen(base, tiers, why),
         frozen_base=frozen_base,
         originals=originals,
-        notes=tuple(filter(None, [compiled_note(module)])),
+        notes=(*base.notes, *filter(None, [compiled_note(module)])),
         changes=before.changes(),
     )
 

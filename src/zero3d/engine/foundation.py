@@ -20,6 +20,7 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
+from zero3d.models.fp8 import use_fp8
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import UnitLayout
 
@@ -83,6 +84,7 @@ class Foundation:
     resolved   mesh, precision and policy
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
+    notes      lines for people about what computes
     """
 
     options: Options
@@ -90,6 +92,7 @@ class Foundation:
     axes: Axes
     partition: ModelPartition
     order: SumOrder
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
@@ -102,6 +105,7 @@ class Foundation:
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
+        notes = () if options.model.linear is None else (str(use_fp8(model)),)
         if (compiles := compile_options(options.model.compile)) is not None:
             compile_blocks(model, **compiles)
         partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
@@ -112,7 +116,7 @@ class Foundation:
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order)
+        return cls(done, resolved, axes, partition, order, notes)
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

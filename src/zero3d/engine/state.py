@@ -78,6 +78,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "tiled_loss": base.options.step.tiled_loss,
         "gather_budget": base.options.gather_budget,
         "attention": _attention(assembly),
+        "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),
     }
     for feature in assembly.features:

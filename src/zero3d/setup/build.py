@@ -45,6 +45,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         accumulate=accumulate,
         loss=own_loss(model),
         offload=offload_of(config),
+        linear=config.model.linear,
         tiled_loss=choose_loss(config, model, mesh).tiled,
         replay=config.health.replay,
         ema=config.train.ema,
