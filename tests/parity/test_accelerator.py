@@ -108,6 +108,7 @@ def compiled(kind):
             return losses, accelerator.engine.notes
         finally:
             fresh()
+            torch._dynamo.reset()
 
 
 def test_dynamo_backend_compiles_blocks_and_changes_no_bit_where_the_backend_changes_none(ranks):
