@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from models import hf
 from training import save_model, save_rows, told, tree
 
@@ -11,7 +12,7 @@ from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.models.build import build
 from zero3d.setup import attention
-from zero3d.setup.attention import KERNELS, Kernel, check_kernel, choose_attention, hub_kernel
+from zero3d.setup.attention import KERNELS, Kernel, check_alike, check_kernel, choose_attention, hub_kernel
 
 AMPERE, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
 ON_HUB = KERNELS[2].name
@@ -106,6 +107,16 @@ def test_models_are_built_offline(monkeypatch):
     with pytest.raises(ConfigError, match="LlamaConfig cannot be built: offline is True"):
         build(AutoConfig.for_model("llama"))
     assert constants.HF_HUB_OFFLINE is before
+
+
+def test_ranks_of_hosts_with_other_kernels_are_refused():
+    ours, others = hf("llama"), SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    told = []
+    check_alike(others, SimpleNamespace(rank=0, exchange=lambda number: told.append(number) or number[None]))
+    with pytest.raises(
+        ConfigError, match="rank 1 computes attention with sdpa, and rank 0 with another kernel: install"
+    ):
+        check_alike(ours, SimpleNamespace(rank=1, exchange=lambda number: torch.stack([told[0], number])))
 
 
 # --- a run ---------------------------------------------------------------------------------------

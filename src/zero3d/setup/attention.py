@@ -13,6 +13,7 @@ documents with one sequence a micro-batch, by whose positions it tells them apar
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from zero3d.distributed.collectives import Comm
     from zero3d.models.open import Opened
 
 LARGEST_HEAD = 256  # numbers of a head that flash attention takes
@@ -147,6 +149,25 @@ def with_attention(config: Config, opened: Opened, device: torch.device, micro_b
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             why = f"attention: torch's own (model.attn=auto): {name} is installed and cannot be used: {line[:300]}"
     return replace(opened, notes=(*opened.notes, *filter(None, [why])))
+
+
+def check_alike(model: nn.Module, everyone: Comm) -> None:
+    """Refuse ranks that would compute with different kernels, of hosts that have other packages or cards.
+
+    Raises ConfigError on all ranks. Moves a number per rank.
+    """
+    import torch
+
+    from zero3d.models.packing import inner_model
+
+    name = str(getattr(getattr(inner_model(model), "config", None), "_attn_implementation", ""))
+    found = everyone.exchange(torch.tensor([zlib.crc32(name.encode())])).flatten()
+    if len(set(found.tolist())) > 1:
+        other = int((found != found[everyone.rank]).nonzero()[0])
+        raise ConfigError(
+            f"rank {everyone.rank} computes attention with {name}, and rank {other} with another kernel: install the "
+            "same packages on all hosts, or type model.attn=sdpa."
+        )
 
 
 def card_of(device: torch.device) -> tuple[int, int] | None:

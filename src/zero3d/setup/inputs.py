@@ -32,7 +32,7 @@ from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.attention import check_kernel, with_attention
+from zero3d.setup.attention import check_alike, check_kernel, with_attention
 from zero3d.setup.packages import check_packages
 from zero3d.setup.vision import open_vision
 
@@ -72,6 +72,7 @@ def open_inputs(
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
+        check_alike(opened.module, comm)
         vision = agree(comm, lambda: open_vision(config, opened))
         vocabulary = config_number(opened.module, "vocab_size")
 
