@@ -106,6 +106,30 @@ def train(made, resume=None, stop_in=None, overwrite=False):
     return [dict(record) for record in result.history]
 
 
+def told(made, **patched):
+    """The losses of one rank's part of a run, and the lines that it says. patched: names of zero3d's -> values."""
+    from contextlib import ExitStack
+
+    from rich.console import Console
+
+    from zero3d.config import load
+    from zero3d.train.progress import Progress
+    from zero3d.train.run import Start, run
+
+    lines = []
+
+    class Noted(Progress):
+        def say(self, line):
+            lines.append(line)
+
+    with ExitStack() as stack:
+        stack.enter_context(traced_once())
+        for name, value in patched.items():
+            stack.enter_context(mock.patch(name.replace("__", "."), value))
+        result = run(load(made), Start("test"), Noted(Console(quiet=True)))
+    return [record["loss"] for record in result.history], lines
+
+
 def run_in(folder, words, resume=None):
     """One rank's part of `zero3d train WORDS` in `folder`; what --json prints. Its launcher is what is left out."""
     from rich.console import Console

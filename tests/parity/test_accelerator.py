@@ -91,6 +91,34 @@ def test_a_loop_of_accelerates_has_the_same_curve(ranks, tmp_path, plain, stage)
         assert ours == pytest.approx(wanted, **CLOSE)
 
 
+def compiled(kind):
+    """Losses and notes of two windows of a loop whose Accelerator compiles."""
+    with launched():
+        fresh()
+        options = {"dynamo_backend": "eager"} if kind == "compiled" else {}
+        try:
+            accelerator, model, optimizer, loader, _ = parts("ours", 3, **options)
+            losses = []
+            for _, batch in zip(range(4), loader, strict=False):
+                with accelerator.accumulate(model):
+                    losses.append(model(**batch).loss.item())
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return losses, accelerator.engine.notes
+        finally:
+            fresh()
+            torch._dynamo.reset()
+
+
+def test_dynamo_backend_compiles_blocks_and_changes_no_bit_where_the_backend_changes_none(ranks):
+    plain, none = ranks(2, compiled, "plain")[0]
+    found, (said,) = ranks(2, compiled, "compiled")[0]
+    assert found == plain
+    assert none == ()
+    assert said.startswith("compiled: 2 x LlamaDecoderLayer, one graph a kind")
+
+
 def clipped_once(kind):
     """Weights after two windows of which the first is clipped, and its norm."""
     with launched():

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from math import ceil
 
@@ -15,12 +15,12 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
 from zero3d.plan.relief import device_bytes, reliefs
-from zero3d.plan.search import Row
+from zero3d.plan.search import Row, Target, search
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.sim.model_spec import open_spec
-from zero3d.spec.tiers import DEVICE
+from zero3d.spec.tiers import DEVICE, HOST
 
 LENGTH, LAYERS = 512, 8  # two chunks each for four pipeline stages
 CONFIG = {
@@ -163,6 +163,28 @@ FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master=
 ])  # fmt: skip
 def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan, tied, layers):
     assert 0.97 <= ratio(alone, models, plan, tied, layers=layers) <= 1.05
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_where_gradients_must_leave_too_they_do_and_the_host_s_bytes_are_those_of_the_dry_run(alone, models, tied):
+    path, spec = models(tied, layers=2)
+    place = replace(cluster("a100-80", 1), host_memory=64e9)
+
+    def priced(model, place, plan):
+        """Leaves out what is no state, contexts above all, which are larger than this model."""
+        found = evaluate(model, place, plan)
+        return replace(found, memory=replace(found.memory, device=found.memory.states))
+
+    room = 2.0 * spec.params  # of weights and sums of gradients, 2 and 4 bytes each
+    rows = search(spec, place, Target(2, room, offload="auto"), priced).rows
+    assert {row.plan.offload.gradients for row in rows} == {HOST}
+    plan = next(row.plan for row in rows if row.plan.activations == "full" and row.plan.accumulate == 2)
+    found = memory(spec, plan.replace(executor="device"), place)
+    assert set(found.away[HOST]) >= {"gradients", "optimizer"}
+    assert 0.98 <= ratio(alone, models, plan, tied, layers=2) <= 1.02  # and the same bytes at each place, exactly
+    rank = simulated(alone, path, plan.replace(executor="device"), 0)
+    on_host = sum(state.held for state in rank.away if state.place == HOST)
+    assert sum(found.away[HOST].values()) == pytest.approx(on_host, rel=1e-6)
 
 
 def some_plans(count):

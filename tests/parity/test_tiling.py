@@ -1,11 +1,12 @@
 """Losses and linear layers in tiles compute what whole ones do, on every mesh, and the same bits at every stage."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from meshes import STEPS, engine_of, mesh_of, micro_batches, model_of, oracle, own, step, world_of
 from models import LiftCasts, adamw, batch, bits, loss_of, net
+from training import save_model, save_rows, told, tree
 
 import zero3d
 from zero3d.account.traffic import step_traffic
@@ -195,3 +196,14 @@ def exact_fingerprint(stage):
 def test_exact_mode_has_one_fingerprint_at_any_dp_and_stage(ranks):
     found = [ranks(dp, exact_fingerprint, stage)[0] for dp, stage in ((1, 3), (2, 3), (2, 1), (4, 3))]
     assert len(set(found)) == 1
+
+
+def test_a_run_with_large_logits_computes_them_in_tiles_and_says_so(ranks, tmp_path):
+    save_model(tmp_path / "model")
+    save_rows(tmp_path / "rows.npy")
+    whole, plain = ranks(2, told, tree(tmp_path, "whole"))[0]
+    tiled, said = ranks(2, partial(told, zero3d__setup__losses__LOGITS_BUDGET=1), tree(tmp_path, "tiled"))[0]
+    assert not any("tiled_loss" in line for line in plain)
+    (line,) = (line for line in said if "tiled_loss" in line)
+    assert "train.tiled_loss=auto: in tiles: 16 tokens x 61 logits take" in line
+    assert tiled == pytest.approx(whole, rel=1e-6)  # contract 3, one process

@@ -274,6 +274,31 @@ def test_what_would_shard_a_second_time_is_refused(tmp_path, monkeypatch):
         arguments(tmp_path)
 
 
+def compiled(folder, options):
+    """What is logged, the engine's notes, and whether the model is a plain one after training."""
+    import os
+
+    try:
+        with launched():
+            trainer, found = train(3, folder, SAVED | {"torch_compile": True} | options)
+            engine = trainer.accelerator.engine
+            notes = engine.notes
+            trainer.accelerator.free_memory()
+            return found, notes, not any("forward" in vars(module) for module in trainer.model.modules())
+    finally:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
+            del os.environ[name]  # which TrainingArguments has set for whoever comes next
+        torch._dynamo.reset()  # its graphs hold tensors without data
+
+
+def test_torch_compile_compiles_blocks_with_the_curve_of_a_plain_trainer(ranks, tmp_path, plain):
+    for found, (said,), _ in ranks(2, compiled, tmp_path, {"torch_compile_backend": "aot_eager"}):
+        assert_same(found, plain)
+        assert "2 x LlamaDecoderLayer" in said
+    with pytest.raises(zero3d.ConfigError, match="reduce-overhead replays CUDA graphs"):
+        compiled(tmp_path, {"torch_compile_backend": "eager", "torch_compile_mode": "reduce-overhead"})
+
+
 def test_evaluation_alone_needs_no_engine(ranks, tmp_path):
     def evaluated(kind):
         import transformers
@@ -483,6 +508,7 @@ def bytes_after(folder, trainers):
     """Bytes of all tensors, and process groups, after each of several Trainers of one model."""
     import gc
 
+    from torch._subclasses.fake_tensor import is_fake  # tensors without data, of graphs that a test before has compiled
     from torch.distributed.distributed_c10d import _world
 
     from zero3d.integrations.transformers import Trainer
@@ -493,7 +519,7 @@ def bytes_after(folder, trainers):
             Trainer(model, arguments(folder, max_steps=2), stage=3, train_dataset=Rows(16)).train()
             gc.collect()
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects()
-                        if isinstance(t, torch.Tensor) and t.device.type == "cpu"}  # fmt: skip
+                        if isinstance(t, torch.Tensor) and not is_fake(t) and t.device.type == "cpu"}  # fmt: skip
             found.append((sum(storages.values()), len(_world.pg_map)))
         return found
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Block, build, net
+from models import Block, build, hf, net
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -128,6 +128,54 @@ def test_compiled_models_keep_their_names_and_bits(how, stage):
     forwards = [block.forward.inner if "recomputed" in how else block.forward for block in engine.module.layers]
     assert all(isinstance(forward, Compiled) for forward in forwards)
     assert all(isinstance(block.forward, Recomputed) == ("recomputed" in how) for block in engine.module.layers)
+
+
+def test_an_engine_compiles_blocks_says_so_and_gives_them_back_plain():
+    graphs, model = [], build("net")
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    engine, other = engine_of(model, compile={"backend": backend}), engine_of(build("net"))
+    assert other.notes == ()
+    assert engine.notes[0].startswith("compiled: 3 x Block, one graph a kind; a batch of another shape compiles again")
+    for each in (engine, other):
+        backward(each)
+        each.step()
+    assert engine.fingerprint() == other.fingerprint()
+    engine.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.layers[0].forward = torch.compile(model.layers[0].forward, backend="eager")  # compiled again by whoever wants
+    assert engine_of(model, compile="eager").notes
+
+
+def test_another_length_compiles_once_more_and_a_third_one_is_of_those():
+    torch._dynamo.reset()
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([tuple(each.shape) for each in inputs if isinstance(each, torch.Tensor) and each.dim() > 2])
+        return graph.forward
+
+    engine = engine_of(hf("llama"), compile={"backend": backend})
+    for length, compiled in ((8, 1), (12, 2), (16, 2), (20, 2)):
+        engine(input_ids=torch.ones(2, length, dtype=torch.long), use_cache=False)
+        assert len(shapes) == compiled, length
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"mode": "reduce-overhead"}, "reduce-overhead replays CUDA graphs"),
+    ({"mode": "max-autotune"}, "pass mode='max-autotune-no-cudagraphs', or no mode"),
+    ({"options": {"triton.cudagraphs": True}}, "triton.cudagraphs replays CUDA graphs"),
+    (3, "compile=3: pass True, a backend's name, or options"),
+])  # fmt: skip
+def test_cuda_graphs_are_refused_and_the_model_stays_plain(asked, words):
+    model = build("net")
+    with pytest.raises(ConfigError, match=words):
+        engine_of(model, compile=asked)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert engine_of(model, compile=False).notes == ()
 
 
 def in_blocks(wrap):

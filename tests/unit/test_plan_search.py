@@ -104,6 +104,19 @@ def test_fewest_gpus_stops_at_the_first_number_that_fits():
         assert found(limit=0.9e9, place=resized(A100, gpus)).rows == []
 
 
+def test_gradients_leave_at_the_stages_that_shard_them_and_only_where_states_do():
+    tried = {
+        (plan.zero.stage, plan.offload)
+        for plan in (row.plan for row in found(offload="disk", place=resized(A100, 2)).rows)
+    }
+    on_host = {(stage, away.optimizer, away.params) for stage, away in tried if away.gradients == "host"}
+    assert on_host == {(2, "host", "none"), (3, "host", "none"), (3, "host", "host")} | {
+        (2, "disk", "none"), *((3, "disk", params) for params in ("none", "host", "disk")),
+    }  # fmt: skip
+    alone = {row.plan.zero.stage for row in found(place=resized(A100, 1), offload="host", limit=1e12).rows}
+    assert alone == {0, 2, 3}
+
+
 def test_degrees_that_do_not_divide_are_counted_with_the_reason():
     odd = llama(4, 768, 12, 4, 2048, 32000, 512)
     counts = {each.reason: each.plans for each in found(model=odd).rejected}
@@ -167,7 +180,7 @@ def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
         ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1),
         ParallelPlan(dp=2, pp=2, stage=3, accumulate=2, release="every_use", reduce="every_micro_batch"),
         ParallelPlan(dp=64, reduce_scatter="native"), ParallelPlan(dp=64, reduce_scatter="all-to-all"),
-        ParallelPlan(dp=8, stage=2, offload="host"), ParallelPlan(stage=3, params="disk", accumulate=2),
+        ParallelPlan(dp=8, stage=2, offload="host", gradients="host"), ParallelPlan(stage=3, params="disk", accumulate=2),
         ParallelPlan(dp=4, stage=3, offload="disk", params="host", fraction=0.5, moments="bf16", master="split",
                      executor="host"),
     ):  # fmt: skip

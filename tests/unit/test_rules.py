@@ -56,6 +56,12 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "optimizer.name=adamw8bit keeps moments", "or AdamW with offload.moments=bf16."),
     (Spec(precision="fp64", optimizer="adamw8bit"),
      "optimizer.name=adamw8bit updates fp32 masters", "type precision=bf16, or use AdamW."),
+    (Spec(precision="fp32", linear="fp8"),
+     "model.linear=fp8 rounds bf16 factors", "precision=fp32 has others: type precision=bf16, or model.linear=null."),
+    (Spec(mesh=Mesh(tp=2), linear="fp8"),
+     "model.linear=fp8 with mesh.tp=2", "type mesh.tp=1, or model.linear=null."),
+    (Spec(Zero(gather_budget="64MB"), linear="fp8"),
+     "model.linear=fp8 multiplies by whole matrices", "type zero.gather_budget=null, or model.linear=null."),
     (Spec(Zero(2), Offload(params="host")),
      "offload.params=host with zero.stage=2", "type zero.stage=3, or offload.params=none."),
     (Spec(Zero(1), Offload("host", gradients="host")),
@@ -77,7 +83,10 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
 ]  # fmt: skip
 OF_FILES = [row for row in TABLE if not (row[0].offload.uses_folder or row[0].offload.directory)]  # which name a folder
 OF_ENGINES = [
-    row for row in TABLE if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is None
+    row
+    for row in TABLE
+    if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is None
+    and not (row[0].linear and row[0].mesh.tp)
 ]
 
 
@@ -113,6 +122,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
         "optimizer": {"name": spec.optimizer or "adamw"},
         "train": {"ema": spec.ema},
         "health": {"replay": spec.replay},
+        "model": {"linear": spec.linear},
     }
     with pytest.raises(ConfigError) as refused:
         load(tree)
@@ -123,6 +133,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
 def test_an_engine_is_refused_in_these_words_as_keywords(spec, begins, _):
     of_mesh = {key: value for key, value in asdict(spec.mesh).items() if key not in Degrees._fields}
     keywords = asdict(spec.zero) | of_mesh | {"precision": spec.precision, "ema": spec.ema, "replay": spec.replay}
+    keywords["linear"] = spec.linear
     with pytest.raises(ConfigError) as refused:
         zero3d.Engine(build("net"), offload=spec.offload, **keywords)
     assert str(refused.value) == told(spec, as_keyword)
@@ -156,7 +167,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
 
 def test_what_a_rule_names_is_a_setting():
     known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
-             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name"}  # fmt: skip
+             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear"}  # fmt: skip
     assert {rule.key for rule in RULES} <= known
 
 

@@ -1,6 +1,8 @@
 """The loss of the next token computed tile by tile is the model's own, and no logits of the whole vocabulary are made."""
 
 import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero3d
+from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
+from zero3d.config import load
 from zero3d.errors import ConfigError, DataError
 from zero3d.models.tiled_loss import defer_logits
+from zero3d.setup.losses import choose_loss
 
 WAYS = {"logits_scaling": 3.0, "logit_scale": 0.3, "final_logit_softcapping": 2.0}  # of granite, cohere, gemma2
 
@@ -149,3 +154,41 @@ def adapted_head():
 def test_an_engine_refuses_tiled_loss_where_there_is_no_such_loss(model, options, match):
     with pytest.raises(ConfigError, match=match):
         zero3d.Engine(model(), precision="fp32", tiled_loss=True, **options)
+
+
+# --- chosen by the bytes of logits ---------------------------------------------------------------
+
+
+def chosen(model, length, tiled_loss="auto", tp=1, vocab=100_000):
+    model.config = copy.copy(getattr(model, "config", SimpleNamespace()))
+    model.config.vocab_size = vocab
+    train = {"steps": 1, "micro_batch": 2, "tiled_loss": tiled_loss}
+    config = load({"data": {"length": length}, "train": train, "precision": "bf16"})
+    return choose_loss(config, model, SimpleNamespace(dp=1, tp=tp))
+
+
+def test_a_loss_is_in_tiles_where_logits_take_more_than_the_budget_and_a_line_says_the_bytes():
+    most = LOGITS_BUDGET // logits_bytes(2, 100_000, 2)
+    assert logits_bytes(2, 100_000, 2) == 2 * 100_000 * (2 + 4 + 8)
+    assert chosen(tiny("llama"), most) == (False, "")
+    tiled, why = chosen(tiny("llama"), most + 1)
+    assert tiled
+    assert why == (
+        f"train.tiled_loss=auto: in tiles: {2 * most + 2:,} tokens x 100,000 logits take 4.00 GB, more than 4.00 GB; "
+        "equal to a whole loss up to rounding"
+    )
+    assert chosen(tiny("llama"), most, True) == (True, "")
+    assert chosen(tiny("llama"), most + 1, False) == (False, "")
+    assert chosen(tiny("llama"), 2 * most, tp=2) == (False, "")
+
+
+@pytest.mark.parametrize(("model", "tp", "why"), [
+    (net, 1, "whole: .* but .*Net computes none or another one"), (adapted_head, 1, "leave adapters off the head"),
+    (lambda: tiny("llama"), 2, "over tp: type train.tiled_loss=true"),
+])  # fmt: skip
+def test_a_loss_that_cannot_be_in_tiles_stays_whole_and_a_line_says_why(model, tp, why):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero3d.setup.losses.LOGITS_BUDGET", 1)
+        tiled, said = chosen(model(), 64, tp=tp)
+    assert not tiled
+    assert re.search(why, said)

@@ -10,6 +10,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
 
 records        a ring of DEPTH buffers of the longest one
 scratch        fp32 of what an update or a cast works on at a time
+logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
+LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
@@ -82,6 +84,14 @@ def record_scratch(elements: int, device: str, splits: bool, rounded: bool = Fal
 def master_scratch(elements: int, device: str, splits: bool) -> int:
     """Return the bytes in which so many masters on the device are cast to weights, or those in halves updated."""
     return FP32 * (update_scratch if splits else cast_scratch)(elements, device)
+
+
+def logits_bytes(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """Return the bytes of the logits of so many tokens at the peak of their loss.
+
+    itemsize  of the dtype that the head computes in
+    """
+    return tokens * vocabulary * (itemsize + 3 * FP32)
 
 
 def average_scratch(longest: int, device: str, wide: int) -> int:

@@ -3,10 +3,14 @@
     block.__call__:  engine's hooks [ recomputation [ torch.compile [ the block's own forward ]]]
 
 So compiled code holds no hook.
+
+A graph is of one shape. A batch of another one is compiled again, the second time for any length (dynamic shapes),
+whose kernels are slower: `compiled_note` says so at the start of a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,14 +19,47 @@ from torch import nn
 
 from zero3d.activations.segments import Recomputed
 from zero3d.activations.targets import Blocks, blocks_of
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.models.wrappers import Compiled, Wrapped
+
+BACKEND = "inductor"
+REPLAYED = ("reduce-overhead", "max-autotune")  # modes whose kernels are replayed as CUDA graphs, at fixed addresses
+
+
+def compile_options(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return torch.compile's options of what is asked for: True, a backend's name, or options; None for False.
+
+    Raises ConfigError for CUDA graphs (decision 49).
+    """
+    if not isinstance(asked, (bool, str, Mapping)):
+        raise ConfigError(f"compile={short(repr(asked))}: pass True, a backend's name, or options of torch.compile.")
+    options: dict[str, Any] = {"backend": asked if isinstance(asked, str) else BACKEND}
+    options |= asked if isinstance(asked, Mapping) else {}
+    if options.get("mode") in REPLAYED or (options.get("options") or {}).get("triton.cudagraphs"):
+        raise ConfigError(
+            f"torch.compile with {options.get('mode') or 'triton.cudagraphs'} replays CUDA graphs, which read weights "
+            "at fixed addresses, and gathered weights have others: pass mode='max-autotune-no-cudagraphs', or no mode."
+        )
+    return options if asked else None
+
+
+def compiled_note(model: nn.Module) -> str | None:
+    """Say in a line which modules are compiled, and what other shapes cost; None where none is."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    if not compiled:
+        return None
+    kinds = sorted({type(module).__name__ for module in compiled})
+    return (
+        f"compiled: {len(compiled)} x {', '.join(kinds)}, one graph a kind; a batch of another shape compiles again, "
+        "the second time for any length, whose kernels are slower (dynamic shapes): pack or pad to one length"
+    )
 
 
 def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: Any) -> None:
     """Compile each block's own forward with torch.compile: blocks of one kind share one graph. Before `recompute`.
 
     options   of torch.compile, such as backend
+    One that is compiled already stays as it is.
     """
     for name, block in blocks_of(model, blocks, "compile").items():
         if isinstance(block.forward, Recomputed):
@@ -30,7 +67,7 @@ def compile_blocks(model: nn.Module, blocks: Blocks | None = None, **options: An
         compile = partial(torch.compile, **options)
         if isinstance(block.forward, Wrapped):
             block.forward.compile(compile)
-        else:
+        elif not isinstance(block.forward, Compiled):
             block.forward = Compiled(block, compile)
 
 

@@ -4,7 +4,9 @@
     the same      mesh, how experts are computed, precision,  tp, pp, micro-batches per step over all ranks,
                   dtype on the wire, dtype of Adam's moments, precision, dtype on the wire, dtype of Adam's moments,
                   where updates are made (accelerators only), where updates are made (accelerators only), torch,
-                  algorithm, torch, kernels, threads, tiles;  kernels, threads, tiles
+                  algorithm, torch, kernels, threads, tiles,  kernels, threads, tiles, what is compiled,
+                  what is compiled, kernels of attention,     kernels of attention, layers in fp8
+                  layers in fp8;
                   with several micro-batches a step the
                   moment of reduction
     may differ    stage, what leaves the device and where to  dp, ep, stage, moment of reduction, algorithm, what leaves
@@ -40,12 +42,18 @@ ALWAYS = {
     "updates": "another kernel updates",
     "tiled_loss": "its sums are taken in another order",
     "gather_budget": "sums over tiles are taken in another order",
+    "compiled": "fused kernels round otherwise",
+    "attention": "its kernels round otherwise",
+    "linear": "factors of products are rounded otherwise",
 }
 USUAL = {
     "moments": "fp32",
     "updates": "device",
     "tiled_loss": False,
     "gather_budget": None,
+    "compiled": False,
+    "attention": "sdpa",
+    "linear": None,
     "experts": "exact",
     **{fold.name: 1 for fold in FOLDS},
 }  # where none is said

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)
     row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
-    if config.train.tiled_loss or config.zero.gather_budget is not None:
+    if config.train.tiled_loss is True or config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))

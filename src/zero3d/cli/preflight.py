@@ -24,11 +24,11 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
 from zero3d.pipeline.schedules import Schedule
-from zero3d.setup.packages import is_installed
+from zero3d.setup.attention import check_kernel
+from zero3d.spec.offload import AUTO
 from zero3d.train.weights_and_biases import REMEDY
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # or the package kernels
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WITHOUT_KEY = ("offline", "dryrun", "disabled")  # of WANDB_MODE
 
@@ -95,7 +95,7 @@ def check_attention(config: Config) -> None:
     Its source is searched, as for the type. A kernel of a repository, or one of own code, is left to the ranks.
     """
     attn, package = config.model.attn, find_spec("transformers")
-    if attn is None or not attn.isidentifier() or own_code(config) or package is None or package.origin is None:
+    if attn in (None, AUTO) or not attn.isidentifier() or own_code(config) or package is None or package.origin is None:
         return
     source = (Path(package.origin).parent / "modeling_utils.py").read_text(encoding="utf-8")
     if '"sdpa"' in source and f'"{attn}"' not in source:
@@ -103,11 +103,7 @@ def check_attention(config: Config) -> None:
             f"model.attn={short(attn)}: the installed transformers does not know it: type eager, sdpa, "
             "flash_attention_2 or flex_attention."
         )
-    if attn in KERNELS and not is_installed(KERNELS[attn]) and not is_installed("kernels"):
-        raise ConfigError(
-            f"model.attn={attn} needs the package {KERNELS[attn]}, which is not installed: install flash-attn for this "
-            "GPU, or set model.attn=sdpa."
-        )
+    check_kernel(attn)
 
 
 def check_transformers(model: Model) -> None:

@@ -91,7 +91,7 @@ def as_text(simulation: Simulation) -> Iterator[str]:
     yield from columns([*_ranks(simulation)], "<>>>>>>>")
     if any(rank.away for rank in simulation.ranks):
         yield "   off the device: records in whole blocks, on a disk in two slots"
-        yield from columns([*_away(simulation)], "<<>>>>")
+        yield from columns([*_away(simulation)], "<<>>>>>")
     for rank in simulation.ranks:
         yield from ("", *_peak(rank))
     yield from ("", "3. What a rank sends in a step, and receives")
@@ -115,12 +115,13 @@ def _ranks(simulation: Simulation) -> Iterator[tuple[str, ...]]:
 
 
 def _away(simulation: Simulation) -> Iterator[tuple[str, ...]]:
-    yield "rank", "place", "parameters", "optimizer", "padding", "by formula"
+    categories = ("parameters", "gradients", "optimizer", "padding")
+    yield "rank", "place", *categories, "by formula"
     for rank in simulation.ranks:
         for place in dict.fromkeys(state.place for state in rank.away):
             here = {state.category: state for state in rank.away if state.place == place}
             equal = "equal" if all(state.held == state.formula for state in here.values()) else "DIFFERS"
-            cells = (size(here[name].held) if name in here else "0" for name in ("parameters", "optimizer", "padding"))
+            cells = (size(here[name].held) if name in here else "0" for name in categories)
             yield str(rank.rank), place, *cells, equal
 
 

@@ -173,6 +173,7 @@ def _spec_of(config: Config) -> Spec:
         optimizer=config.optimizer.name,
         ema=config.train.ema,
         replay=config.health.replay,
+        linear=config.model.linear,
     )
 
 

@@ -35,7 +35,17 @@ class Model:
 
     path: str = key("demo", "a Hugging Face folder, a config.json, a preset, or module:function that returns a module")
     init: str = key("weights", "from the folder's weights, or random from its config", choices=("weights", "random"))
-    attn: str | None = key(None, "attention implementation passed to Hugging Face: eager, sdpa, flash_attention_2, ...")
+    attn: str | None = key(
+        "auto",
+        "implementation of attention, as transformers names it: eager, sdpa, flash_attention_2, flash_attention_3, "
+        "flex_attention, or a kernel of the Hub as owner/name; auto: on a GPU a flash kernel that is installed and "
+        "fits, else sdpa, as a run says; null: transformers' own choice",
+    )
+    linear: str | None = key(
+        None,
+        "fp8: linear layers of blocks multiply in fp8, by torchao, on cards with such products; a run says which do",
+        choices=("fp8",),
+    )
 
 
 @dataclass(frozen=True)
@@ -123,9 +133,11 @@ class Train:
         "experts with more tokens than the mean, such as 0.001; 0 leaves it as it was loaded",
         least=0,
     )
-    tiled_loss: bool = key(
-        False,
-        "compute the loss of the next token tile by tile, without logits of the whole vocabulary; equal up to rounding",
+    tiled_loss: bool | str = key(
+        "auto",
+        "compute the loss of the next token tile by tile, without logits of the whole vocabulary: equal up to "
+        "rounding; auto: where logits of a micro-batch take more than 4 GB, and tp is 1, as a run says",
+        choices=("auto",),
     )
     deterministic: bool | str = key(
         "auto",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zero3d.activations.compilation import compiled_note
 from zero3d.activations.host_slots import HostSlots
 from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
 from zero3d.checkpoint.frozen_base import FolderSource, FrozenBase
@@ -77,6 +78,7 @@ class Assembly:
     offload    what leaves the device, nothing of it open any more
     frozen_base  the folder whose values frozen weights have; None without
     originals  values of frozen parameters in the dtype in which they came
+    notes      lines for people about what computes: what is in fp8, what is compiled
     changes    what the model's modules were before
     """
 
@@ -94,6 +96,7 @@ class Assembly:
     offload: OffloadChoice
     frozen_base: FrozenBase | None
     originals: FrozenOriginals
+    notes: tuple[str, ...]
     changes: Changes
 
     @property
@@ -208,6 +211,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         offload=_chosen(base, tiers, why),
         frozen_base=frozen_base,
         originals=originals,
+        notes=(*base.notes, *filter(None, [compiled_note(module)])),
         changes=before.changes(),
     )
 

@@ -89,6 +89,10 @@ class Engine:
     accumulate    micro-batches per step, unless `backward(last=...)` says otherwise
     loss          (output, batch) -> (sum of losses, weight), for `train_batch`
     units         module classes or name patterns; None finds the repeated blocks
+    linear        "fp8": linear layers of blocks multiply in fp8, by torchao, on cards that do; weights, masters, sums
+                  and checkpoints are those of bf16. `engine.notes` says which do. None: as they are
+    compile       torch.compile each block's own forward: True (inductor), a backend's name, or torch.compile's options.
+                  Kernels that are fused round otherwise; blocks that are compiled already stay so
     release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
     reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
                   same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
@@ -144,6 +148,7 @@ class Engine:
     policy = Exposed(lambda assembly: assembly.base.resolved.policy)
     offload = Exposed(lambda assembly: assembly.offload.offload)
     offload_why = Exposed(lambda assembly: assembly.offload.why)
+    notes = Exposed(lambda assembly: assembly.notes)
     # axes, and what counts on them
     arena = Exposed(lambda assembly: assembly.base.axes.arena)
     traffic = Exposed(lambda assembly: assembly.base.axes.ledger)
@@ -190,6 +195,8 @@ class Engine:
         accumulate: int = 1,
         loss: Loss | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
+        linear: str | None = None,
+        compile: bool | str | Mapping[str, Any] = False,
         release: str = "auto",
         reduce: str = "auto",
         reduce_scatter: str = "auto",
@@ -213,7 +220,7 @@ class Engine:
         expert_bias_rate: float = 0.0,
     ) -> None:
         options = Options(
-            ModelOptions(precision, weights, units),
+            ModelOptions(precision, weights, units, compile, linear),
             spec.Zero(stage, reduce_dtype, release, reduce, reduce_scatter, master, gather_budget, exact),
             spec.Offload.of(offload),
             spec.Mesh(

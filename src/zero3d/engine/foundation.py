@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.ledger import Ledger
@@ -19,6 +20,7 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
+from zero3d.models.fp8 import use_fp8
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
@@ -86,6 +88,7 @@ class Foundation:
     partition  this rank's share of the model
     order      in which micro-batches and ranks are summed
     sequence   the ranks that share sequences out; None where each has whole ones
+    notes      lines for people about what computes
     """
 
     options: Options
@@ -94,10 +97,11 @@ class Foundation:
     partition: ModelPartition
     order: SumOrder
     sequence: SequenceGroup | None
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
-        """Check options, open axes and divide the model, in place. Raises ConfigError, MeshError."""
+        """Check options, open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
         if getattr(model, "peft_config", None):
@@ -106,6 +110,9 @@ class Foundation:
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
+        notes = () if options.model.linear is None else (str(use_fp8(model)),)
+        if (compiles := compile_options(options.model.compile)) is not None:
+            compile_blocks(model, **compiles)
         partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
         if options.model.weights is not None:
             for root in (model, *partition.chunks.values()):
@@ -115,7 +122,7 @@ class Foundation:
         )
         sequence = _share_sequences(partition, axes.folds["sp"], options) if resolved.mesh.sp > 1 else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order, sequence)
+        return cls(done, resolved, axes, partition, order, sequence, notes)
 
 
 def _share_sequences(partition: ModelPartition, sp: Comm, options: Options) -> SequenceGroup:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero3d import spec
+from zero3d.activations.compilation import compile_options
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_activations, check_experts, check_model, check_step, reduce_dtype_of
@@ -22,6 +23,7 @@ from zero3d.engine.features import check_features
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, parse_budget
+from zero3d.models.fp8 import check_linear
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.peft_kinds import check_adapters
 from zero3d.offload.states import check_moments
@@ -43,11 +45,13 @@ from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """In which precision the model computes, where its weights come from, and which modules form a unit."""
+    """How the model computes, where its weights come from, which modules form a unit, what is compiled and in fp8."""
 
     precision: str | Precision
     weights: Source | None
     units: Sequence[type[nn.Module] | str] | None
+    compile: bool | str | Mapping[str, Any] = False
+    linear: str | None = None
 
 
 def parts_activations(asked: spec.Mesh) -> bool:
@@ -104,6 +108,7 @@ class Options:
             optimizer=row.name if isinstance(row, OptimizerRow) else None,
             ema=self.optimizer.ema,
             replay=self.step.replay,
+            linear=self.model.linear,
         )
 
 
@@ -135,8 +140,10 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     released = "every_use" if budgeted else options.offload.release(zero.release)
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
+    compile_options(options.model.compile)
     check_features(model, mesh, options)
     check_model(model, options.model.weights)
+    check_linear(options.model.linear, model, mesh.device)
     check_adapters(model, row.shards_parameters, mesh.pp)
     if row.shards_parameters and mesh.dp > 1:
         check_blank_image(model)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from zero3d.checkpoint.resume_contract import BACKEND
+from zero3d.activations.compilation import is_compiled
+from zero3d.checkpoint.resume_contract import BACKEND, USUAL
 from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
+from zero3d.models.bases import model_of
+from zero3d.models.packing import inner_model
 from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import GROUP
 
@@ -74,10 +77,23 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss,
         "gather_budget": base.options.gather_budget,
+        "attention": _attention(assembly),
+        "linear": base.options.model.linear,
+        "compiled": any(map(is_compiled, base.partition.module.modules())),
     }
     for feature in assembly.features:
         about |= feature.about()
     return about | ({} if cpu else who_adds(assembly)) | device_facts(device, mesh.everyone.backend, mesh.local_world)
+
+
+def _attention(assembly: Assembly) -> str:
+    """Return the implementation of attention in a model of transformers', by its name there; of another model sdpa."""
+    if assembly.base.sequence is not None:
+        return assembly.base.sequence.implementation
+    chunk = next(iter(assembly.base.partition.chunks.values()))
+    config: Any = getattr(inner_model(model_of(chunk)), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return str(getattr(text, "_attn_implementation", None) or USUAL["attention"])
 
 
 def _updates(assembly: Assembly) -> str:

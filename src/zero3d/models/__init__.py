@@ -14,5 +14,6 @@ packing.py       whether a model keeps packed documents apart; what training pas
 plan_names.py    names as transformers' plans call them
 experts.py       how experts are computed
 tiles.py         linear layers and embeddings whose weight is gathered in tiles
+fp8.py           linear layers that multiply in fp8
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """

@@ -39,13 +39,26 @@ def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.
     """
     options = {} if attn is None else {"attn_implementation": attn}
     try:
-        with parameters_on_meta(), no_foreign_code():
+        with parameters_on_meta(), no_foreign_code(), offline():
             model: nn.Module = auto_class(config).from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # any error of the model's own, quoted
         name = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
         attention = "" if attn is None else f" with attn={short(repr(attn))}"
         raise ConfigError(f"{name} cannot be built{attention}: {_first_line(error)}") from error
     return model
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Keep the Hub's libraries from downloading inside: kernels of attention are taken from its cache alone."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from zero3d.models.foreign_code import no_foreign_code, refuse_code
 from zero3d.models.load import FileWeights
 from zero3d.models.places import config_file, config_json, is_called, no_model
 from zero3d.models.presets import PRESETS
+from zero3d.spec.offload import AUTO
 from zero3d.zero.initial_weights import Source
 
 LAYERS = re.compile(r"(^|_)(layer|block|depth)s?$")  # how keys end that hold numbers of layers
@@ -68,15 +69,20 @@ def open_bare(model: Model) -> Opened:
         config = read_config(path)
         if model.init != "random":
             _refuse_quantised(config, path / "config.json")
-        module = build(config, model.attn, path / "config.json")
+        module = build(config, _named(model.attn), path / "config.json")
         if model.init != "random":
             _read_generation_config(path, module)
         return Opened(module, None, path)
     if os.path.isfile(path) or model.path in PRESETS:
         file = path if path.is_file() else None
-        module = build(preset(model.path) if file is None else read_config(file), model.attn, file)
+        module = build(preset(model.path) if file is None else read_config(file), _named(model.attn), file)
         return Opened(module, None, None if file is None else file.parent)
     raise no_model(model.path)
+
+
+def _named(attn: str | None) -> str | None:
+    """Return an implementation of attention that is asked for by name; None leaves the choice to transformers."""
+    return None if attn == AUTO else attn
 
 
 def positions(model: Model) -> int | None:

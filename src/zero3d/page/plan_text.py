@@ -12,7 +12,7 @@ from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import Rejection, Row, SearchResult, Target, memory_of, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.tiers import HOST, OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -79,6 +79,7 @@ def settings(plan: ParallelPlan) -> str:
         share = "" if plan.offload.fraction == 1 else f"{100 * plan.offload.fraction:g} % of "
         words.append(f"{share}optimizer on {plan.offload.optimizer}")
     words += [f"parameters on {plan.offload.params}"] if plan.offload.params != "none" else []
+    words += ["gradients on host"] if plan.offload.gradients == HOST else []
     words += ["bf16 moments"] if plan.offload.moments != "fp32" else []
     words += ["inputs over tp"] if in_parts(plan) else []
     words += ["inputs on host"] if on_host(plan) else []
@@ -95,9 +96,9 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     """Return the best row of each mesh, ZeRO stage, schedule and place of states."""
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        plan = row.plan
-        degrees = plan.pp, plan.dp, plan.tp, plan.ep
-        kept.setdefault((*degrees, plan.zero.stage, plan.schedule, plan.offload.optimizer, plan.offload.params), row)
+        plan, away = row.plan, row.plan.offload
+        degrees, places = (plan.pp, plan.dp, plan.tp, plan.ep), (away.optimizer, away.params, away.gradients)
+        kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
     return list(kept.values())
 
 

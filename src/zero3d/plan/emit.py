@@ -49,7 +49,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
     return (
         {
-            "model": {"path": path},
+            "model": {"path": path} | ({} if plan.linear is None else {"linear": plan.linear}),
             "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema}),
@@ -95,6 +95,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         optimizer=config.optimizer.name,
         ema=config.train.ema,
         replay=config.health.replay,
+        linear=config.model.linear,
         micro_batch=batch.micro_batch,
         accumulate=batch.accumulate,
         virtual=schedule.chunks_per_rank if degrees.pp > 1 else 1,

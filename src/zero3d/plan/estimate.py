@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from zero3d.account.states import WIDTHS
+from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.kernels import IMBALANCE, digest
@@ -27,6 +29,10 @@ SEEN = re.compile(r"with an image of [\d,]+ tokens")
 UNEVEN = (
     f"experts: bytes are of tokens that fall on all alike, seconds of {IMBALANCE:g} x the mean on the busiest ep rank, "
     "an assumption: zero3d compare prints a run's expert load"
+)
+TILED = (
+    "train.tiled_loss=auto computes the next token's loss in tiles here: {:.1f} GB of logits are in this plan, and not "
+    "in the run"
 )
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
@@ -74,6 +80,9 @@ def _notes(
         notes.append(TEXT)
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
+    nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, WIDTHS[plan.precision].weight)
+    if as_zero3d and plan.tp == 1 and nbytes > LOGITS_BUDGET:
+        notes.append(TILED.format(nbytes / 1e9))
     for name in memory.lacks(cluster):
         held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
         notes.append(f"{name} memory: {held / 1e9:.0f} GB needed on a node of {there / 1e9:.0f} GB")

@@ -15,6 +15,7 @@
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
     off the device     optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
+    gradients          where states leave: on the device, on the host at stages 2, 3
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
@@ -34,16 +35,15 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.offload import Offload
+from zero3d.spec.offload import AUTO, Offload
 from zero3d.spec.optimizer import ADAMW
-from zero3d.spec.tiers import HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
+from zero3d.spec.tiers import GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 
 Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
-
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
@@ -58,7 +58,7 @@ def _rounds() -> dict[str, tuple[Tiers, ...]]:
     up_to = {"none": NEAR}
     for tier in tiers_of(OPTIMIZER):
         near = [name for name in tiers_of(PARAMS) if names.index(name) <= names.index(tier)]
-        turns.append((Offload(tier), *(Offload(tier, params=name) for name in near)))
+        turns.append(tuple(Offload(tier, name, to) for to in (AUTO, *tiers_of(GRADIENTS)) for name in ("none", *near)))
         up_to[tier] = sum(turns, ())
     return {"auto": tuple(turns), **{tier: (all_,) for tier, all_ in up_to.items()}}
 
@@ -224,12 +224,10 @@ def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
 
 
 def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, Offload]]:
-    """Yield ZeRO stages with what leaves the device: weights do at stage 3, even of one rank."""
+    """Yield ZeRO stages with what leaves the device: weights do at stage 3, gradients from 2 on, even of one rank."""
     for away in tiers:
-        if away.params != "none":
-            yield 3, away
-        else:
-            yield from ((stage, away) for stage in ((0, 1, 2, 3) if dp > 1 else (0,)))
+        least = 3 if away.params != "none" else 2 if away.gradients == HOST else 0
+        yield from ((stage, away) for stage in range(least, 4 if dp > 1 else least + 1))
 
 
 def pipeline_moments(stage: int, pp: int) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
         activations="none",
         asynchronous_saves=False,
         replay=0,
+        linear=None,
     )
 
 

@@ -12,6 +12,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.search import ACTIVATIONS, Evaluate, Row, ep_refused, pipeline_moments
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
+from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
 
 Settings = Mapping[str, Any]
@@ -94,7 +95,8 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
     """Yield what the knobs of the section `offload` change."""
     for place in ("none", *TIERS):
         if place != plan.offload.optimizer and place in ("none", *tiers_of(OPTIMIZER)):
-            moved = {"offload.moments": "fp32", "offload.fraction": 1.0} if place == "none" else {}
+            here = {"offload.moments": "fp32", "offload.fraction": 1.0, "offload.gradients": AUTO}
+            moved = here if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
         movable = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
         if place != plan.offload.params and movable and place in ("none", *tiers_of(PARAMS)):

@@ -83,6 +83,11 @@ class SequenceGroup:
         self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
         self._set(self._name)
 
+    @property
+    def implementation(self) -> str:
+        """Return the name of the attention that the model has without the group."""
+        return self._own
+
     def describe(self, tp: int) -> str:
         """Say how sequences are shared out, and attention."""
         text = next(iter(self._configs.values())).get_text_config()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +18,9 @@ from zero3d.engine.engine import Engine
 from zero3d.models.open import Opened
 from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
+from zero3d.setup.attention import check_kernel, with_attention
 from zero3d.setup.inputs import open_inputs, open_mesh
-from zero3d.setup.losses import next_token_loss
+from zero3d.setup.losses import choose_loss, own_loss
 from zero3d.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.setup.schedule import scheduler
 
@@ -43,9 +43,10 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         param_groups=parameter_groups(model, config.optimizer),
         clip_norm=config.optimizer.clip_norm,
         accumulate=accumulate,
-        loss=None if "labels" in inspect.signature(model.forward).parameters else next_token_loss,
+        loss=own_loss(model),
         offload=offload_of(config),
-        tiled_loss=config.train.tiled_loss,
+        linear=config.model.linear,
+        tiled_loss=choose_loss(config, model, mesh).tiled,
         replay=config.health.replay,
         ema=config.train.ema,
         expert_bias_rate=config.train.expert_bias_rate,
@@ -95,8 +96,10 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
         inputs = open_inputs(config)
         return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
-    accumulate = resolve_batch(config.train, mesh.dp, mesh.sp).accumulate
-    return build_engine(config, open_trained(config), mesh, accumulate, config.train.steps)
+    batch = resolve_batch(config.train, mesh.dp, mesh.sp)
+    check_kernel(config.model.attn)
+    opened = with_attention(config, open_trained(config), mesh.device, batch.micro_batch)
+    return build_engine(config, opened, mesh, batch.accumulate, config.train.steps)
 
 
 def with_output(config: Config, output: Path) -> Config:

@@ -32,6 +32,7 @@ from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
+from zero3d.setup.attention import check_alike, check_kernel, with_attention
 from zero3d.setup.packages import check_packages
 from zero3d.setup.vision import open_vision
 
@@ -71,6 +72,7 @@ def open_inputs(
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
+        check_alike(opened.module, comm)
         vision = agree(comm, lambda: open_vision(config, opened))
         vocabulary = config_number(opened.module, "vocab_size")
 
@@ -92,7 +94,8 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     check_packages(config)
     check_replay(config.health.replay, mesh)
-    opened = open_trained(config)
+    check_kernel(config.model.attn)
+    opened = with_attention(config, open_trained(config), mesh.device, batch.micro_batch)
     check_forward(opened.module)
     check_export(config, opened)
     check_length_over_tp(config.data.length, slices_of(config, mesh))

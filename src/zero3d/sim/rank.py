@@ -107,7 +107,8 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
     shape = (batch.micro_batch, config.data.length)
     health = replace(config.health, replay=0)  # values that do not exist cannot be compared
     train = replace(config.train, compile=False)
-    plain = replace(config, train=train, health=health, output=config.output or "simulated")
+    model = replace(config.model, linear=None)
+    plain = replace(config, model=model, train=train, health=health, output=config.output or "simulated")
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

@@ -73,6 +73,9 @@ def simulate(
     results = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
     schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
     notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
+    notes += ["model.linear=fp8 is left out: products in fp8 hold scales and copies beside these bytes."] * bool(
+        config.model.linear
+    )
     if degrees.ep > 1:
         notes.append(f"ep {degrees.ep} x edp {degrees.edp}: every expert was sent as many tokens as any other.")
     if said := results[0].images:

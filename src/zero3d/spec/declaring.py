@@ -9,7 +9,12 @@ from typing import Any
 from zero3d.errors import ConfigError, short
 
 Write = Callable[[str, Any], str]  # how the caller types a setting
-KEYWORDS = {"optimizer.name": "optimizer", "health.replay": "replay", "train.ema": "ema"}  # not the key's last word
+KEYWORDS = {  # of keys outside of zero, offload and mesh
+    "optimizer.name": "optimizer",
+    "health.replay": "replay",
+    "train.ema": "ema",
+    "model.linear": "linear",
+}
 
 BOUNDS = ("least", "most", "above", "below")
 

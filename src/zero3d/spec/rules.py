@@ -168,6 +168,24 @@ RULES = (
         "{optimizer.name} updates fp32 masters, and {precision} has none: type {precision=bf16}, or use AdamW.",
     ),
     Rule(
+        "model.linear",
+        lambda s: s.linear is not None and s.precision != "bf16",
+        "{model.linear} rounds bf16 factors of a product, and {precision} has others: type {precision=bf16}, or "
+        "{model.linear=null}.",
+    ),
+    Rule(
+        "model.linear",
+        lambda s: s.linear is not None and s.tp > 1,
+        "{model.linear} with {mesh.tp}, whose ranks would scale their own parts of a matrix, is not built: type "
+        "{mesh.tp=1}, or {model.linear=null}.",
+    ),
+    Rule(
+        "model.linear",
+        lambda s: s.linear is not None and s.zero.gather_budget is not None,
+        "{model.linear} multiplies by whole matrices, and {zero.gather_budget} gathers a few rows of them at a time: "
+        "type {zero.gather_budget=null}, or {model.linear=null}.",
+    ),
+    Rule(
         "offload.params",
         lambda s: s.offload.params != "none" and s.zero.stage != 3,
         "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "

@@ -33,6 +33,7 @@ class Spec:
 
     activations  recomputation, None where it is not known
     optimizer    the name of its row; None for a builder of one's own
+    linear       fp8 where linear layers multiply in it
     """
 
     zero: Zero = field(default_factory=Zero)
@@ -43,6 +44,7 @@ class Spec:
     optimizer: str | None = None
     ema: float | None = None
     replay: int = 0
+    linear: str | None = None
 
     @cached_property
     def dp(self) -> int:

@@ -217,7 +217,7 @@ def advise(planned: PlannedRun, shortage: Shortage, ranks: int, config: Config, 
     found = [relief for relief in found if relief.saved >= NOTABLE * missing]
     notes = []
     logits = 4.0 * planned.plan.micro_batch * planned.model.length * planned.model.vocab / planned.plan.tp
-    if on_device and not config.train.tiled_loss and logits > 0.05 * peak:
+    if on_device and config.train.tiled_loss is not True and logits > 0.05 * peak:
         notes.append(TILED.format(logits / 1e9))
     words = ["zero3d", "train", str(folder.config), *found[0].settings] if found and folder is not None else []
     command = shlex.join([*words, "--resume", "auto"]) if words else ""

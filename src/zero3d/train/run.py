@@ -27,6 +27,7 @@ from zero3d.models.packing import forward_options
 from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
+from zero3d.setup.losses import choose_loss
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
@@ -137,6 +138,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)
     plan = plan_again(plan, built, inputs.mesh) if chosen else plan
+    loss = choose_loss(built, module, inputs.mesh)
+    built = replace(built, train=replace(built.train, tiled_loss=loss.tiled))
     post_mortem.planned, post_mortem.config = plan, built
     with removed_on_failure(fresh, inputs.mesh.rank):
         engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
@@ -150,7 +153,13 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     inputs.mesh.heartbeat.tell(output=str(folder.root.resolve()))
     if inputs.mesh.local_rank == 0:
         drop_leftovers(folder, engine, ended=False)
-    notes = (*inputs.opened.notes, *inputs.data.notes, plan if isinstance(plan, str) else None, lock.note)
+    notes = (
+        *inputs.opened.notes,
+        loss.why or None,
+        *inputs.data.notes,
+        plan if isinstance(plan, str) else None,
+        lock.note,
+    )
     for line in (*introduction(config, inputs, steps, engine, folder), *chosen, *engine.offload_why, *notes):
         if line is not None:
             progress.say(line)
@@ -299,7 +308,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings += ["masters in halves"] if config.zero.master == "split" else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
     settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []
-    settings += ["loss in tiles"] if config.train.tiled_loss else []
+    settings += ["loss in tiles"] if config.train.tiled_loss is True else []
     return [
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
         f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
@@ -307,6 +316,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
         _vocabulary(inputs),
         *filter(None, [slow_products(config.precision, engine.mesh.device), described(engine)]),
         *getattr(engine.optimizer.torch, "table", ()),
+        *engine.notes,
     ]
 
 

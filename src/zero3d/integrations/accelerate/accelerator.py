@@ -39,6 +39,7 @@ OTHERS = (  # what shards or cuts a model in another way
     "torch_tp_plugin",
     "parallelism_config",
 )
+TORCH = ("backend", "mode", "fullgraph", "dynamic", "options", "disable")  # keywords of torch.compile
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 STATES = "zero3d"  # the folder of a saved state that has the engine's checkpoint
 
@@ -190,10 +191,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
-        if str(self.state.dynamo_plugin.backend.value).lower() != "no":
-            raise ConfigError("a compiled model cannot be sharded yet: leave out torch_compile and dynamo_backend.")
         take_back(model)  # from an engine whose training is over, or has failed
-        options: dict[str, Any] = {"precision": self._precision_of(model), **self._options}
+        options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
         mesh = None if "mesh" in options else Mesh(device=self.device)
         options.setdefault("mesh", mesh)
         leaves = Offload.of(options.get("offload")).params != "none"
@@ -201,7 +200,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         engine = Engine(model, stage=stage, optimizer=optimizer, clip_norm=None, **options)
         self._built = engine, mesh
         self._lend(model, engine, mesh)
+        if self.is_main_process:
+            for line in engine.notes:
+                print(line)
         return engine
+
+    def _compile(self) -> dict[str, Any]:
+        """Return what torch_compile or dynamo_backend mean for an engine: its blocks are compiled, one by one."""
+        plugin = self.state.dynamo_plugin
+        if str(plugin.backend.value).lower() == "no":
+            return {}
+        return {"compile": {name: value for name, value in plugin.to_kwargs().items() if name in TORCH}}
 
     def _lend(self, model: nn.Module, engine: Engine, mesh: Mesh | None) -> None:
         """Note how to take a model back, and have it generate and load as its engine needs it until then."""

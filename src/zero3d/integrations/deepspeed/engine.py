@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero3d.activations import compile_blocks
 from zero3d.config import Config, degrees_of, resolve_batch
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
@@ -50,8 +49,6 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self._settings = settings
         self._batch = resolve_batch(settings.train, mesh.dp)
         self.is_compiled = settings.train.compile
-        if self.is_compiled:
-            compile_blocks(model, backend="inductor")
         self.engine = Engine(
             model,
             mesh=mesh,

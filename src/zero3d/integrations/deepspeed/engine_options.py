@@ -9,10 +9,10 @@ from zero3d.setup.build import precision_of
 
 
 def engine_options(settings: Config) -> dict[str, Any]:
-    """Return stage, precision, dtype of reductions and tiers as options of `zero3d.Engine`."""
+    """Return stage, precision, dtype of reductions, tiers and compilation as options of `zero3d.Engine`."""
     return {
         "stage": settings.zero.stage,
         "precision": precision_of(settings),
         "reduce_dtype": settings.zero.reduce_dtype,
         "offload": offload_of(settings),
-    }
+    } | ({"compile": True} if settings.train.compile else {})

@@ -92,6 +92,8 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
         self.engine = Engine(wrapper, optimizer=self.optimizers[0], clip_norm=clip, **options)
         refuse_other_world(self.world_size, "Pass devices= and num_nodes= of the launcher to Trainer.")
         self.model = wrapper
+        for line in self.engine.notes if self.is_global_zero else ():
+            print(line)
 
     def _precision(self) -> str:
         asked = str(self.precision_plugin.precision)
