@@ -66,7 +66,7 @@ class SequenceGroup:
         decoders = [decoder_of(model) for model in models]
         self._sharing = sharing
         self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
-        self._own = decoders[0].config._attn_implementation
+        self._own: str = decoders[0].config._attn_implementation
         self._name = f"sequence_parallel_{next(_numbers)}"
         functions = ALL_ATTENTION_FUNCTIONS
         names = {module: name for model in models for name, module in model.named_modules()}
