@@ -1,5 +1,6 @@
 """What `auto` in offload becomes for an engine: by the bytes that it will hold, alike on all ranks."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ from models import adamw, batch, build, loss_of
 import zero3d
 from zero3d.engine import auto_offload
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
+from zero3d.engine.foundation import update_threads
 from zero3d.models.blocks import find_all_units
 from zero3d.offload.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
+from zero3d.offload.host_adam import scratch_bytes
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
 
@@ -225,6 +228,35 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
     mesh.device = torch.device("cpu")
     assert room_of(mesh, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True)
     assert asked == [(share, None if budget is None else 8 * GB)] * 2
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def threads_of_rank(pinned):
+    """How many threads update on the host of a rank that has 8 cores: by itself, or together with the other ranks."""
+    first = 8 * dist.get_rank() if pinned else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(first, first + 8)))
+        return update_threads(parts({"optimizer": "host"})[0])
+
+
+@pytest.mark.parametrize(("pinned", "threads"), [(False, 4), (True, 8)])
+def test_ranks_share_the_cores_that_they_have_in_common(ranks, pinned, threads):
+    assert ranks(2, threads_of_rank, pinned) == [threads, threads]
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("1", 8), ("", 8), ("3", 3), ("6,2", 6), ("many", 8)])
+def test_more_than_one_thread_may_be_asked_for(monkeypatch, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_of_rank(pinned=False) == threads
+
+
+def test_an_engine_updates_with_the_threads_of_its_rank(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    engine = engine_of({"optimizer": "host"})
+    assert engine.offload.executor == "host"
+    assert engine._assembly.runtime.tiers.arenas["host"].live("wire") == scratch_bytes(3)
 
 
 # --- executor -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from zero3d.engine.auto_offload import decide_executor, state_kinds
-from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import UnitSpec
@@ -33,7 +33,8 @@ def open_tiers(
     executor = _executor(base, kinds)
     records = list(placement(base, kinds).records(in_turn(specs), layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
-    site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base))
+    threads = update_threads(base) if executor.name == HOST else 1
+    site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)
     tiers = Builder(site, offload, records, executor, stores).tiers()
     if tiers.disk is None:

@@ -57,6 +57,7 @@ class Site(NamedTuple):
     owner    who writes on the disk, in words
     compute  dtype of weights
     budget   measures what this rank may take of its host
+    threads  that may update on the host
     """
 
     arena: Arena
@@ -64,6 +65,7 @@ class Site(NamedTuple):
     owner: str
     compute: torch.dtype
     budget: Callable[[], HostBudget]
+    threads: int = 1
 
 
 class Stores:
@@ -132,7 +134,7 @@ class Stores:
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
     ) -> Executor:
         """Return what updates on the host, with threads of its own; arena: the host's account."""
-        threads = HostExecutor(torch.get_num_threads(), arena)
+        threads = HostExecutor(self._site.threads, arena)
         weakref.finalize(optimizer, threads.close)
         return OnHost(optimizer.torch, threads, staging, near)
 
@@ -233,7 +235,7 @@ class Builder:
         parts = self._parts()
         asked = {part: sum(padded(record.nbytes) for record in records) for part, records in parts.items()}
         if self._executor == HOST and self._of(OPTIMIZER, HOST) + self._of(OPTIMIZER, DISK):
-            asked["scratch of updates"] = scratch_bytes(torch.get_num_threads())
+            asked["scratch of updates"] = scratch_bytes(self._site.threads)
         return self._stores.host(parts, asked)
 
     def _open_disk(self) -> DiskSlab | None:
