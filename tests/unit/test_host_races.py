@@ -118,6 +118,35 @@ def test_copies_threads_and_disks_are_ordered(alone):
     check(*alone(run, QUICK))
 
 
+def measured():
+    """Races of the copies by which an executor is chosen, and the rates."""
+    from unittest import mock
+
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import AcceleratedMesh, on_accelerator
+    from instruments.races import alone_in
+
+    from zero3d.offload import rates, tiers
+
+    device = accelerator.register()
+    with (
+        alone_in(1), on_accelerator() as model,
+        mock.patch.multiple(rates, COPIED=4096, UPDATED=4096, HostSlab=tiers.HostSlab),
+    ):  # fmt: skip
+        arena = AcceleratedMesh(model).make_arena(device)
+        arena.borrow("wire", 1024, torch.uint8).zero_()
+        found = rates.measure_rates(arena, 2)
+        return dict(model.races), list(found), float(arena.live("wire"))
+
+
+def test_what_is_copied_to_measure_is_ordered_and_given_back(alone):
+    races, rates, held = alone(measured)
+    assert races == {}
+    assert min(rates) > 0
+    assert held == 1024
+
+
 def through_staging(folder, without):
     """Races of a ring that reads records of a disk into staging memory from which nothing was taken back."""
     import torch

@@ -30,12 +30,13 @@ from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
 from zero3d.memory.threads import Threads, unwaited
 from zero3d.offload import commit_file
-from zero3d.offload.auto_place import ExecutorChoice
+from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor, OnHost
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
+from zero3d.offload.rates import measure_rates
 from zero3d.offload.record_file import RecordFile
 from zero3d.offload.records import Record
 from zero3d.offload.ring import DiskStore, HostStore, Ring, ring_buffers
@@ -80,6 +81,10 @@ class Stores:
     def __init__(self, site: Site) -> None:
         self._site = site
         self.on_cpu = site.arena.device.type == "cpu"
+
+    def rates(self) -> MeasuredRates:
+        """Measure by what the executor is chosen."""
+        return measure_rates(self._site.arena, self._site.threads)
 
     def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
         """Map the host's memory of all parts. asked: bytes by what they are for. Raises OutOfBudget."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zero3d.memory.arena import Arena
+from zero3d.offload.auto_place import LINK, MEMORY, UPDATE, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor
 from zero3d.offload.host_slab import HostSlab
@@ -64,6 +65,10 @@ class DryStores(Stores):
         super().__init__(site)
         assert isinstance(site.arena, ObservedArena)
         self.on_cpu, self._arena = on_cpu, site.arena
+
+    def rates(self) -> MeasuredRates:
+        """Return those of no machine in particular."""
+        return MeasuredRates(LINK, LINK, LINK, MEMORY / UPDATE / self._site.world.size)
 
     def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
         """Return what stands for the host's memory."""
