@@ -20,7 +20,8 @@ its own, since a stand-in is for ever:
 
 `without` plants a fault, which must be found: one of FAULTS. What nobody waits for: an event of a ring's buffer
 ("arrived", "used", "gone"), compute by the thread of updates ("follow"), gradients on their way to the host by the host
-("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result").
+("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result"),
+the copy of a reduced shard to the host by what has its memory next ("leaving") and by what brings it back ("down").
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from zero3d.zero.weights import Weights
 HOST = "host"
 UPDATED, USED, PREFETCHED, BACKWARD_ENDED = "updated", "used", "prefetched", "backward ended"  # of a log
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
-FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result")
+FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down")
 
 
 class Happened(NamedTuple):
@@ -414,5 +415,14 @@ def _planted(without: str) -> Iterator[Replacement]:
         yield streams.ThreadStream, "follow", nothing
     if without == "norm":
         yield optimizer, "wait_for_device", nothing
+    if without == "leaving":
+
+        def forgotten(copies: streams.ToHost, left: int) -> None:
+            while len(copies._under_way) > left:
+                copies._under_way.popleft()[1]()
+
+        yield streams.ToHost, "_settle", forgotten
+    if without == "down":
+        yield streams.ToHost, "follow", nothing
     if without == "staging":
         yield executors, "wait_for_device", nothing

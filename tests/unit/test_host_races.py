@@ -111,6 +111,7 @@ QUICK = ((1, 1, 1), 3, "all on host", "host", "split", "fp32")
 # sum of weights, which is on the device, waits for that, too.
 FAULTS = {
     "arrived": "host", "used": "host", "gone": "host", "staging": "host", "result": "host", "follow": "host",
+    "leaving": "gradients",
 }  # fmt: skip
 
 
@@ -145,6 +146,37 @@ def test_what_is_copied_to_measure_is_ordered_and_given_back(alone):
     assert races == {}
     assert min(rates) > 0
     assert held == 1024
+
+
+def brought_back(without):
+    """Races of a shard that goes to the host, and comes back on a side stream for the next sum."""
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import on_accelerator
+
+    from zero3d.offload import tiers
+    from zero3d.offload.records import Record
+    from zero3d.zero.streams import ToHost
+
+    device = accelerator.register()
+    with on_accelerator(without) as model:
+        (kept,) = tiers.HostSlab({"kept": [Record("kept", ((torch.float32, 64),))]}, device).views["kept"][0]
+        to_host, side, gone = ToHost(device, behind=True), torch.Stream(device), []
+        to_host.copy(kept, torch.zeros(64, device=device).add_(1), lambda: gone.append(1))
+        back = torch.empty(64, device=device)
+        side.wait_stream(torch.accelerator.current_stream(device))
+        with side:
+            to_host.follow()
+            back.copy_(kept, non_blocking=True)
+        assert not gone
+        to_host.settle()
+        assert gone
+        return dict(model.races)
+
+
+@pytest.mark.parametrize("without", ["", "down"])
+def test_a_shard_comes_back_from_the_host_when_it_is_there(alone, without):
+    assert bool(alone(brought_back, without)) is bool(without)
 
 
 def through_staging(folder, without):

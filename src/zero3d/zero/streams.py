@@ -11,14 +11,17 @@ waited for what compute had enqueued when the side stream was entered, and compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero3d.distributed.axis import Pending
 from zero3d.memory.arena import Arena
+from zero3d.zero.stages import LEAVING
 
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
 
@@ -96,6 +99,53 @@ class ThreadStream:
     def entered(self) -> AbstractContextManager[object]:
         """Enqueue on it inside."""
         return nullcontext() if self._stream is None else self._stream
+
+
+class ToHost:
+    """Copies to the host's memory beside compute, on a stream of its own; on the CPU at once.
+
+    What is copied is let go of when LEAVING others have come after it, and compute has waited for its copy by then: a
+    copy is hidden by what compute does between two of them.
+
+    behind  whether sources wait for that, as on an accelerator they must
+    """
+
+    def __init__(self, device: torch.device, behind: bool) -> None:
+        self._device, self._behind = device, behind
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._under_way: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
+
+    def copy(self, into: Tensor, source: Tensor, let_go: Callable[[], None]) -> None:
+        """Copy what compute has written so far; `let_go` gives the source up."""
+        self._settle(LEAVING - 1)
+        event = None
+        if self._stream is None:
+            into.copy_(source)
+        else:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
+                into.copy_(source, non_blocking=True)
+            event = torch.Event(self._device)
+            event.record(self._stream)
+        self._under_way.append((event, let_go))
+        if not self._behind:
+            self.settle()
+
+    def follow(self) -> None:
+        """Let the current stream wait for all copies, whose memory it is about to read."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def settle(self) -> None:
+        """Let compute wait for all copies, and let go of what they read."""
+        self._settle(0)
+
+    def _settle(self, left: int) -> None:
+        while len(self._under_way) > left:
+            event, let_go = self._under_way.popleft()
+            if event is not None:
+                torch.accelerator.current_stream(self._device).wait_event(event)
+            let_go()
 
 
 def wait_for_device(device: torch.device) -> None:
