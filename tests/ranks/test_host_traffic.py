@@ -283,11 +283,18 @@ def gradients_on_host(count):
         groups.alike(2, device=accelerator.NAME), host_traffic.counted() as traffic,
         mock.patch.object(tiers, "HostSlab", Pinned),
     ):  # fmt: skip
-        engine, resident = engine_of(gradients="host"), engine_of()
+        engine, resident, on_host = (
+            engine_of(gradients="host"),
+            engine_of(),
+            engine_of(gradients="host", executor="host"),
+        )
         found = {}
-        for step in range(2):
+        for step in range(3):
             given = [batch(10 * step + number).to(device) for number in range(count)]
-            assert float(resident.train_batch(given)) == float(engine.train_batch(given))
+            losses = {float(each.train_batch(given)) for each in (engine, resident, on_host)}
+            norms = {float(each.last_step.grad_norm) for each in (engine, resident, on_host)}
+            assert (len(losses), len(norms)) == (1, 1)
+            assert min(norms) > 0.5, "nothing was clipped"
         for number in range(count):
             loss = loss_of(engine, batch(number).to(device))
             traffic.clear()

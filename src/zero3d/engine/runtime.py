@@ -66,7 +66,7 @@ def build_units(
     tiers, slots = open_tiers(base, specs, layouts)
     setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
     if tiers is not None:
-        to_host = ToHost(base.axes.arena.device, not tiers.stores.on_cpu) if tiers.kept else None
+        to_host = ToHost(base.axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
     of_experts = _setting_of_experts(base, setting)
     settings = [of_experts if spec.experts else setting for spec in specs]

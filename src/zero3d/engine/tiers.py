@@ -32,8 +32,8 @@ def open_tiers(
     kinds = state_kinds(base)
     records = list(placement(base, kinds).records(in_turn(specs), layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
-    may_be_host = offload.optimizer != "none" and offload.executor != DEVICE
-    threads = update_threads(base) if may_be_host else 1
+    on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or offload.gradients == HOST
+    threads = update_threads(base) if on_host else 1
     site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)
     executor = _executor(base, kinds, stores.rates)

@@ -40,10 +40,10 @@ class DeviceExecutor(Executor):
     def update(self, opened: OpenBucket, options: Options) -> None:
         device, weights = self._arena.device, opened.weights
         near = weights.device == device
-        here = opened._replace(
-            weights=weights if near else weights.to(device, non_blocking=True),
-            grad=opened.grad.to(device, non_blocking=True),
-        )
+        grad = opened.grad.to(device, non_blocking=True)
+        if opened.clip != 1.0:
+            grad = grad.mul(opened.clip) if grad is opened.grad else grad.mul_(opened.clip)
+        here = opened._replace(weights=weights if near else weights.to(device, non_blocking=True), grad=grad)
 
         def narrow(of: BucketPieces, name: str, wide: Tensor, field: Tensor) -> None:
             if of.pieces:
@@ -110,7 +110,7 @@ class OnHost(Executor):
         ordered = sorted(of.pieces, key=lambda owned: owned.piece.offset)
         places = [(of.within(owned), rules[owned.group]) for owned in ordered]
         pieces = [BucketPiece(within.start, within.stop, rule) for within, rule in places]
-        self._executor.update(states, pieces, int(counts[0]))
+        self._executor.update(states, pieces, int(counts[0]), [opened.clip])
         if weights is not opened.weights:
             opened.weights.copy_(weights, non_blocking=True)
             wait_for_device(opened.weights.device)  # staging is used again

@@ -40,6 +40,7 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.threads import Threads
 from zero3d.offload.rounding import TILE, Draw, noise_table, round_to_bf16
 from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
+from zero3d.zero.streams import run_alone
 
 VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
 CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
@@ -186,9 +187,6 @@ class HostExecutor:
     threads  one per core that it may use
     seed     of the rounding of bf16 moments
     chunk    elements, a multiple of VECTOR; changes no bit
-
-    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
-    start later, so that it is put back when all have started.
     """
 
     def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
@@ -202,16 +200,12 @@ class HostExecutor:
         self._least = least_halves(arena.borrow("wire", chunk, torch.float32))
         self._own = threading.local()
         self._threads = Threads(threads, "host-update")
-        before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
-        for started in [self._threads.submit(self._start, together) for _ in range(threads)]:
-            started.result()
-        torch.set_num_threads(before)
+        run_alone(self._threads, threads, self._take_scratch)
 
-    def _start(self, together: threading.Barrier) -> None:
-        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
-        torch.set_num_threads(1)
-        scratch = self._scratch.view(together.parties, WIDE, self._chunk)[together.wait()]
-        self._own.scratch, self._own.rooms = scratch, None
+    def _take_scratch(self, number: int) -> None:
+        """Give this thread its scratch."""
+        self._own.scratch = self._scratch.view(self._count, WIDE, self._chunk)[number]
+        self._own.rooms = None
 
     def close(self) -> None:
         """End the threads, which have nothing to do, and give the scratch back."""
@@ -239,7 +233,7 @@ class HostExecutor:
             parts.put(None)
         work = partial(self._update, PieceCuts(pieces), step, factors, parts)
         if not self._threads.are_there:  # the process ends
-            self._own.scratch, self._own.rooms = self._scratch.view(self._count, WIDE, self._chunk)[0], None
+            self._take_scratch(0)
         for each in [self._threads.submit(work) for _ in range(count)]:
             each.result()
 

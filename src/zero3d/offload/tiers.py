@@ -155,6 +155,7 @@ class Tiers:
     planned   bytes by (category, place), from layouts alone
     why       the arithmetic of the executor, where that was open
     disk      the file of what changes in every step, if anything is on a disk
+    threads   of this rank on the host
     replaced  the step of another run that was on the disk; NEVER, or UNKNOWN
     """
 
@@ -169,6 +170,7 @@ class Tiers:
     staging: tuple[Tensor, Tensor] | None
     why: str
     disk: DiskSlab | None
+    threads: int
     replaced: int
 
     @property
@@ -230,6 +232,7 @@ class Builder:
             staging=self._staging(slab),
             why=self._why,
             disk=disk,
+            threads=self._site.threads,
             replaced=self._stores.replaced,
         )
         weakref.finalize(tiers, unwaited, store.close)

@@ -61,6 +61,7 @@ class RecordUpdates(DeferredUpdates):
         self._made: dict[Unit, Future[None]] = {}
         self._order = [each.bucket.record for of_unit in self._buckets.values() for each in of_unit]
         self._options: Options = ()
+        self._clip = 1.0
         self._grads: dict[Unit, Tensor] = {}
         self._failure: BaseException | None = None
 
@@ -69,10 +70,11 @@ class RecordUpdates(DeferredUpdates):
         """What is updated, by unit in forward order."""
         return self._buckets
 
-    def begin(self, options: Options) -> None:
-        """Take over a step: its gradients are final, and stay until they are used."""
+    def begin(self, options: Options, clip: float = 1.0) -> None:
+        """Take over a step: its gradients stay until they are used, and are final but for this factor."""
         self.finish()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
+        self._clip = clip
         self._options, self._grads = options, {unit: unit.gradients.owned for unit in self._buckets}
         self._queue.extend(self._buckets)
         if self._thread is not None:
@@ -148,7 +150,7 @@ class RecordUpdates(DeferredUpdates):
         for record in self._order[following : following + AHEAD]:
             self._records.ahead(record)
         with each.buckets.opened(each.bucket) as fields:
-            opened = OpenBucket(each, fields, weights[each.range], self._grads[each.unit][each.range])
+            opened = OpenBucket(each, fields, weights[each.range], self._grads[each.unit][each.range], clip=self._clip)
             self._executor.update(opened, self._options)
             if WEIGHTS in fields:
                 fields[WEIGHTS].copy_(opened.weights)  # one on the host may go to a disk at once

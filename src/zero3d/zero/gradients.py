@@ -166,7 +166,8 @@ class Gradients:
             self._filled.add(index)
 
     @property
-    def _to_host(self) -> ToHost:
+    def to_host(self) -> ToHost:
+        """What copies the shard to the host, where it is kept there."""
         assert self._setting.to_host is not None
         return self._setting.to_host
 
@@ -222,7 +223,7 @@ class Gradients:
         if self._name in self._setting.kept:
             shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
             if add:
-                self._to_host.follow()
+                self.to_host.follow()
                 shard.copy_(self.shard, non_blocking=True)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
@@ -245,7 +246,7 @@ class Gradients:
         self._pending.wait()
         if self._incoming is not None:
             incoming, self._incoming = self._incoming, None
-            self._to_host.copy(self.shard, incoming, partial(self._arena.give_back, "bucket", incoming))
+            self.to_host.copy(self.shard, incoming, partial(self._arena.give_back, "bucket", incoming))
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)

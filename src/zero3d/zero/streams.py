@@ -11,8 +11,9 @@ waited for what compute had enqueued when the side stream was entered, and compu
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from zero3d.distributed.axis import Pending
 from zero3d.memory.arena import Arena
+from zero3d.memory.threads import Threads
 from zero3d.zero.stages import LEAVING
 
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
@@ -102,16 +104,22 @@ class ThreadStream:
 
 
 class ToHost:
-    """Copies to the host's memory beside compute, on a stream of its own; on the CPU at once.
+    """Copies to the host's memory beside compute, on a stream of its own, and calls what works there on threads.
+
+    On the CPU copies are made at once.
 
     What is copied is let go of when LEAVING others have come after it, and compute has waited for its copy by then: a
     copy is hidden by what compute does between two of them.
 
-    behind  whether sources wait for that, as on an accelerator they must
+    behind   whether sources wait for that, as on an accelerator they must
+    threads  of this rank on the host
     """
 
-    def __init__(self, device: torch.device, behind: bool) -> None:
+    def __init__(self, device: torch.device, behind: bool, threads: int = 1) -> None:
         self._device, self._behind = device, behind
+        self._threads = Threads(threads, "host-gradients") if device.type != "cpu" else None
+        if self._threads is not None:  # a sum has the same bits whatever their number
+            run_alone(self._threads, threads)
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._under_way: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
 
@@ -140,12 +148,37 @@ class ToHost:
         """Let compute wait for all copies, and let go of what they read."""
         self._settle(0)
 
+    def of_each(self, call: Callable[[Tensor], Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a call gives of each piece in the host's memory: one thread has a piece, the longest first."""
+        assert self._threads is not None
+        order = sorted(range(len(pieces)), key=lambda place: -pieces[place].numel())
+        futures = {place: self._threads.submit(call, pieces[place]) for place in order}
+        return [futures[place].result() for place in range(len(pieces))]
+
     def _settle(self, left: int) -> None:
         while len(self._under_way) > left:
             event, let_go = self._under_way.popleft()
             if event is not None:
                 torch.accelerator.current_stream(self._device).wait_event(event)
             let_go()
+
+
+def run_alone(threads: Threads, count: int, prepare: Callable[[int], object] = int) -> None:
+    """Have torch's kernels run on each of `count` threads alone; `prepare` is called on each with its number.
+
+    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
+    start later, so that it is put back when all have started.
+    """
+    before, together = torch.get_num_threads(), threading.Barrier(count, timeout=60)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
+        torch.set_num_threads(1)
+        prepare(together.wait())
+
+    for started in [threads.submit(start) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(before)
 
 
 def wait_for_device(device: torch.device) -> None:
