@@ -21,7 +21,8 @@ its own, since a stand-in is for ever:
 `without` plants a fault, which must be found: one of FAULTS. What nobody waits for: an event of a ring's buffer
 ("arrived", "used", "gone"), compute by the thread of updates ("follow"), gradients on their way to the host by the host
 ("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result"),
-the copy of a reduced shard to the host by what has its memory next ("leaving") and by what brings it back ("down").
+the copy of a reduced shard to the host by what has its memory next ("leaving") and by what brings it back ("down"), the
+copy of weights from a ring of the host's buffers by the disk ("copies").
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from zero3d.zero.weights import Weights
 HOST = "host"
 UPDATED, USED, PREFETCHED, BACKWARD_ENDED = "updated", "used", "prefetched", "backward ended"  # of a log
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
-FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down")
+FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down", "copies")
 
 
 class Happened(NamedTuple):
@@ -422,6 +423,8 @@ def _planted(without: str) -> Iterator[Replacement]:
                 copies._under_way.popleft()[1]()
 
         yield streams.ToHost, "_settle", forgotten
+    if without == "copies":
+        yield ring.Ring, "used", nothing
     if without == "down":
         yield streams.ToHost, "follow", nothing
     if without == "staging":
