@@ -22,7 +22,8 @@ its own, since a stand-in is for ever:
 ("arrived", "used", "gone"), compute by the thread of updates ("follow"), gradients on their way to the host by the host
 ("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result"),
 the copy of a reduced shard to the host by what has its memory next ("leaving") and by what brings it back ("down"), the
-copy of weights from a ring of the host's buffers by the disk ("copies").
+copy of weights from a ring of the host's buffers by the disk ("copies"), a gradient that comes from the host by its
+update, or that update by the next gradient ("staged").
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from zero3d.zero.weights import Weights
 HOST = "host"
 UPDATED, USED, PREFETCHED, BACKWARD_ENDED = "updated", "used", "prefetched", "backward ended"  # of a log
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
-FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down", "copies")
+FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down", "copies", "staged")
 
 
 class Happened(NamedTuple):
@@ -275,8 +276,9 @@ def _streams(model: HostModel) -> Iterator[Replacement]:
 
     class MadeEvent(HostEvent):
         def __init__(self, device: Any = None) -> None:
-            in_ring = any("Buffer" in sys._getframe(depth).f_code.co_qualname for depth in (1, 2))
-            super().__init__(model, EVENTS[numbered("event") % len(EVENTS)] if in_ring else "event")
+            makers = [sys._getframe(depth).f_code.co_qualname for depth in (1, 2)]
+            name = EVENTS[numbered("event") % len(EVENTS)] if any("Buffer" in maker for maker in makers) else "event"
+            super().__init__(model, "staged" if any("StagedGradients" in maker for maker in makers) else name)
 
     resize = torch.UntypedStorage.resize_
 
@@ -422,7 +424,7 @@ def _planted(without: str) -> Iterator[Replacement]:
             while len(copies._under_way) > left:
                 copies._under_way.popleft()[1]()
 
-        yield streams.ToHost, "_settle", forgotten
+        yield streams.ToHost, "_finish", forgotten
     if without == "copies":
         yield ring.Ring, "used", nothing
     if without == "down":

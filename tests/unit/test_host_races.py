@@ -111,7 +111,7 @@ QUICK = ((1, 1, 1), 3, "all on host", "host", "split", "fp32")
 # sum of weights, which is on the device, waits for that, too.
 FAULTS = {
     "arrived": "host", "used": "host", "gone": "host", "staging": "host", "result": "host", "follow": "host",
-    "leaving": "gradients", "copies": "params disk",
+    "leaving": "gradients", "copies": "params disk", "staged": "gradients",
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def brought_back(without):
             to_host.follow()
             back.copy_(kept, non_blocking=True)
         assert not gone
-        to_host.settle()
+        to_host.finish()
         assert gone
         return dict(model.races)
 

@@ -32,7 +32,7 @@ from zero3d.memory.threads import Threads, unwaited
 from zero3d.offload import commit_file
 from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
-from zero3d.offload.executors import DeviceExecutor, Executor, OnHost
+from zero3d.offload.executors import DeviceExecutor, Executor, OnHost, StagedGradients
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
@@ -135,6 +135,10 @@ class Stores:
         file = RecordFile(slab.path.with_suffix(".frozen"), [record.nbytes for record in records])
         return OnDisk(Ring(DiskStore(file), records, buffers), records, file.newest, changes=False)
 
+    def staged(self, arena: Arena, elements: int, dtype: torch.dtype) -> StagedGradients:
+        """Return what brings gradients of at most so many elements from the host."""
+        return StagedGradients(arena, elements, dtype)
+
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
     ) -> Executor:
@@ -182,7 +186,7 @@ class Tiers:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
         if all(unit.weights.records is None for unit in optimizer.units):
             return None
-        executor: Executor = (near := DeviceExecutor(optimizer.torch, arena))
+        executor: Executor = (near := DeviceExecutor(optimizer.torch, arena, self._staged(optimizer, arena)))
         if self.executor == HOST:
             executor = self.stores.updates_on_host(optimizer, self.arenas[HOST], self.staging, near)
         hooks = optimizer.torch._optimizer_step_pre_hooks, optimizer.torch._optimizer_step_post_hooks
@@ -196,6 +200,15 @@ class Tiers:
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None
         return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
+
+    def _staged(self, optimizer: ShardedOptimizer, arena: Arena) -> StagedGradients | None:
+        """Return what brings gradients from the host of an accelerator, if any bucket is updated on the device."""
+        of_units = [unit.weights.records for unit in optimizer.units if unit.weights.records is not None]
+        buckets = [bucket for each in of_units for bucket in each.buckets]
+        if not self.kept or self.stores.on_cpu or all(bucket.device != arena.device for bucket in buckets):
+            return None
+        longest = max(bucket.stop - bucket.start for bucket in buckets)
+        return self.stores.staged(arena, longest, next(iter(self.kept.values())).dtype)
 
 
 class Builder:

@@ -9,15 +9,18 @@ Bytes by place are the engine's own account (`offload.tiers`), which all of this
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from zero3d.account.transients import STAGED
 from zero3d.memory.arena import Arena
 from zero3d.offload.auto_place import LINK, MEMORY, UPDATE, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
-from zero3d.offload.executors import DeviceExecutor, Executor
+from zero3d.offload.executors import DeviceExecutor, Executor, StagedGradients
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
 from zero3d.offload.tiered_records import InPlace, Tier
@@ -51,8 +54,26 @@ class Passing(InPlace):
         return self._records[index].views(self._buffers[index % len(self._buffers)])
 
 
+class DryStaged(StagedGradients):
+    """Stands for buffers in which gradients come from the host."""
+
+    def __init__(self, arena: Arena, elements: int, dtype: torch.dtype) -> None:
+        self._held = [arena.borrow("wire", elements, dtype) for _ in range(STAGED)]
+
+    def ahead(self, grad: Tensor) -> None:
+        """Bring nothing."""
+
+    @contextmanager
+    def here(self, grad: Tensor) -> Iterator[Tensor]:
+        """Have a buffer of it inside."""
+        yield self._held[0][: grad.numel()]
+
+
 class NoUpdate(Executor):
     """Stands for updates on the host."""
+
+    def ahead(self, grad: Tensor) -> None:
+        """Bring nothing."""
 
     def update(self, opened: OpenBucket, options: Options) -> None:
         """Change nothing."""
@@ -96,6 +117,10 @@ class DryStores(Stores):
     def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Tier:
         """Return records that are used in these buffers."""
         return self.disk_ring(records, slab, 0, buffers, ())
+
+    def staged(self, arena: Arena, elements: int, dtype: torch.dtype) -> StagedGradients:
+        """Return what has buffers alone."""
+        return DryStaged(arena, elements, dtype)
 
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor

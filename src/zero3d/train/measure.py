@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.account.transients import Reduction, master_scratch, record_scratch, ring_bytes, whole_units
+from zero3d.account.transients import (
+    Reduction,
+    gradient_staging,
+    master_scratch,
+    record_scratch,
+    ring_bytes,
+    whole_units,
+)
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
@@ -228,14 +235,16 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     """
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
+    longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+    staging = gradient_staging(longest, engine.policy.master.itemsize) if engine.offload.gradients == HOST else 0
     if not buckets or engine.offload.executor != DEVICE:
-        return 0, 0
-    longest, rounded = max(bucket.stop - bucket.start for bucket in buckets), engine.offload.moments == "bf16"
+        return staging, 0
+    rounded = engine.offload.moments == "bf16"
     device, splits = engine.mesh.device.type, engine.policy.split_master
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and engine.offload.optimizer != "none"
     ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
-    return ring, record_scratch(longest, device, splits, rounded, casts=not splits)
+    return ring + staging, record_scratch(longest, device, splits, rounded, casts=not splits)
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:

@@ -281,7 +281,7 @@ class Gradients:
         """Complete the step's sum: nothing more comes."""
         self.finish()
         if self._setting.to_host is not None:
-            self._setting.to_host.settle()
+            self._setting.to_host.finish()
 
     def reset(self) -> None:
         """Forget this step's gradients."""

@@ -125,7 +125,7 @@ class ToHost:
 
     def copy(self, into: Tensor, source: Tensor, let_go: Callable[[], None]) -> None:
         """Copy what compute has written so far; `let_go` gives the source up."""
-        self._settle(LEAVING - 1)
+        self._finish(LEAVING - 1)
         event = None
         if self._stream is None:
             into.copy_(source)
@@ -137,16 +137,16 @@ class ToHost:
             event.record(self._stream)
         self._under_way.append((event, let_go))
         if not self._behind:
-            self.settle()
+            self.finish()
 
     def follow(self) -> None:
         """Let the current stream wait for all copies, whose memory it is about to read."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Let compute wait for all copies, and let go of what they read."""
-        self._settle(0)
+        self._finish(0)
 
     def of_each(self, call: Callable[[Tensor], Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
         """Return what a call gives of each piece in the host's memory: one thread has a piece, the longest first."""
@@ -155,7 +155,7 @@ class ToHost:
         futures = {place: self._threads.submit(call, pieces[place]) for place in order}
         return [futures[place].result() for place in range(len(pieces))]
 
-    def _settle(self, left: int) -> None:
+    def _finish(self, left: int) -> None:
         while len(self._under_way) > left:
             event, let_go = self._under_way.popleft()
             if event is not None:
