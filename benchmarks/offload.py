@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from offloading import copies, disk, step, update
+from offloading import copies, disk, rate, step, update
 
 from zero3d.errors import Zero3dError
 
@@ -46,6 +46,7 @@ PARTS = {
     "copies": Part(copies.measure, "copies between a host slab and ordinary memory"),
     "disk": Part(disk.measure, "records through a ring, and plainly, beside dd with direct I/O"),
     "update": Part(update.measure, "Adam's update on the host: in chunks, of whole tensors, a copy"),
+    "rate": Part(rate.measure, "Adam on the host beside one call of torch's fused AdamW on the same memory"),
     "step": Part(step.measure, "a training step with states on the device, the host and the disk"),
 }
 

@@ -182,6 +182,8 @@ def copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         Log.note("host to device" if is_here(into) else "device to host", waits)
         if is_here(source) and not waits:
             return _arriving.put(into, twin(source).to(into.dtype, copy=True))
+        if is_here(into) and not waits:
+            _arriving.land_in(source)  # before it on the device, if the streams are right
     (twin(into) if is_here(into) else into).copy_(twin(source) if is_here(source) else source)
     return into
 
@@ -207,6 +209,14 @@ class _Arriving:
         while self._copies and self._copies[0][0] <= (self.begun if begun is None else begun):
             _, into, values = self._copies.popleft()
             into.copy_(values)
+
+    def land_in(self, source: Tensor) -> None:
+        """Complete the copies to memory that the device itself reads now."""
+        start, stop = source.data_ptr(), source.data_ptr() + source.nbytes
+        for begun, into, _ in reversed(self._copies):
+            if into.data_ptr() < stop and start < into.data_ptr() + into.nbytes:
+                self.arrive(begun)
+                return
 
 
 _arriving = _Arriving()

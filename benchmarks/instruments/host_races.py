@@ -20,7 +20,10 @@ its own, since a stand-in is for ever:
 
 `without` plants a fault, which must be found: one of FAULTS. What nobody waits for: an event of a ring's buffer
 ("arrived", "used", "gone"), compute by the thread of updates ("follow"), gradients on their way to the host by the host
-("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result").
+("norm"), staging by the host executor ("staging"), staging by a disk that reads into it ("read"), a thread ("result"),
+the copy of a reduced shard to the host by what has its memory next ("leaving") and by what brings it back ("down"), the
+copy of weights from a ring of the host's buffers by the disk ("copies"), a gradient that comes from the host by its
+update, or that update by the next gradient ("staged").
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from instruments.races import COMPUTE, Buffer, LabellingArena, Model, Operations
 from zero3d.checkpoint import restore
 from zero3d.distributed.axis import Axis
 from zero3d.memory.threads import Threads
-from zero3d.offload import executors, tiers
+from zero3d.offload import executors, ring, tiers
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.disk_tier import DiskStore
 from zero3d.offload.host_slab import HostSlab
@@ -56,7 +59,7 @@ from zero3d.zero.weights import Weights
 HOST = "host"
 UPDATED, USED, PREFETCHED, BACKWARD_ENDED = "updated", "used", "prefetched", "backward ended"  # of a log
 EVENTS = ("arrived", "used", "gone")  # of a ring's buffer, as it makes them
-FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result")
+FAULTS = (*EVENTS, "follow", "norm", "staging", "read", "result", "leaving", "down", "copies", "staged")
 
 
 class Happened(NamedTuple):
@@ -274,8 +277,9 @@ def _streams(model: HostModel) -> Iterator[Replacement]:
 
     class MadeEvent(HostEvent):
         def __init__(self, device: Any = None) -> None:
-            in_ring = any("Buffer" in sys._getframe(depth).f_code.co_qualname for depth in (1, 2))
-            super().__init__(model, EVENTS[numbered("event") % len(EVENTS)] if in_ring else "event")
+            makers = [sys._getframe(depth).f_code.co_qualname for depth in (1, 2)]
+            name = EVENTS[numbered("event") % len(EVENTS)] if any("Buffer" in maker for maker in makers) else "event"
+            super().__init__(model, "staged" if any("StagedGradients" in maker for maker in makers) else name)
 
     resize = torch.UntypedStorage.resize_
 
@@ -415,5 +419,16 @@ def _planted(without: str) -> Iterator[Replacement]:
         yield streams.ThreadStream, "follow", nothing
     if without == "norm":
         yield optimizer, "wait_for_device", nothing
+    if without == "leaving":
+
+        def forgotten(copies: streams.ToHost, left: int) -> None:
+            while len(copies._under_way) > left:
+                copies._under_way.popleft()[1]()
+
+        yield streams.ToHost, "_finish", forgotten
+    if without == "copies":
+        yield ring.Ring, "used", nothing
+    if without == "down":
+        yield streams.ToHost, "follow", nothing
     if without == "staging":
         yield executors, "wait_for_device", nothing

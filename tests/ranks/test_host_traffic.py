@@ -250,3 +250,68 @@ def test_a_run_reads_one_value_a_step_and_waits_for_nothing_else_of_ours(alone, 
     ours = [wait for wait in waits if "transformers/" not in wait]
     assert len(ours) == 1, waits
     assert "memory/arena.py" in ours[0], waits
+
+
+# --- gradients on the host ----------------------------------------------------------------------
+
+
+def gradients_on_host(count):
+    """Copies by place, and waits, of the backwards and of the step; units, and losses beside those with all resident."""
+    from unittest import mock
+
+    from instruments import accelerator, groups, host_traffic
+
+    import zero3d
+    from zero3d.offload import tiers
+
+    device = accelerator.register()
+
+    class Pinned(tiers.HostSlab):
+        def __init__(self, *given):
+            super().__init__(*given)
+            for memory in self.memory.values():
+                for each in memory:
+                    accelerator.pin(each)
+
+    def engine_of(**offload):
+        return zero3d.Engine(
+            net(), stage=2, mesh=zero3d.Mesh(device=device), precision="bf16", clip_norm=0.5, accumulate=count,
+            loss=sum_of, offload={"optimizer": "host", "executor": "device", **offload},
+        )  # fmt: skip
+
+    with (
+        groups.alike(2, device=accelerator.NAME), host_traffic.counted() as traffic,
+        mock.patch.object(tiers, "HostSlab", Pinned),
+    ):  # fmt: skip
+        engine, resident, on_host = (
+            engine_of(gradients="host"),
+            engine_of(),
+            engine_of(gradients="host", executor="host"),
+        )
+        found = {}
+        for step in range(3):
+            given = [batch(10 * step + number).to(device) for number in range(count)]
+            losses = {float(each.train_batch(given)) for each in (engine, resident, on_host)}
+            norms = {float(each.last_step.grad_norm) for each in (engine, resident, on_host)}
+            assert (len(losses), len(norms)) == (1, 1)
+            assert min(norms) > 0.5, "nothing was clipped"
+        for number in range(count):
+            loss = loss_of(engine, batch(number).to(device))
+            traffic.clear()
+            engine.backward(loss)
+            for (what, line), copies in traffic.copies.items():
+                key = what, line.partition(":")[0].rpartition("/")[2]
+                found[key] = found.get(key, 0) + copies
+            assert not traffic.waits, traffic.table()
+        engine.step()
+        engine.optimizer.flush()
+        return found, sum(unit.grads is not None for unit in engine.units)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_reduced_shard_goes_to_the_host_once_a_backward_and_nobody_waits(alone, count):
+    found, units = alone(gradients_on_host, count)
+    assert units > 2
+    assert found.pop(("device to host", "streams.py")) == count * units
+    assert found.pop(("host to device", "gradients.py"), 0) == (count - 1) * units
+    assert sum(found.values()) <= 4 * units, found  # records of the next step, brought ahead

@@ -1,5 +1,6 @@
 """What `auto` in offload becomes for an engine: by the bytes that it will hold, alike on all ranks."""
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ from models import adamw, batch, build, loss_of
 import zero3d
 from zero3d.engine import auto_offload
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
+from zero3d.engine.foundation import update_threads
 from zero3d.models.blocks import find_all_units
-from zero3d.offload.auto_place import LINK, MEMORY, Need, Rates, Room, choose_executor
+from zero3d.offload.auto_place import LINK, MEMORY, MeasuredRates, Need, Rates, Room, choose_by_measure, choose_executor
+from zero3d.offload.host_adam import scratch_bytes
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
 
@@ -227,21 +230,63 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
     assert asked == [(share, None if budget is None else 8 * GB)] * 2
 
 
+# --- threads ------------------------------------------------------------------------------------
+
+
+def threads_of_rank(pinned):
+    """How many threads update on the host of a rank that has 8 cores: by itself, or together with the other ranks."""
+    first = 8 * dist.get_rank() if pinned else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(first, first + 8)))
+        return update_threads(parts({"optimizer": "host"})[0])
+
+
+@pytest.mark.parametrize(("pinned", "threads"), [(False, 4), (True, 8)])
+def test_ranks_share_the_cores_that_they_have_in_common(ranks, pinned, threads):
+    assert ranks(2, threads_of_rank, pinned) == [threads, threads]
+
+
+@pytest.mark.parametrize(("asked", "threads"), [("1", 8), ("", 8), ("3", 3), ("6,2", 6), ("many", 8)])
+def test_more_than_one_thread_may_be_asked_for(monkeypatch, asked, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_of_rank(pinned=False) == threads
+
+
+def test_an_engine_updates_with_the_threads_of_its_rank(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    engine = engine_of({"optimizer": "host"})
+    assert engine.offload.executor == "host"
+    assert engine._assembly.runtime.tiers.arenas["host"].live("wire") == scratch_bytes(3)
+
+
 # --- executor -----------------------------------------------------------------------------------
 
 
-def chosen(device, on_host=True, split=False, **offload):
+class Alone:
+    """Stands for a world of ranks that have measured the same."""
+
+    def exchange(self, values):
+        return values[None]
+
+    def read(self, values, assumed):
+        return values.tolist()
+
+
+RATES = MeasuredRates(25e9, 24e9, 40e9, 2e9)  # 12 bytes of states take 0.6 ns on the device, 0.74 on the host
+
+
+def chosen(device, on_host=True, split=False, rates=RATES, **offload):
     """Who updates on this kind of device, in bf16, and why."""
     policy = SimpleNamespace(master=torch.float32, split_master=split)
     base = SimpleNamespace(
-        axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device))),
+        axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device)), world=Alone()),
         options=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload)),
         resolved=SimpleNamespace(
-            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8), policy=policy,
+            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")), policy=policy,
             precision=SimpleNamespace(dtype=torch.bfloat16),
         ),
     )  # fmt: skip
-    return decide_executor(base, on_host, states=8)
+    return decide_executor(base, on_host, 8, lambda: rates)
 
 
 def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():
@@ -254,10 +299,37 @@ def test_on_a_cpu_the_host_updates_what_it_has_the_bits_of():
 @pytest.mark.parametrize(("offload", "width"), [
     ({}, 12), ({"split": True}, 10), ({"split": True, "moments": "bf16"}, 6), ({"moments": "bf16"}, 8),
 ])  # fmt: skip
-def test_on_an_accelerator_arithmetic_chooses(offload, width):
-    by = choose_executor(width * GB, GB, Rates(LINK, MEMORY / 4))
+def test_on_an_accelerator_what_was_measured_chooses(offload, width):
+    by = choose_by_measure(width * GB, GB, RATES)
     assert chosen("cuda", **offload) == (by.name, f"offload.executor=auto: {by.name}: {by.why}")
     assert chosen("cuda", on_host=False, **offload).name == "device"
+    assert chosen("cuda", rates=RATES._replace(adam=1e8), **offload).name == "device"
+    assert chosen("cuda", rates=RATES._replace(adam=1e11, both=1e10), **offload).name == "host"
+
+
+@pytest.mark.parametrize("width", [12])
+def test_of_states_on_a_disk_data_sheets_choose_so_that_a_restart_does_the_same(width):
+    by = choose_executor(width * GB, GB, Rates(LINK, MEMORY / 4))
+    offload = {"optimizer": "disk", "directory": "there", "rates": None}
+    assert chosen("cuda", **offload) == (by.name, f"offload.executor=auto: {by.name}: {by.why}")
+    assert chosen("cuda", on_host=False, **offload).name == "device"
+
+
+def test_the_line_of_a_choice_has_the_figures():
+    assert chosen("cuda").why == (
+        "offload.executor=auto: device: measured: link down 25.00 GB/s, up 24.00 GB/s, both at once 40.00 GB/s; Adam 2,000 M "
+        "parameters/s: 1,000,000,000 parameters take 0.6 s a step on the device, 0.743 s on the host"
+    )
+
+
+def slowest():
+    base, _ = parts({"optimizer": "host"})
+    rates = MeasuredRates(*[(3.0, 8.0, 5.0, 1.0), (4.0, 7.0, 6.0, 2.0)][dist.get_rank()])
+    return tuple(auto_offload._slowest(base, rates))
+
+
+def test_all_ranks_choose_by_the_slowest_rates_of_any(ranks):
+    assert ranks(2, slowest) == [(3.0, 7.0, 5.0, 1.0)] * 2
 
 
 def test_an_executor_that_was_asked_for_stays_and_none_is_needed_for_what_stays():

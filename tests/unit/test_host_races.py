@@ -111,11 +111,72 @@ QUICK = ((1, 1, 1), 3, "all on host", "host", "split", "fp32")
 # sum of weights, which is on the device, waits for that, too.
 FAULTS = {
     "arrived": "host", "used": "host", "gone": "host", "staging": "host", "result": "host", "follow": "host",
+    "leaving": "gradients", "copies": "params disk", "staged": "gradients",
 }  # fmt: skip
 
 
 def test_copies_threads_and_disks_are_ordered(alone):
     check(*alone(run, QUICK))
+
+
+def measured():
+    """Races of the copies by which an executor is chosen, and the rates."""
+    from unittest import mock
+
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import AcceleratedMesh, on_accelerator
+    from instruments.races import alone_in
+
+    from zero3d.offload import rates, tiers
+
+    device = accelerator.register()
+    with (
+        alone_in(1), on_accelerator() as model,
+        mock.patch.multiple(rates, COPIED=4096, UPDATED=4096, HostSlab=tiers.HostSlab),
+    ):  # fmt: skip
+        arena = AcceleratedMesh(model).make_arena(device)
+        arena.borrow("wire", 1024, torch.uint8).zero_()
+        found = rates.measure_rates(arena, 2)
+        return dict(model.races), list(found), float(arena.live("wire"))
+
+
+def test_what_is_copied_to_measure_is_ordered_and_given_back(alone):
+    races, rates, held = alone(measured)
+    assert races == {}
+    assert min(rates) > 0
+    assert held == 1024
+
+
+def brought_back(without):
+    """Races of a shard that goes to the host, and comes back on a side stream for the next sum."""
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import on_accelerator
+
+    from zero3d.offload import tiers
+    from zero3d.offload.records import Record
+    from zero3d.zero.streams import ToHost
+
+    device = accelerator.register()
+    with on_accelerator(without) as model:
+        (kept,) = tiers.HostSlab({"kept": [Record("kept", ((torch.float32, 64),))]}, device).views["kept"][0]
+        to_host, side, gone = ToHost(device, behind=True), torch.Stream(device), []
+        to_host.copy(kept, torch.zeros(64, device=device).add_(1), lambda: gone.append(1))
+        back = torch.empty(64, device=device)
+        side.wait_stream(torch.accelerator.current_stream(device))
+        with side:
+            to_host.follow()
+            back.copy_(kept, non_blocking=True)
+        assert not gone
+        to_host.finish()
+        assert gone
+        return dict(model.races)
+
+
+@pytest.mark.parametrize("without", ["", "down"])
+def test_a_shard_comes_back_from_the_host_when_it_is_there(alone, without):
+    assert bool(alone(brought_back, without)) is bool(without)
 
 
 def through_staging(folder, without):
@@ -150,6 +211,57 @@ def through_staging(folder, without):
         return dict(model.races)
 
 
+def copied_by_the_device(folder, seeds, without):
+    """Seeds whose random traces have races: a device copies from and to a ring of the host's buffers, beside a disk."""
+    import random
+
+    import torch
+    from instruments import accelerator
+    from instruments.host_races import on_accelerator
+
+    from zero3d.offload import tiers
+    from zero3d.offload.disk_slab import DiskSlab
+    from zero3d.offload.records import Record
+    from zero3d.offload.ring import DiskStore, Ring, ring_buffers
+
+    device, cpu = accelerator.register(), torch.device("cpu")
+    records = [Record(f"block.{number}", ((torch.float32, 1024),)) for number in range(6)]
+    found = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        with on_accelerator(without) as model:
+            disk = DiskSlab(Path(folder) / str(seed), 0, {record.name: record.nbytes for record in records}, "run")
+            buffers = tiers.HostSlab({"ring": ring_buffers(records)}, cpu).memory["ring"]
+            here, streams, held = torch.zeros(6, 1024, device=device), [torch.Stream(device) for _ in range(2)], {}
+            with disk, Ring(DiskStore(disk), records, buffers) as ring:
+                for _ in range(30):
+                    number = draw.randrange(6)
+                    if number not in held and len(held) < 3:
+                        held[number] = ring.fetch(number)[0], draw.random() < 0.5
+                        values, changed = held[number]
+                        with draw.choice(streams):
+                            into, source = (values, here[number]) if changed else (here[number], values)
+                            into.copy_(source, non_blocking=True)
+                            ring.used(number, device)
+                    elif held:
+                        last = draw.choice(list(held))
+                        ring.retire(last, held.pop(last)[1])
+                for last, (_, changed) in held.items():
+                    ring.retire(last, changed)
+                ring.drain()
+            if any("ring" in race.buffer for race in model.races):
+                found.append(seed)
+    return found
+
+
+def test_random_traces_of_a_ring_that_a_device_copies_from_have_no_races(alone, tmp_path):
+    assert alone(copied_by_the_device, str(tmp_path), range(40), "") == []
+
+
+def test_random_traces_find_that_a_disk_does_not_wait_for_such_a_copy(alone, tmp_path):
+    assert alone(copied_by_the_device, str(tmp_path), range(5), "copies")
+
+
 @pytest.mark.parametrize("without", ["", "read"])
 def test_a_disk_reads_into_staging_memory_when_what_was_there_is_on_the_device(alone, tmp_path, without):
     assert bool(alone(through_staging, str(tmp_path), without)) is bool(without)
@@ -165,5 +277,6 @@ def test_pairs_of_settings_have_no_races(alone, case):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_is_found(alone, fault):
     executor = "host" if fault in ("staging", "result", "follow") else "device"
-    races, _ = alone(run, ((1, 1, 1), 2, FAULTS[fault], executor, "fp32", "fp32"), fault)
+    stage = 3 if "params" in FAULTS[fault] else 2
+    races, _ = alone(run, ((1, 1, 1), stage, FAULTS[fault], executor, "fp32", "fp32"), fault)
     assert races

@@ -164,6 +164,25 @@ def test_chunks_and_threads_change_no_bit(executors, form, moments):
         assert same_bits(bucket.exp_avg_sq, runs[0].exp_avg_sq)
 
 
+@pytest.mark.parametrize("factors", [(), (1 / 3, 0.37)], ids=["final gradients", "unscaled and clipped"])
+@pytest.mark.parametrize("form", FORMS)
+def test_1_2_and_3_threads_share_a_bucket_and_give_the_same_bits(executors, form, factors):
+    pieces, length = pieces_of(sizes=(1, 20_001, 333, 40_000, 17, 5_000))
+    states, found = states_of(pieces, length), []
+    for threads in (1, 2, 3):
+        executor, took = executors(threads, 1 << 18), set()
+        cast_in = executor._cast_in
+        executor._cast_in = lambda part, factors: took.add(part.first) or cast_in(part, factors)  # noqa: B023
+        found.append(run(executor, bucket_of(form, states), pieces, states[3:], factors))
+        del executor._cast_in
+        assert len(took) >= threads
+    master, exp_avg, exp_avg_sq = by_torch(states, pieces, factors)
+    for bucket in found:
+        assert same_bits(master_of(bucket), master)
+        assert same_bits(bucket.exp_avg, exp_avg)
+        assert same_bits(bucket.exp_avg_sq, exp_avg_sq)
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32 moments", "bf16 moments"])
 def test_a_bucket_may_be_cut_at_any_multiple_of_16(executors, moments):
     """Also inside a parameter: each part has the bits of its elements in the whole."""

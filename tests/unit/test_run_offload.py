@@ -75,7 +75,7 @@ def test_without_a_plan_it_is_left_to_the_engine(monkeypatch, planned):
 
 
 @pytest.mark.parametrize(("memory", "executor"), [(8e9, "device"), (8e12, "host")])
-def test_the_clusters_rates_choose_the_executor_of_an_accelerator(monkeypatch, memory, executor):
+def test_the_clusters_rates_choose_the_executor_of_states_on_a_disk(monkeypatch, memory, executor):
     cluster = replace(hardware("h100", 8), host_bandwidth=memory)
     planned = replace(plan(), cluster=cluster)
     on_card = SimpleNamespace(device=torch.device("cuda"), world=1)
@@ -84,10 +84,10 @@ def test_the_clusters_rates_choose_the_executor_of_an_accelerator(monkeypatch, m
         comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
         chosen = {
             asked: offload.choose(load({}, [f"offload.optimizer={asked}"]), on_card, comm, None, planned)
-            for asked in ("auto", "host")
+            for asked in ("disk",)
         }
     for config, lines in chosen.values():
-        assert (config.offload.optimizer, config.offload.executor) == ("host", executor)
+        assert (config.offload.optimizer, config.offload.executor) == ("disk", executor)
         assert lines[-1].startswith("offload.executor=auto: ")
         assert f"on the {executor}" in lines[-1]
 
@@ -99,9 +99,18 @@ def test_what_the_host_cannot_update_is_updated_on_the_device_whatever_is_faster
     with zero3d.Mesh().waiting_room() as axis:
         comm = Comm(axis, Arena(torch.device("cpu")), Ledger())
         monkeypatch.setattr(offload, "room_of", lambda mesh, settings: Room(66 * GB, 40 * GB, False))
-        config, lines = offload.choose(load({}, ["offload.optimizer=host", *words]), on_card, comm, None, planned)
+        config, lines = offload.choose(load({}, ["offload.optimizer=disk", *words]), on_card, comm, None, planned)
     assert config.offload.executor == "device"
     assert "the host updates fp32 states of AdamW alone" in lines[-1]
+
+
+def test_what_an_engine_has_measured_is_in_the_configuration_of_its_plan():
+    for device, words, executor in (
+        ("cuda", ["offload.optimizer=host"], "device"), ("cuda", ["offload.optimizer=host", "offload.executor=host"], "host"),
+        ("cpu", ["offload.optimizer=host"], "auto"), ("cuda", [], "auto"),
+    ):  # fmt: skip
+        engine = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), offload=Offload(executor="device"))
+        assert offload.as_measured(load({}, words), engine).offload.executor == executor
 
 
 # --- kept ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
                terms of 16 bits       a slot for each rank, added up by their owner
                a cast                 a slot for each rank, where gradients travel in another dtype than they have
 
-records        a ring of DEPTH buffers of the longest one
+records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
 scratch        fp32 of what an update or a cast works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
 """
@@ -25,6 +25,7 @@ from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
 LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
+STAGED = 2  # buckets' gradients on the device that are kept on the host: one is used, one comes
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
@@ -66,6 +67,11 @@ class Reduction(NamedTuple):
 def ring_bytes(longest: int) -> int:
     """Return the bytes of a ring of buffers for records of at most `longest` bytes."""
     return DEPTH * padded(longest)
+
+
+def gradient_staging(elements: int, wide: int) -> int:
+    """Return the bytes in which gradients come back from the host, of buckets of so many elements: one ahead."""
+    return STAGED * wide * elements
 
 
 def record_scratch(elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False) -> int:

@@ -211,6 +211,12 @@ class Mesh:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
         return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else None
 
+    @property
+    def threads_asked(self) -> int | None:
+        """How many threads the user asks for; None for 1 as well, which every launcher sets unasked."""
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        return int(threads) if threads.isdecimal() and int(threads) > 1 else None
+
     @contextmanager
     def waiting_room(self) -> Iterator[Axis]:
         """Give an axis of all ranks, through the store, with a day's patience: one rank works while the others wait.

@@ -6,12 +6,14 @@ place      before the first unit is built: all ranks choose what the rank with t
 gradients  then: on the host where the device has no room for them beside the rest, and they may go there; where the
            device is a CPU that is the same memory, and they stay
 executor   once it is known what the optimizer is: the host has the fused kernels of Adam and AdamW. Where the device
-           is a CPU these are the same bits, in one pass; elsewhere by arithmetic (offload/auto_place.py)
+           is a CPU these are the same bits, in one pass; elsewhere the faster one by rates that are measured at the
+           start (offload/rates.py), or by those of data sheets where states are on a disk: there a restart from slots
+           must choose the same
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -31,19 +33,22 @@ from zero3d.offload.auto_place import (
     MEMORY,
     PLACES,
     ExecutorChoice,
+    MeasuredRates,
     Need,
     Placed,
     Rates,
     Room,
     auto_place,
+    choose_by_measure,
     choose_executor,
 )
 from zero3d.offload.states import StateKinds, trains
 from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
-from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, tiers_of
+from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, TIERS, tiers_of
 
+MANY = 10**9  # parameters of which an executor is chosen
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
 
@@ -91,11 +96,14 @@ def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
     return int(sum(need.others.values()) + need.passing + (1 - fraction) * need.states) - room.device
 
 
-def decide_executor(base: Foundation, on_host: bool, states: int) -> ExecutorChoice:
-    """Choose who updates records.
+def decide_executor(
+    base: Foundation, on_host: bool, states: int, measure: Callable[[], MeasuredRates]
+) -> ExecutorChoice:
+    """Choose who updates records, all ranks alike: by the rates of the slowest.
 
     on_host  whether the host has the bits of this optimizer
     states   its bytes per parameter, masters apart
+    measure  gives this rank's rates
     """
     offload, policy, mesh = base.options.offload, base.resolved.policy, base.resolved.mesh
     if offload.executor != AUTO or offload.optimizer == "none":
@@ -108,8 +116,18 @@ def decide_executor(base: Foundation, on_host: bool, states: int) -> ExecutorCho
         wide = policy.master.itemsize
         moments = states // wide * state_width(wide, offload.moments)
         width = master_width(base.resolved.precision.dtype.itemsize, wide, policy.split_master) + moments
-        choice = choose_executor(width * 10**9, 10**9, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
+        if TIERS[offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever else runs by then
+            choice = choose_executor(width * MANY, MANY, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
+        else:
+            choice = choose_by_measure(width * MANY, MANY, _slowest(base, measure()))
     return choice._replace(why=f"offload.executor=auto: {choice.name}: {choice.why}")
+
+
+def _slowest(base: Foundation, rates: MeasuredRates) -> MeasuredRates:
+    """Return of each rate the least that any rank has. One exchange of four numbers."""
+    world = base.axes.world
+    rows = world.exchange(torch.tensor(rates, dtype=torch.float64, device=base.resolved.mesh.device))
+    return MeasuredRates(*world.read(rows.amin(0), list(rates)))
 
 
 def state_kinds(base: Foundation) -> StateKinds:

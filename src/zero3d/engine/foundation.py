@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from socket import gethostname
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -149,6 +152,19 @@ def host_share(base: Foundation) -> HostBudget:
     budget = host_budget(ranks_per_host(mesh, world) or mesh.local_world or world.size, limit)
     world.exchange(torch.zeros(1, device=mesh.device))
     return budget
+
+
+def update_threads(base: Foundation) -> int:
+    """Return how many threads update on the host: those asked for, or this rank's share of the cores it may run on.
+
+    A launcher may give every rank cores of its own, or all of them the same: only ranks that have the same share them.
+    One exchange of a number, at the start.
+    """
+    mesh, world, cores = base.resolved.mesh, base.axes.world, sorted(os.sched_getaffinity(0))
+    own = float(crc32(f"{gethostname()} {cores}".encode()))
+    rows = world.exchange(torch.tensor([own], dtype=torch.float64, device=mesh.device)).flatten()
+    alike = world.read(rows, [own] * world.size).count(own)
+    return mesh.threads_asked or max(1, len(cores) // alike)
 
 
 def ranks_per_host(mesh: Mesh, world: Comm) -> int | None:

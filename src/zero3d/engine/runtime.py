@@ -32,7 +32,7 @@ from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Setting
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import stage_row
-from zero3d.zero.streams import SideStream
+from zero3d.zero.streams import SideStream, ToHost
 from zero3d.zero.unit import Unit
 
 Uses = Mapping[nn.Module, Sequence[str]]  # module -> names of the units that its forward needs
@@ -66,7 +66,8 @@ def build_units(
     tiers, slots = open_tiers(base, specs, layouts)
     setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
     if tiers is not None:
-        setting = setting._replace(records=tiers.units, kept=tiers.kept)
+        to_host = ToHost(base.axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
+        setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
     of_experts = _setting_of_experts(base, setting)
     settings = [of_experts if spec.experts else setting for spec in specs]
     units = [

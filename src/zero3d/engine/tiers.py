@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from zero3d.engine.auto_offload import decide_executor, state_kinds
-from zero3d.engine.foundation import Foundation, host_share
+from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import UnitSpec
-from zero3d.offload.auto_place import ExecutorChoice
+from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
-from zero3d.spec.tiers import HOST
+from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import in_turn
 
@@ -30,11 +30,13 @@ def open_tiers(
         return None, None
     _check(base)
     kinds = state_kinds(base)
-    executor = _executor(base, kinds)
     records = list(placement(base, kinds).records(in_turn(specs), layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
-    site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base))
+    on_host = (offload.optimizer != "none" and offload.executor != DEVICE) or offload.gradients_leave
+    threads = update_threads(base) if on_host else 1
+    site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base), threads)
     stores = (mesh.make_stores or Stores)(site)
+    executor = _executor(base, kinds, stores.rates)
     tiers = Builder(site, offload, records, executor, stores).tiers()
     if tiers.slab is None:
         return tiers, None
@@ -73,9 +75,10 @@ def _check(base: Foundation) -> None:
         )
 
 
-def _executor(base: Foundation, kinds: StateKinds) -> ExecutorChoice:
+def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:
     """Return where updates are made. Raises ConfigError."""
-    executor = decide_executor(base, kinds.on_host, sum(dtype.itemsize for dtype in kinds.states.values()))
+    states = sum(dtype.itemsize for dtype in kinds.states.values())
+    executor = decide_executor(base, kinds.on_host, states, measure)
     if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
             f"offload.executor=host has torch's fused Adam and AdamW with fp32 moments, and the optimizer is "

@@ -2,6 +2,7 @@
 
 placement    which buckets of states leave the device, and how long their records are
 auto_place   the place of states, and who updates them, where the caller leaves that open
+rates        by which an executor is chosen, measured once
 records      runs of bytes that move between tiers whole, and what they are as tensors
 tiered_records all records of a rank, wherever each has its place
 ring         buffers through which records pass between a tier and the device

@@ -7,9 +7,10 @@
             to a disk                   else, where a folder is given
             or another tier             in the order of their rows (spec/tiers.py)
 
-    offload.executor=auto               the faster one, in seconds of a step
-        device                          2 x bytes of states / link
-        host                            28 B / memory + (4 B + 2 B) / link, for each parameter
+    offload.executor=auto               the faster one, in seconds of a step, for each parameter
+                                        by data sheets                          as measured
+        device                          2 x bytes of states / link              2 x bytes of states / both ways at once
+        host                            28 B / memory + (4 B + 2 B) / link      1 / Adam's rate + 4 B / down + 2 B / up
 
 The device is filled first: what stays there costs nothing. Where its memory is the host's own, as a CPU's is, the host
 is no second place.
@@ -132,4 +133,32 @@ def choose_executor(states: int, parameters: int, rates: Rates) -> ExecutorChoic
         f"on the device 2 x {decimal(states)} at {decimal(int(rates.link))}/s take {device:.3g} s a step; on the host "
         f"{UPDATE} B x {parameters:,} parameters at {decimal(int(rates.memory))}/s and {GRADIENT + WEIGHT} B at "
         f"{decimal(int(rates.link))}/s take {host:.3g} s",
+    )
+
+
+class MeasuredRates(NamedTuple):
+    """What a rank's machine has shown (rates.py).
+
+    down, up  bytes per second from its device to the host and back, one way at a time
+    both      of both ways together
+    adam      parameters per second that its threads update on the host
+    """
+
+    down: float
+    up: float
+    both: float
+    adam: float
+
+    def __str__(self) -> str:
+        down, up, both = (f"{decimal(int(rate))}/s" for rate in self[:3])
+        return f"measured: link down {down}, up {up}, both at once {both}; Adam {self.adam / 1e6:,.0f} M parameters/s"
+
+
+def choose_by_measure(states: int, parameters: int, rates: MeasuredRates) -> ExecutorChoice:
+    """Choose who updates so many bytes of states, of so many parameters, by what the slowest rank has measured."""
+    device = 2 * states / rates.both
+    host = parameters / rates.adam + GRADIENT * parameters / rates.down + WEIGHT * parameters / rates.up
+    return ExecutorChoice(
+        DEVICE if device <= host else HOST,
+        f"{rates}: {parameters:,} parameters take {device:.3g} s a step on the device, {host:.3g} s on the host",
     )

@@ -6,12 +6,16 @@ host     Adam and AdamW in chunks on the host (host_adam.py): bits of torch's fu
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.account.transients import STAGED
 from zero3d.memory.arena import Arena, host_value
 from zero3d.offload.host_adam import AdamRule, BucketPiece, BucketStates, HostExecutor
 from zero3d.offload.rounding import Draw, first_of, noise_table, round_to_bf16
@@ -25,25 +29,74 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Executor(Protocol):
     """Updates a bucket; weights and fields are changed in place."""
 
+    def ahead(self, grad: Tensor) -> None:
+        """Begin to bring the gradient of one of the next two updates; nobody waits."""
+
     def update(self, opened: OpenBucket, options: Options) -> None: ...
 
 
-class DeviceExecutor(Executor):
-    """Steps the torch optimizer on the device, over one bucket at a time."""
+class StagedGradients:
+    """Owns buffers on the device to which gradients come from the host, on a stream of their own: the next one ahead.
 
-    def __init__(self, optimizer: Optimizer, arena: Arena) -> None:
+    buffers  free ones, and when compute has done with what was in each
+    coming   those that gradients have been sent to, by the gradient's address, and when each is there
+    """
+
+    def __init__(self, arena: Arena, elements: int, dtype: torch.dtype) -> None:
+        self._device, self._stream = arena.device, torch.Stream(arena.device)
+        self._buffers = deque((arena.borrow("wire", elements, dtype), self._event()) for _ in range(STAGED))
+        self._coming: dict[int, tuple[Tensor, torch.Event]] = {}
+
+    def _event(self) -> torch.Event:
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def ahead(self, grad: Tensor) -> None:
+        """Begin to bring a gradient, if a buffer is free and it does not come already."""
+        if grad.data_ptr() in self._coming or not self._buffers:
+            return
+        buffer, used = self._buffers.popleft()
+        self._stream.wait_event(used)
+        with self._stream:
+            buffer[: grad.numel()].copy_(grad, non_blocking=True)
+            self._coming[grad.data_ptr()] = buffer, self._event()
+
+    @contextmanager
+    def here(self, grad: Tensor) -> Iterator[Tensor]:
+        """Have a gradient on the device inside, for what compute does there."""
+        self.ahead(grad)
+        buffer, arrived = self._coming.pop(grad.data_ptr())
+        torch.accelerator.current_stream(self._device).wait_event(arrived)
+        yield buffer[: grad.numel()]
+        self._buffers.append((buffer, self._event()))
+
+
+class DeviceExecutor(Executor):
+    """Steps the torch optimizer on the device, over one bucket at a time. staged: brings gradients from the host."""
+
+    def __init__(self, optimizer: Optimizer, arena: Arena, staged: StagedGradients | None = None) -> None:
         self._optimizer, self._arena = optimizer, arena
+        self._staged = staged
         self._table: Tensor | None = None
         self._counted: Options = ()
         self._step = 0
 
+    def ahead(self, grad: Tensor) -> None:
+        """Begin to bring a gradient that is on the host."""
+        if self._staged is not None:
+            self._staged.ahead(grad)
+
     def update(self, opened: OpenBucket, options: Options) -> None:
+        with nullcontext(opened.grad) if self._staged is None else self._staged.here(opened.grad) as grad:
+            if opened.clip != 1.0:
+                grad.mul_(opened.clip)
+            self._update(opened._replace(grad=grad), options)
+
+    def _update(self, opened: OpenBucket, options: Options) -> None:
         device, weights = self._arena.device, opened.weights
         near = weights.device == device
-        here = opened._replace(
-            weights=weights if near else weights.to(device, non_blocking=True),
-            grad=opened.grad.to(device, non_blocking=True),
-        )
+        here = opened._replace(weights=weights if near else weights.to(device, non_blocking=True))
 
         def narrow(of: BucketPieces, name: str, wide: Tensor, field: Tensor) -> None:
             if of.pieces:
@@ -85,6 +138,9 @@ class OnHost(Executor):
         self._staging = staging
         self._near = near
 
+    def ahead(self, grad: Tensor) -> None:
+        """Bring nothing: a thread updates on the host, which may be far from the bucket that `near` has next."""
+
     def update(self, opened: OpenBucket, options: Options) -> None:
         of = opened.of
         if of.bucket.device.type != "cpu":
@@ -110,7 +166,7 @@ class OnHost(Executor):
         ordered = sorted(of.pieces, key=lambda owned: owned.piece.offset)
         places = [(of.within(owned), rules[owned.group]) for owned in ordered]
         pieces = [BucketPiece(within.start, within.stop, rule) for within, rule in places]
-        self._executor.update(states, pieces, int(counts[0]))
+        self._executor.update(states, pieces, int(counts[0]), [opened.clip])
         if weights is not opened.weights:
             opened.weights.copy_(weights, non_blocking=True)
             wait_for_device(opened.weights.device)  # staging is used again

@@ -11,18 +11,23 @@ A bucket of states is updated in one pass over memory, since every cast is done 
 The update itself is torch's own fused kernel on pieces of parameters (Adam: arXiv:1412.6980; AdamW: arXiv:1711.05101).
 Its bits are those of whole parameters: chunks are cut at multiples of 16 elements, where its vectors end.
 
+    pieces [ 0 |     1     |2|        3        ]      of one bucket
+    chunks [    0    |    1    |    2    | 3   ]      each: casts, one call of the kernel for all that is in it, casts
+
 One Python thread per core takes chunk after chunk. Torch's kernels release Python's lock, and run on their own thread
-alone: threads inside a chunk would wait for each other once for every operation.
+alone: threads inside a chunk would wait for each other once for every operation. Where nothing is cast or multiplied a
+chunk needs no scratch, and is as long as `SHARES` for each thread allow: hardly any of the time is Python's.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -35,9 +40,12 @@ from zero3d.memory.arena import Arena
 from zero3d.memory.threads import Threads
 from zero3d.offload.rounding import TILE, Draw, noise_table, round_to_bf16
 from zero3d.precision import join_master, least_halves, raise_ties, rounds_away, split_master
+from zero3d.zero.streams import run_alone
 
 VECTOR = 16  # elements of the longest vector of torch's kernels on CPUs, at whose ends chunks may be cut
 CHUNK = 1 << 18  # a few arrays of it fit a core's caches, and Python's share, some 25 us, is small beside it
+LEAST = 1 << 14  # elements that are worth a thread: waking it takes as long as updating them
+SHARES = 4  # chunks of a thread where they need no scratch: one that others hold up is waited for no longer than that
 HELD = {torch.float32, torch.bfloat16, torch.float16, torch.int16}
 WIDE = 4  # fp32 values of scratch an element: master, gradient and two moments
 
@@ -122,12 +130,40 @@ class BucketStates(NamedTuple):
         """Weights and remainders of a split master."""
         return (self.weights, self.master) if self.weights is not None and self.master.dtype == torch.int16 else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it is updated where it is: nothing is cast."""
+        held = {self.master.dtype, self.exp_avg.dtype, self.exp_avg_sq.dtype, self.grad.dtype}
+        return self.weights is None and held == {torch.float32}
+
     def cut(self, start: int, stop: int) -> BucketStates:
         """Return a part of it."""
         cut = slice(start, stop)
         weights = None if self.weights is None else self.weights[cut]
         exp_avg, exp_avg_sq = self.exp_avg[cut], self.exp_avg_sq[cut]
         return BucketStates(self.master[cut], weights, exp_avg, exp_avg_sq, self.grad[cut], self.first + start)
+
+    def split(self, size: int) -> Iterator[BucketStates]:
+        """Yield all of it in parts of a size, but for the last."""
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.grad)
+        weights = repeat(None) if self.weights is None else torch.split(self.weights, size)
+        columns = (torch.split(each, size) for each in tensors)
+        for number, (weight, master, exp_avg, exp_avg_sq, grad) in enumerate(zip(weights, *columns, strict=False)):
+            yield BucketStates(master, weight, exp_avg, exp_avg_sq, grad, self.first + number * size)
+
+
+class PieceCuts:
+    """Finds what of a bucket's pieces lies in a chunk."""
+
+    def __init__(self, pieces: Sequence[BucketPiece]) -> None:
+        self._pieces = pieces
+        self._starts, self._stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[AdamRule, list[slice]]]:
+        """Yield slices of the chunk [start, stop) by rule, those of neighbours that have the same one together."""
+        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+        for rule, alike in groupby(self._pieces[first:last], key=itemgetter(2)):
+            yield rule, [slice(max(piece[0], start) - start, min(piece[1], stop) - start) for piece in alike]
 
 
 def _check(bucket: BucketStates) -> None:
@@ -151,9 +187,6 @@ class HostExecutor:
     threads  one per core that it may use
     seed     of the rounding of bf16 moments
     chunk    elements, a multiple of VECTOR; changes no bit
-
-    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
-    start later, so that it is put back when all have started.
     """
 
     def __init__(self, threads: int, arena: Arena, seed: int = 0, chunk: int = CHUNK) -> None:
@@ -167,15 +200,12 @@ class HostExecutor:
         self._least = least_halves(arena.borrow("wire", chunk, torch.float32))
         self._own = threading.local()
         self._threads = Threads(threads, "host-update")
-        before, together = torch.get_num_threads(), threading.Barrier(threads, timeout=60)
-        for started in [self._threads.submit(self._start, together) for _ in range(threads)]:
-            started.result()
-        torch.set_num_threads(before)
+        run_alone(self._threads, threads, self._take_scratch)
 
-    def _start(self, together: threading.Barrier) -> None:
-        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
-        torch.set_num_threads(1)
-        self._own.scratch = self._scratch.view(together.parties, WIDE, self._chunk)[together.wait()]
+    def _take_scratch(self, number: int) -> None:
+        """Give this thread its scratch."""
+        self._own.scratch = self._scratch.view(self._count, WIDE, self._chunk)[number]
+        self._own.rooms = None
 
     def close(self) -> None:
         """End the threads, which have nothing to do, and give the scratch back."""
@@ -193,39 +223,55 @@ class HostExecutor:
         factors  multiply the gradient, one after the other (`optimizer.multiply`)
         """
         _check(bucket)
-        starts: SimpleQueue[int | None] = SimpleQueue()
-        for start in (*range(0, bucket.grad.numel(), self._chunk), *[None] * self._count):
-            starts.put(start)
         factors = [factor for factor in factors if factor != 1.0]
-        work = partial(self._update, bucket, pieces, torch.tensor(float(step)), factors)
+        size = self._size(bucket, factors)
+        parts: SimpleQueue[tuple[int, BucketStates] | None] = SimpleQueue()
+        for number, part in enumerate(bucket.split(size)):
+            parts.put((number * size, part))
+        count = min(self._count, parts.qsize())
+        for _ in range(count):
+            parts.put(None)
+        work = partial(self._update, PieceCuts(pieces), step, factors, parts)
         if not self._threads.are_there:  # the process ends
-            self._own.scratch = self._scratch.view(self._count, WIDE, self._chunk)[0]
-        for each in [self._threads.submit(work, starts) for _ in range(self._count)]:
+            self._take_scratch(0)
+        for each in [self._threads.submit(work) for _ in range(count)]:
             each.result()
 
+    def _size(self, bucket: BucketStates, factors: Sequence[float]) -> int:
+        """Return the elements of a chunk: all threads have some of a bucket, unless it is too small to be shared."""
+        total = bucket.grad.numel()
+        size = min(self._chunk, max(LEAST, _whole(-(-total // self._count))))
+        if bucket.is_plain and not factors:
+            size = max(size, _whole(total // (SHARES * self._count)))
+        return size
+
     def _update(
-        self,
-        bucket: BucketStates,
-        pieces: Sequence[BucketPiece],
-        step: Tensor,
-        factors: Sequence[float],
-        starts: SimpleQueue[int | None],
+        self, cuts: PieceCuts, step: int, factors: Sequence[float], parts: SimpleQueue[tuple[int, BucketStates] | None]
     ) -> None:
-        """Update the chunks that begin at `starts`, until there is none."""
-        for start in iter(starts.get, None):
-            stop = min(start + self._chunk, bucket.grad.numel())
-            part = bucket.cut(start, stop)
+        """Update the parts that are left of a bucket, each with its first element there, until there is none."""
+        count = torch.tensor(float(step))
+        for start, part in iter(parts.get, None):
             wide = self._cast_in(part, factors)
-            _apply(pieces, step, start, stop, wide)
-            self._cast_out(part, wide, int(step))
+            for rule, slices in cuts.within(start, start + part.grad.numel()):
+                rule.update(count, [[each[cut] for cut in slices] for each in wide])
+            self._cast_out(part, wide, step)
 
     def _cast_in(self, part: BucketStates, factors: Sequence[float]) -> list[Tensor]:
         """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
-        master, grad, *moments = self._own.scratch[:, : part.grad.numel()]
+        if part.is_plain and not factors:
+            return [part.master, part.grad, part.exp_avg, part.exp_avg_sq]
+        master, grad, *moments = self._rooms(part.grad.numel())
         master = join_master(*part.halves, master) if part.halves else part.master
         held = zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)
         moments = [own if own.dtype == torch.float32 else room.copy_(own) for own, room in held]
         return [master, _multiplied(part.grad, factors, grad), *moments]
+
+    def _rooms(self, elements: int) -> list[Tensor]:
+        """Return this thread's scratch for so many elements: master, gradient, moments."""
+        own = self._own
+        if own.rooms is None or len(own.rooms[0]) != elements:
+            own.rooms = list(own.scratch[:, :elements])
+        return list(own.rooms)
 
     def _cast_out(self, part: BucketStates, wide: Sequence[Tensor], step: int) -> None:
         """Write what is not updated in place; the gradient's scratch is free by now."""
@@ -242,6 +288,11 @@ class HostExecutor:
             part.weights.copy_(master)
 
 
+def _whole(elements: int) -> int:
+    """Return the elements of the vectors that so many begin."""
+    return -(-elements // VECTOR) * VECTOR
+
+
 def _multiplied(grad: Tensor, factors: Sequence[float], scratch: Tensor) -> Tensor:
     """Return the gradient in fp32, times each factor; itself where nothing is to be done."""
     if grad.dtype != scratch.dtype:
@@ -249,12 +300,3 @@ def _multiplied(grad: Tensor, factors: Sequence[float], scratch: Tensor) -> Tens
     for factor in factors:
         grad = torch.mul(grad, factor, out=scratch)
     return grad
-
-
-def _apply(pieces: Sequence[BucketPiece], step: Tensor, start: int, stop: int, chunk: Sequence[Tensor]) -> None:
-    """Update what of a bucket's pieces lies in a chunk, whose tensors are `chunk`."""
-    first = bisect_right(pieces, start, key=lambda piece: piece.stop)
-    last = bisect_left(pieces, stop, key=lambda piece: piece.start)
-    for rule, alike in groupby(pieces[first:last], key=lambda piece: piece.rule):
-        cuts = [slice(max(piece.start, start) - start, min(piece.stop, stop) - start) for piece in alike]
-        rule.update(step, [[each[cut] for cut in cuts] for each in chunk])

@@ -15,6 +15,8 @@
     host             in, out: a stream each, copies of pinned memory    in, out: a thread each, copies
     disk             threads: disk <-> pinned staging <-> stream        threads: disk <-> buffer
 
+    An accelerator may copy from and to a ring of the host's buffers itself, too: who does says so (`used`).
+
 A buffer is used again when it is back, a record read again when it is back: on an accelerator streams wait for events,
 threads for each other. The ring allocates no memory: it is given its buffers. Whatever a thread or a copy raises comes
 out of the next call, and says of which record.
@@ -51,6 +53,7 @@ class Buffer:
     record   what is in it, or was last
     came     whether the record is there, or its copy enqueued before the event `arrived`
     left     the same of its way back, and the event `gone`; `used` is when compute has done with it
+    copies   of memory of the host: events after which a device has copied from or to the record in it
     """
 
     def __init__(self, memory: Tensor, staging: Tensor | None) -> None:
@@ -60,6 +63,7 @@ class Buffer:
         self.left: Future[None] = Future()
         for future in (self.came, self.left):
             future.set_result(None)
+        self.copies: list[torch.Event] = []
         self.arrived = torch.Event(memory.device)
         self.used = torch.Event(memory.device)
         self.gone = torch.Event(memory.device)
@@ -68,6 +72,11 @@ class Buffer:
     def host(self) -> Tensor:
         """Return the host's memory of it."""
         return self.memory if self.staging is None else self.staging
+
+    def wait_for_copies(self) -> None:
+        """Wait until no device copies from or to it."""
+        for event in self.copies:
+            event.synchronize()
 
 
 class Store(Protocol):
@@ -177,6 +186,15 @@ class Ring:
         self._used.add(index)
         return self._records[index].views(buffer.memory)
 
+    def used(self, index: int, device: torch.device) -> None:
+        """Let a thread that next reads or writes this record's memory, which is the host's, wait for a device's stream.
+
+        That is the current one; this thread goes on.
+        """
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        self._held[index].copies.append(event)
+
     @property
     def idle(self) -> int:
         """Return how many buffers hold nothing that is wanted or used."""
@@ -255,6 +273,8 @@ class Ring:
         """Read a record into a buffer after what was in it, and what was written of it, has gone."""
         for future in left:
             future.result()
+        buffer.wait_for_copies()
+        buffer.copies.clear()
         if self._in is not None:
             for other in before:
                 self._in.wait_event(other.used)
@@ -266,6 +286,7 @@ class Ring:
 
     def _take_back(self, buffer: Buffer, index: int) -> None:
         """Write a record from a buffer after compute has used it."""
+        buffer.wait_for_copies()
         if self._out is not None:
             self._out.wait_event(buffer.used)
         with self._on(self._out, index):

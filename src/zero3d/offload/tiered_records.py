@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from zero3d.offload.disk_slab import DiskSlab
@@ -39,6 +40,9 @@ class Tier(Protocol):
 
     def retire(self, index: int, changed: bool = True) -> None:
         """Take a record back."""
+
+    def used(self, index: int, device: torch.device) -> None:
+        """Say that a device's current stream copies from or to a record."""
 
     def view(self, index: int) -> list[Tensor]:
         """Return a record's fields as they are stored, to be read."""
@@ -63,6 +67,8 @@ class InPlace(Tier):
 
     def retire(self, index: int, changed: bool = True) -> None: ...
 
+    def used(self, index: int, device: torch.device) -> None: ...
+
     def view(self, index: int) -> list[Tensor]:
         return self._fields[index]
 
@@ -85,6 +91,9 @@ class ThroughRing(Tier):
 
     def retire(self, index: int, changed: bool = True) -> None:
         self._ring.retire(index, changed)
+
+    def used(self, index: int, device: torch.device) -> None:
+        self._ring.used(index, device)
 
     def view(self, index: int) -> list[Tensor]:
         return self._fields[index]
@@ -138,6 +147,11 @@ class TieredRecords:
                 del self._open[index]
                 tier.retire(number, index in self._changed)
                 self._changed.discard(index)
+
+    def used(self, index: int, device: torch.device) -> None:
+        """Say that a device's current stream copies from or to an open record."""
+        tier, number = self._addresses[index]
+        tier.used(number, device)
 
     def view(self, index: int) -> list[Tensor]:
         """Return a record's fields as they are stored, to be read; those of an open one as they are used."""

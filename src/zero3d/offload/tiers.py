@@ -31,12 +31,13 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
 from zero3d.memory.threads import Threads, unwaited
-from zero3d.offload.auto_place import ExecutorChoice
+from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.disk_slab import DiskSlab
-from zero3d.offload.executors import DeviceExecutor, Executor, OnHost
+from zero3d.offload.executors import DeviceExecutor, Executor, OnHost, StagedGradients
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
+from zero3d.offload.rates import measure_rates
 from zero3d.offload.records import Record
 from zero3d.offload.ring import ring_buffers
 from zero3d.offload.states import CATEGORY, WORDS, StateRecord, planned_bytes
@@ -58,6 +59,7 @@ class Site(NamedTuple):
     owner    who writes on the disk, in words
     compute  dtype of weights
     budget   measures what this rank may take of its host
+    threads  that may update on the host
     """
 
     arena: Arena
@@ -65,6 +67,7 @@ class Site(NamedTuple):
     owner: str
     compute: torch.dtype
     budget: Callable[[], HostBudget]
+    threads: int = 1
 
 
 class Opening(NamedTuple):
@@ -119,6 +122,10 @@ class Stores:
         self._site = site
         self.on_cpu = site.arena.device.type == "cpu"
 
+    def rates(self) -> MeasuredRates:
+        """Measure by what the executor is chosen."""
+        return measure_rates(self._site.arena, self._site.threads)
+
     def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
         """Map the host's memory of all parts. asked: bytes by what they are for. Raises OutOfBudget."""
         budget = self._site.budget()
@@ -135,11 +142,15 @@ class Stores:
         assert isinstance(opened, OpenTier)
         return opened
 
+    def staged(self, arena: Arena, elements: int, dtype: torch.dtype) -> StagedGradients:
+        """Return what brings gradients of at most so many elements from the host."""
+        return StagedGradients(arena, elements, dtype)
+
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
     ) -> Executor:
         """Return what updates on the host, with threads of its own; arena: the host's account."""
-        threads = HostExecutor(torch.get_num_threads(), arena)
+        threads = HostExecutor(self._site.threads, arena)
         weakref.finalize(optimizer, threads.close)
         return OnHost(optimizer.torch, threads, staging, near)
 
@@ -155,6 +166,7 @@ class Tiers:
     planned   bytes by (category, place), from layouts alone
     why       the arithmetic of the executor, where that was open
     slab      the file whose steps are committed, if any tier has one
+    threads   of this rank on the host
     replaced  the step of another run that was there; NEVER, or UNKNOWN
     """
 
@@ -169,6 +181,7 @@ class Tiers:
     staging: tuple[Tensor, Tensor] | None
     why: str
     slab: DiskSlab | None
+    threads: int
     replaced: int
 
     @property
@@ -180,7 +193,7 @@ class Tiers:
         """Return what updates an optimizer's pieces in records; None where only frozen weights are."""
         if all(unit.weights.records is None for unit in optimizer.units):
             return None
-        executor: Executor = (near := DeviceExecutor(optimizer.torch, arena))
+        executor: Executor = (near := DeviceExecutor(optimizer.torch, arena, self._staged(optimizer, arena)))
         if self.executor == HOST:
             executor = self.stores.updates_on_host(optimizer, self.arenas[HOST], self.staging, near)
         hooks = optimizer.torch._optimizer_step_pre_hooks, optimizer.torch._optimizer_step_post_hooks
@@ -194,6 +207,15 @@ class Tiers:
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None
         return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
+
+    def _staged(self, optimizer: ShardedOptimizer, arena: Arena) -> StagedGradients | None:
+        """Return what brings gradients from the host of an accelerator, if any bucket is updated on the device."""
+        of_units = [unit.weights.records for unit in optimizer.units if unit.weights.records is not None]
+        buckets = [bucket for each in of_units for bucket in each.buckets]
+        if not self.kept or self.stores.on_cpu or all(bucket.device != arena.device for bucket in buckets):
+            return None
+        longest = max(bucket.stop - bucket.start for bucket in buckets)
+        return self.stores.staged(arena, longest, next(iter(self.kept.values())).dtype)
 
 
 class Builder:
@@ -229,6 +251,7 @@ class Builder:
             staging=self._staging(slab),
             why=self._why,
             slab=committed,
+            threads=self._site.threads,
             replaced=max((each.replaced for each in opened.values()), default=NEVER),
         )
         weakref.finalize(tiers, unwaited, store.close)
@@ -243,7 +266,7 @@ class Builder:
                 held = sum(each.placed.held for each in self._records if each.place == row.name)
                 asked[f"records {row.where}"] = held
         if self._executor == HOST and any(e.kind == OPTIMIZER and e.place != DEVICE for e in self._records):
-            asked["scratch of updates"] = scratch_bytes(torch.get_num_threads())
+            asked["scratch of updates"] = scratch_bytes(self._site.threads)
         return self._stores.host(parts, asked)
 
     def _open_tiers(self, slab: HostSlab) -> dict[str, OpenTier]:

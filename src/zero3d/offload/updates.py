@@ -59,8 +59,8 @@ class RecordUpdates(DeferredUpdates):
         self._device, self._side = device, ThreadStream(device)
         self._queue: deque[Unit] = deque()
         self._made: dict[Unit, Future[None]] = {}
-        self._order = [each.bucket.record for of_unit in self._buckets.values() for each in of_unit]
-        self._options: Options = ()
+        self._order = [each for of_unit in self._buckets.values() for each in of_unit]
+        self._step: tuple[Options, float] = ((), 1.0)  # options of groups, what gradients are to be multiplied by
         self._grads: dict[Unit, Tensor] = {}
         self._failure: BaseException | None = None
 
@@ -69,21 +69,27 @@ class RecordUpdates(DeferredUpdates):
         """What is updated, by unit in forward order."""
         return self._buckets
 
-    def begin(self, options: Options) -> None:
-        """Take over a step: its gradients are final, and stay until they are used."""
+    def begin(self, options: Options, clip: float = 1.0) -> None:
+        """Take over a step: its gradients stay until they are used, and are final but for this factor."""
         self.finish()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
-        self._options, self._grads = options, {unit: unit.gradients.owned for unit in self._buckets}
+        self._step, self._grads = (options, clip), {unit: unit.gradients.owned for unit in self._buckets}
         self._queue.extend(self._buckets)
+        self._bring_gradients(0)
         if self._thread is not None:
             self._side.follow()
             self._made = {unit: self._thread.submit(self._make, unit) for unit in self._buckets}
 
+    def _bring_gradients(self, place: int) -> None:
+        """Begin to bring the gradients of a bucket and of the one behind it to where they are updated."""
+        for each in self._order[place : place + 2]:
+            self._executor.ahead(self._grads[each.unit][each.range])
+
     def prefetch(self) -> None:
         """Begin to bring the first records of the next step."""
         if not self._queue:
-            for record in self._order[:AHEAD]:
-                self._records.ahead(record)
+            for each in self._order[:AHEAD]:
+                self._records.ahead(each.bucket.record)
 
     def confirm(self) -> None:
         """Say that all ranks have ended their last step."""
@@ -144,11 +150,13 @@ class RecordUpdates(DeferredUpdates):
                     self._update_bucket(each, weights)
 
     def _update_bucket(self, each: BucketPieces, weights: Tensor) -> None:
-        following = self._order.index(each.bucket.record) + 1
-        for record in self._order[following : following + AHEAD]:
-            self._records.ahead(record)
+        place = next(place for place, other in enumerate(self._order) if other is each)
+        for following in self._order[place + 1 : place + 1 + AHEAD]:
+            self._records.ahead(following.bucket.record)
+        self._bring_gradients(place)
+        options, clip = self._step
         with each.buckets.opened(each.bucket) as fields:
-            opened = OpenBucket(each, fields, weights[each.range], self._grads[each.unit][each.range])
-            self._executor.update(opened, self._options)
+            opened = OpenBucket(each, fields, weights[each.range], self._grads[each.unit][each.range], clip=clip)
+            self._executor.update(opened, options)
             if WEIGHTS in fields:
                 fields[WEIGHTS].copy_(opened.weights)  # one on the host may go to a disk at once

@@ -12,7 +12,7 @@ from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import Rejection, Row, SearchResult, Target, memory_of, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.tiers import HOST, OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -79,7 +79,7 @@ def settings(plan: ParallelPlan) -> str:
         share = "" if plan.offload.fraction == 1 else f"{100 * plan.offload.fraction:g} % of "
         words.append(f"{share}optimizer on {plan.offload.optimizer}")
     words += [f"parameters on {plan.offload.params}"] if plan.offload.params != "none" else []
-    words += ["gradients on host"] if plan.offload.gradients == HOST else []
+    words += [f"gradients on {plan.offload.gradients}"] if plan.offload.gradients_leave else []
     words += ["bf16 moments"] if plan.offload.moments != "fp32" else []
     words += ["inputs over tp"] if in_parts(plan) else []
     words += ["inputs on host"] if on_host(plan) else []

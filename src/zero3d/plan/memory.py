@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import average_scratch, master_scratch, record_scratch, ring_bytes
+from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
@@ -124,18 +124,22 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     """Return what buffers of records take on the device and on the host: rings, and staging of updates on the host.
 
     A ring is there for what is on a disk, or another tier that the host does not address, and for states that are
-    updated on the device. Its buffers are where records are used, weights and updates on the host there; those on the
-    device have as many on the host beside them, where they are of such a tier.
+    updated on the device, with room for their gradients where those are on the host. Its buffers are where records are
+    used, weights and updates on the host there; those on the device have as many on the host beside them, where they
+    are of such a tier.
     """
     rings = {kind: ring_bytes(longest) for kind, longest in shard.longest.items()}
     weights = sum(size for kind, size in rings.items() if kind != "optimizer")
     on_host = weights if is_buffered(plan.offload.params) else 0
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
+    staging = 0
+    if plan.offload.gradients_leave and (plan.offload.executor != HOST or plan.offload.fraction < 1):
+        staging = gradient_staging(shard.bucket, WIDTHS[plan.precision].reduced)
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
-    return {DEVICE: on_device, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
+    return {DEVICE: on_device + staging, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -307,7 +311,6 @@ class _Rank:
         if plan.offload.executor == HOST and plan.offload.fraction == 1:
             return 0.0
         copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
-        copies += WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
         splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
         scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
         return float(scratch + copies * self.shard.bucket)

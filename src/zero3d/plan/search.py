@@ -226,7 +226,7 @@ def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
 def _stages(dp: int, tiers: Tiers) -> Iterator[tuple[int, Offload]]:
     """Yield ZeRO stages with what leaves the device: weights do at stage 3, gradients from 2 on, even of one rank."""
     for away in tiers:
-        least = 3 if away.params != "none" else 2 if away.gradients == HOST else 0
+        least = 3 if away.params != "none" else 2 if away.gradients_leave else 0
         yield from ((stage, away) for stage in range(least, 4 if dp > 1 else least + 1))
 
 

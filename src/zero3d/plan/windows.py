@@ -22,7 +22,7 @@ from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, sends_terms, states_key, wire_width
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
+from zero3d.zero.stages import LEAVING, WINDOW
 
 
 class Windows(NamedTuple):
@@ -75,13 +75,14 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
         ahead = turns[at : at + 1 + WINDOW]
         shown = (*using, *(unit for units in ahead for unit in units))
         gathered = sum(_full_bytes(unit) for unit in shown if unit.stage_of(plan) == 3)
-    moving = [unit for units in turns[:at] for unit in units if unit.trainable][-WINDOW:]
+    reduced = [unit for units in turns[:at] for unit in units if unit.trainable]
+    moving = reduced[-WINDOW:]
     if (reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
         filling = late if at == len(order) - 1 else roots
         summed = plan.zero.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
         filled = (*(() if summed else moving), *turns[at], *filling)
         bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
-        bucket += _incoming(moving, plan)
+        bucket += _incoming(reduced, plan)
     return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -90,10 +91,11 @@ def end_backward(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan
     _, reduce = policies(plan)
     late = [unit for unit in _late(order, tied) if unit.trainable]
     early = [unit for units in order for unit in units if unit.trainable and unit not in late]
-    moving = (early + late)[-WINDOW:]
+    reduced = early + late
+    moving = reduced[-WINDOW:]
     buckets = reduce == "every_micro_batch" or plan.zero.exact
     bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
-    bucket += _incoming(moving, plan)
+    bucket += _incoming(reduced, plan)
     return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
@@ -114,10 +116,10 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     return max(1, unit.sources) * each
 
 
-def _incoming(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
-    """Return the bytes of shards that reductions under way come to, where they are kept on the host."""
+def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
+    """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
     wide = WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
-    return sum(unit.layout.shard * wide for unit in moving)
+    return sum(unit.layout.shard * wide for unit in reduced[-WINDOW - LEAVING :])
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:

@@ -9,12 +9,16 @@ Bytes by place are the engine's own account (`offload.tiers`), which all of this
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from zero3d.account.transients import STAGED
 from zero3d.memory.arena import Arena
-from zero3d.offload.executors import DeviceExecutor, Executor
+from zero3d.offload.auto_place import LINK, MEMORY, UPDATE, MeasuredRates
+from zero3d.offload.executors import DeviceExecutor, Executor, StagedGradients
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
 from zero3d.offload.tiered_records import InPlace, Tier
@@ -63,8 +67,26 @@ class DryTier(OpenTier):
         return Passing(records, buffers, fields) if buffers else InPlace(fields)
 
 
+class DryStaged(StagedGradients):
+    """Stands for buffers in which gradients come from the host."""
+
+    def __init__(self, arena: Arena, elements: int, dtype: torch.dtype) -> None:
+        self._held = [arena.borrow("wire", elements, dtype) for _ in range(STAGED)]
+
+    def ahead(self, grad: Tensor) -> None:
+        """Bring nothing."""
+
+    @contextmanager
+    def here(self, grad: Tensor) -> Iterator[Tensor]:
+        """Have a buffer of it inside."""
+        yield self._held[0][: grad.numel()]
+
+
 class NoUpdate(Executor):
     """Stands for updates on the host."""
+
+    def ahead(self, grad: Tensor) -> None:
+        """Bring nothing."""
 
     def update(self, opened: OpenBucket, options: Options) -> None:
         """Change nothing."""
@@ -78,6 +100,10 @@ class DryStores(Stores):
         assert isinstance(site.arena, ObservedArena)
         self.on_cpu, self._arena = on_cpu, site.arena
 
+    def rates(self) -> MeasuredRates:
+        """Return those of no machine in particular."""
+        return MeasuredRates(LINK, LINK, LINK, MEMORY / UPDATE / self._site.world.size)
+
     def host(self, parts: Mapping[str, Sequence[Record]], asked: Mapping[str, int]) -> HostSlab:
         """Return what stands for the host's memory."""
         return DrySlab(parts, self._arena)
@@ -85,6 +111,10 @@ class DryStores(Stores):
     def open(self, row: TierRow, opening: Opening) -> OpenTier:
         """Return what stands for a tier, whichever it is."""
         return DryTier(opening, self._arena)
+
+    def staged(self, arena: Arena, elements: int, dtype: torch.dtype) -> StagedGradients:
+        """Return what has buffers alone."""
+        return DryStaged(arena, elements, dtype)
 
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.account.transients import Reduction, master_scratch, record_scratch, ring_bytes, whole_units
+from zero3d.account.transients import (
+    Reduction,
+    gradient_staging,
+    master_scratch,
+    record_scratch,
+    ring_bytes,
+    whole_units,
+)
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
@@ -36,7 +43,7 @@ from zero3d.memory.arena import STATES
 from zero3d.precision import NAMES
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
-from zero3d.zero.stages import WINDOW
+from zero3d.zero.stages import LEAVING, WINDOW
 from zero3d.zero.unit import Unit
 
 LABELS = {"optimizer": "optimizer states"}
@@ -218,7 +225,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 def _to_host(engine: Engine) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host."""
     shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
-    return WINDOW * max(shards) * engine.policy.master.itemsize if engine.offload.gradients_leave else 0
+    return (WINDOW + LEAVING) * max(shards) * engine.policy.master.itemsize if engine.offload.gradients_leave else 0
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
@@ -228,14 +235,16 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     """
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
+    longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+    staging = gradient_staging(longest, engine.policy.master.itemsize) if engine.offload.gradients_leave else 0
     if not buckets or engine.offload.executor != DEVICE:
-        return 0, 0
-    longest, rounded = max(bucket.stop - bucket.start for bucket in buckets), engine.offload.moments == "bf16"
+        return staging, 0
+    rounded = engine.offload.moments == "bf16"
     device, splits = engine.mesh.device.type, engine.policy.split_master
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and engine.offload.optimizer != "none"
     ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
-    return ring, record_scratch(longest, device, splits, rounded, casts=not splits)
+    return ring + staging, record_scratch(longest, device, splits, rounded, casts=not splits)
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:

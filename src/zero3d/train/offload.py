@@ -4,6 +4,8 @@
     rank 0 has a plan                              by its bytes, activations included
     neither                                        by the engine's own rule (engine/auto_offload.py)
 
+Who updates states on the host of an accelerator, the engine measures; what it chose is in the plan from then on.
+
 Whatever is chosen is kept in every checkpoint: a run that goes on has its states where they were, and updates them by
 the same kernels.
 """
@@ -36,7 +38,7 @@ from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.spec.tiers import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE, HOST, TIERS
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
@@ -121,9 +123,10 @@ def _place(plan: PlannedRun, config: Config, mesh: Mesh, room: Room, lines: list
 
 
 def _executor(plan: PlannedRun, config: Config, mesh: Mesh, lines: list[str]) -> dict[str, Any]:
-    """Choose by the cluster's rates; where the device is a CPU it is no question of time."""
+    """Choose for states in slots of a tier by the cluster's rates; on a CPU it is no question of time."""
     section = config.offload
-    if section.executor != AUTO or section.optimizer == "none" or mesh.device.type == "cpu":
+    slots = TIERS[section.optimizer].slots if section.optimizer in TIERS else 1
+    if section.executor != AUTO or slots == 1 or mesh.device.type == "cpu":
         return {}
     chosen = chosen_executor(plan_of(config, mesh.world), plan.cluster)
     lines.append(f"offload.executor=auto: {executor_note(chosen, plan.cluster)}")
@@ -138,6 +141,14 @@ def need_of(plan: PlannedRun, config: Config, mesh: Mesh) -> Need:
     record = min(states, (1 + most) * WIDTHS[config.precision].reduced * update_bucket(kind))
     passing = passing_bytes(config.offload.executor, record, kind, config.zero.master == "split")
     return Need(states, record, passing, parts)
+
+
+def as_measured(config: Config, engine: Engine) -> Config:
+    """Return the configuration with the executor that an engine has chosen by what it measured."""
+    section, device = config.offload, engine.mesh.device.type
+    if section.executor != AUTO or section.optimizer == "none" or device == "cpu":
+        return config
+    return with_choice(config, {"executor": engine.offload.executor})
 
 
 # --- kept in checkpoints ------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.offload import choice_of, choose, described, drop_leftovers, may_use_folder
+from zero3d.train.offload import as_measured, choice_of, choose, described, drop_leftovers, may_use_folder
 from zero3d.train.own_values import open_function
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
 from zero3d.train.post_mortem import PostMortem
@@ -144,6 +144,9 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     with removed_on_failure(fresh, inputs.mesh.rank):
         engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
         post_mortem.engine = engine
+        if (measured := as_measured(built, engine)) != built:
+            plan = plan_again(plan, measured, inputs.mesh)
+            post_mortem.planned, post_mortem.config = plan, measured
         stream = _stream(config, inputs, engine)
         from_slots = choose_slots(config, start, engine, checkpoint)
         with inputs.mesh.heartbeat.phase("load"):

@@ -19,8 +19,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zero3d.zero.streams import wait_for_device
-
 MASTER, WEIGHTS = "master", "weights"  # fields of a record, beside the states that an optimizer names
 
 
@@ -32,6 +30,9 @@ class Records(Protocol):
 
     def opened(self, index: int, changed: bool = True) -> AbstractContextManager[list[Tensor]]:
         """Have a record's fields where they are used inside, and take them back."""
+
+    def used(self, index: int, device: torch.device) -> None:
+        """Say that a device's current stream copies from or to an open record: its memory is not another's before."""
 
     def view(self, index: int) -> list[Tensor]:
         """Return a record's fields as they are stored, to be read; those of an open one as they are used."""
@@ -63,6 +64,8 @@ class Resident(Records):
     @contextmanager
     def opened(self, index: int, changed: bool = True) -> Iterator[list[Tensor]]:
         yield self._fields[index]
+
+    def used(self, index: int, device: torch.device) -> None: ...
 
     def view(self, index: int) -> list[Tensor]:
         return self._fields[index]
@@ -176,7 +179,7 @@ class InRecord(ShardPlace):
         with self._records.opened(self._index, changed) as (shard,):
             yield shard
             if shard.device != self._device and self._passes:
-                wait_for_device(self._device)  # copies are under way, and its memory may be another record's next
+                self._records.used(self._index, self._device)
 
     def ahead(self) -> None:
         self._records.ahead(self._index)

@@ -5,7 +5,9 @@
     pieces             1-D views of parameters' parts in either, for the optimizer; made anew only where it moves
 
 Note 0, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
-back to it first where it adds; the bucket then goes to the host. The bits are those of a shard on the device.
+back to it first where it adds: on the side stream, since the link has both ways at once, and a sum on the host would
+read and write its memory twice as often as two copies do. The bucket then goes to the host beside compute, and is let
+go of after the next one. The bits are those of a shard on the device.
 
 Experts have gradients of several sources, the ranks of the ep axis, of which each has a row; the rows are summed in
 rank order, and that sum is reduced over the ranks that have the same experts. Others have one row.
@@ -18,6 +20,7 @@ reduction would overwrite it, so it is stashed until the next reduction has been
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
+from zero3d.zero.streams import ToHost
 
 
 class Gradients:
@@ -161,6 +165,12 @@ class Gradients:
             self._views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
             self._filled.add(index)
 
+    @property
+    def to_host(self) -> ToHost:
+        """What copies the shard to the host, where it is kept there."""
+        assert self._setting.to_host is not None
+        return self._setting.to_host
+
     def _open(self) -> None:
         """Make room for local gradients."""
         self.finish()
@@ -213,6 +223,7 @@ class Gradients:
         if self._name in self._setting.kept:
             shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
             if add:
+                self.to_host.follow()
                 shard.copy_(self.shard, non_blocking=True)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
@@ -234,9 +245,8 @@ class Gradients:
             return
         self._pending.wait()
         if self._incoming is not None:
-            self.shard.copy_(self._incoming, non_blocking=True)
-            self._arena.give_back("bucket", self._incoming)
-            self._incoming = None
+            incoming, self._incoming = self._incoming, None
+            self.to_host.copy(self.shard, incoming, partial(self._arena.give_back, "bucket", incoming))
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)
@@ -270,6 +280,8 @@ class Gradients:
     def complete(self) -> None:
         """Complete the step's sum: nothing more comes."""
         self.finish()
+        if self._setting.to_host is not None:
+            self._setting.to_host.finish()
 
     def reset(self) -> None:
         """Forget this step's gradients."""

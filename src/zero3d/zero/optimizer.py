@@ -1,12 +1,14 @@
 """One step over all shards: exchange, unscale, global norm, clip, update, refresh.
 
     1. exchange     token weight, order hashes          3 numbers per rank
-    2. unscale      gradients *= 1 / (loss scale x sum of weights)
+    2. unscale      gradients *= 1 / (loss scale x sum of weights); those on an accelerator's host piece by piece, each
+                    with its norm, on this rank's threads
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
                     `clip_grad_norm_`; partial norms are exchanged and combined in rank order
     4. one host read: norm, weight, orders, and what the caller wants to know besides: nothing else of a step waits
        for the device. A non-finite norm or no weight skips the step, and `reason` says so
-    5. clip         gradients *= clip / (norm + 1e-6), at most 1; then Muon's become orthogonal momentum (optim/)
+    5. clip         gradients *= clip / (norm + 1e-6), at most 1, those on the host as they are updated; then Muon's
+                    become orthogonal momentum (optim/)
     6. update       a torch optimizer on 1-D pieces of the masters, states in flat buffers (updates.py)
     7. refresh      masters to weights, all units together; stages 1 and 2 all-gather them, and `wait` ends that
                     6 and 7 of units whose states are in records: one by one, behind the next forward
@@ -40,7 +42,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, device_values
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.optimizer_states import OptimizerStates
-from zero3d.zero.streams import wait_for_device
+from zero3d.zero.streams import ToHost, wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, ResidentUpdates, cast_masters, frozen_options
 
@@ -171,15 +173,19 @@ class ShardedOptimizer(OptimizerStates):
         Raises OrderError before the update when ranks used units in different orders.
         """
         total, in_order = self._exchange(weight)
-        if any(unit.gradients.shard.device != self._arena.device for unit in self._units):
+        if self._to_host is not None:
             wait_for_device(self._arena.device)  # what goes to the host is there
         self._model_group.sum_ties()
         self._model_group.sum_partial((owned.name, grad) for owned, grad in self.shard_grads())
         for unit in self._units:
             unit.gradients.gather()
         grads = [unit.gradients.owned for unit in self._units]
-        multiply(grads, 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
-        norms = self._norms()
+        factor = 1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0
+        if self._to_host is None:
+            multiply(grads, factor)
+            norms = self._norms()
+        else:
+            norms = self._unscaled_on_host(self._to_host, factor)
         norm, even = self._over_dp(norms)
         clip = 1.0 if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
         read, read_besides = self._read(
@@ -193,10 +199,12 @@ class ShardedOptimizer(OptimizerStates):
             self.updates.confirm()  # who came here has ended its last step
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
-            multiply(grads, clip if read["clip"] != 1.0 else 1.0)
+            later = self._to_host is not None and self.updates is not None and self.orthogonal is None
+            if not later:
+                multiply(grads, clip if read["clip"] != 1.0 else 1.0)
             if self.orthogonal is not None:
                 self.orthogonal()
-            self._update()
+            self._update(read["clip"] if later else 1.0)
         return Outcome(reason, norm, read["norm"], read_besides)
 
     def _read(self, values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
@@ -251,10 +259,34 @@ class ShardedOptimizer(OptimizerStates):
         for owned, place in self._reduced:
             yield owned, owned.unit.gradients.shard_pieces()[place]
 
+    @property
+    def _to_host(self) -> ToHost | None:
+        """What has copied gradients to the host of an accelerator; None where they are on the device."""
+        away = (unit.gradients for unit in self._units if unit.gradients.shard.device != self._arena.device)
+        return next((gradients.to_host for gradients in away), None)
+
     def _norms(self) -> Norms:
         """Return the norm of this dp rank's shards, over its model-parallel group."""
         pieces = [(0, owned, grad) for owned, grad in self.shard_grads() if owned.unit not in self._model_group.copies]
         return self._model_group.norms(piece_norms(pieces), 1, self._wide)
+
+    def _unscaled_on_host(self, to_host: ToHost, factor: float | Tensor) -> Norms:
+        """Multiply gradients on the host, and return their norm: piece by piece, each while it is in a core's cache."""
+        if isinstance(factor, Tensor):
+            factor = factor.to("cpu", self._wide)
+
+        def norm(grad: Tensor) -> Tensor:
+            multiply([grad], factor)
+            return torch._foreach_norm([grad])[0]
+
+        pieces = [(0, owned, grad) for owned, grad in self.shard_grads()]
+        norms = zip(pieces, to_host.of_each(norm, [grad for *_, grad in pieces]), strict=True)
+        own = [
+            PieceNorm(cell, owned.order, owned.name, value)
+            for (cell, owned, _), value in norms
+            if owned.unit not in self._model_group.copies
+        ]
+        return self._model_group.norms(own, 1, self._wide)
 
     def _over_dp(self, norms: Norms) -> tuple[Tensor, float | Tensor]:
         """Combine the norms of all dp ranks: the global norm, equal everywhere, and whether every group's are even.
@@ -286,11 +318,12 @@ class ShardedOptimizer(OptimizerStates):
                 frozen = zip(unit.layout.slots, unit.weights.params, strict=True)
                 self.missed.update(slot.name for slot, p in frozen if not p.requires_grad)
 
-    def _update(self) -> None:
+    def _update(self, clip: float) -> None:
+        """Update, or leave it for when weights are used. clip: what gradients on the host are to be multiplied by."""
         self._count()
         self.wait()  # masters may be what is sent
         if self.updates is not None:
-            self.updates.begin(frozen_options(self.torch))
+            self.updates.begin(frozen_options(self.torch), clip)
             units = list(self.updates.buckets)
             for unit, following in zip(units, [*units[1:], units[-1]], strict=True):
                 sent = not (unit.weights.sharded or unit.weights.updates_all)  # one ahead, behind a unit's compute

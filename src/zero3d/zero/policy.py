@@ -20,6 +20,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.zero.layout import Slot, UnitLayout
 from zero3d.zero.stages import Stage
+from zero3d.zero.streams import ToHost
 
 if TYPE_CHECKING:
     from zero3d.zero.buckets import UnitBuckets
@@ -64,6 +65,7 @@ class Setting(NamedTuple):
     gradients   the class that owns a unit's, `Gradients` by default
     records     what units have in records, by name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
+    to_host     copies them there
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
     part        number of this rank's part of the experts, on the ep axis
@@ -75,6 +77,7 @@ class Setting(NamedTuple):
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
     records: Mapping[str, UnitBuckets] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
+    to_host: ToHost | None = None
     sources: int = 1
     part: int = 0
 

@@ -43,6 +43,7 @@ STAGES = (
 )
 
 WINDOW = 2  # gathers that run ahead of their use, and reductions in flight: both cost a unit's memory
+LEAVING = 1  # reduced shards on their way to the host: each costs its memory
 
 
 def stage_row(number: int) -> Stage:

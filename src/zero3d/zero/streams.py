@@ -11,14 +11,19 @@ waited for what compute had enqueued when the side stream was entered, and compu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero3d.distributed.axis import Pending
 from zero3d.memory.arena import Arena
+from zero3d.memory.threads import Threads
+from zero3d.zero.stages import LEAVING
 
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
 
@@ -96,6 +101,84 @@ class ThreadStream:
     def entered(self) -> AbstractContextManager[object]:
         """Enqueue on it inside."""
         return nullcontext() if self._stream is None else self._stream
+
+
+class ToHost:
+    """Copies to the host's memory beside compute, on a stream of its own, and calls what works there on threads.
+
+    On the CPU copies are made at once.
+
+    What is copied is let go of when LEAVING others have come after it, and compute has waited for its copy by then: a
+    copy is hidden by what compute does between two of them.
+
+    behind   whether sources wait for that, as on an accelerator they must
+    threads  of this rank on the host
+    """
+
+    def __init__(self, device: torch.device, behind: bool, threads: int = 1) -> None:
+        self._device, self._behind = device, behind
+        self._threads = Threads(threads, "host-gradients") if device.type != "cpu" else None
+        if self._threads is not None:  # a sum has the same bits whatever their number
+            run_alone(self._threads, threads)
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._under_way: deque[tuple[torch.Event | None, Callable[[], None]]] = deque()
+
+    def copy(self, into: Tensor, source: Tensor, let_go: Callable[[], None]) -> None:
+        """Copy what compute has written so far; `let_go` gives the source up."""
+        self._finish(LEAVING - 1)
+        event = None
+        if self._stream is None:
+            into.copy_(source)
+        else:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            with self._stream:
+                into.copy_(source, non_blocking=True)
+            event = torch.Event(self._device)
+            event.record(self._stream)
+        self._under_way.append((event, let_go))
+        if not self._behind:
+            self.finish()
+
+    def follow(self) -> None:
+        """Let the current stream wait for all copies, whose memory it is about to read."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Let compute wait for all copies, and let go of what they read."""
+        self._finish(0)
+
+    def of_each(self, call: Callable[[Tensor], Tensor], pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a call gives of each piece in the host's memory: one thread has a piece, the longest first."""
+        assert self._threads is not None
+        order = sorted(range(len(pieces)), key=lambda place: -pieces[place].numel())
+        futures = {place: self._threads.submit(call, pieces[place]) for place in order}
+        return [futures[place].result() for place in range(len(pieces))]
+
+    def _finish(self, left: int) -> None:
+        while len(self._under_way) > left:
+            event, let_go = self._under_way.popleft()
+            if event is not None:
+                torch.accelerator.current_stream(self._device).wait_event(event)
+            let_go()
+
+
+def run_alone(threads: Threads, count: int, prepare: Callable[[int], object] = int) -> None:
+    """Have torch's kernels run on each of `count` threads alone; `prepare` is called on each with its number.
+
+    Torch's number of threads stays what it was for everybody else: set in a thread, it holds there and in those that
+    start later, so that it is put back when all have started.
+    """
+    before, together = torch.get_num_threads(), threading.Barrier(count, timeout=60)
+
+    def start() -> None:
+        torch.get_num_threads()  # a thread's first question takes over what holds for all: later it would undo the next
+        torch.set_num_threads(1)
+        prepare(together.wait())
+
+    for started in [threads.submit(start) for _ in range(count)]:
+        started.result()
+    torch.set_num_threads(before)
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -114,6 +114,7 @@ class OpenBucket(NamedTuple):
     """A bucket whose record is where it is updated: its fields by name, its weights and its gradient.
 
     frozen  slots of parameters that are frozen now, and left alone
+    clip    what the gradient is still to be multiplied by; a clipped one has 1.0
     """
 
     of: BucketPieces
@@ -121,6 +122,7 @@ class OpenBucket(NamedTuple):
     weights: Tensor
     grad: Tensor
     frozen: frozenset[int] = frozenset()
+    clip: float = 1.0
 
     @property
     def states(self) -> list[str]:
@@ -135,8 +137,8 @@ class DeferredUpdates(Protocol):
     def buckets(self) -> Mapping[Unit, Sequence[BucketPieces]]:
         """What is updated, by unit in forward order."""
 
-    def begin(self, options: Options) -> None:
-        """Take over a step: its gradients are final, and stay until they are used."""
+    def begin(self, options: Options, clip: float = 1.0) -> None:
+        """Take over a step: its gradients stay until they are used, and are final but for this factor."""
 
     def prefetch(self) -> None:
         """Begin to bring the first records of the next step."""
