@@ -50,7 +50,7 @@ from zero3d.errors import ReleasedParameterError
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
-from zero3d.zero.gathers import OPENED, STEP, Gathers, Order
+from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.saved import SavedWeights, callers_hooks_pack
@@ -288,6 +288,8 @@ class Hooks:
     # --- the root -------------------------------------------------------------------------------
 
     def _root_begins(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if released := [unit for unit in self._needed_in_backward if OPENED not in unit.users]:
+            refuse_export(released[0])  # here: later torch, which puts the model's parameters back, would fail in it
         inside_backward = torch._C._current_graph_task_id() != -1
         if self._task is not None and not inside_backward:
             self.abandon()
