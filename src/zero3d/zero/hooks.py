@@ -288,8 +288,9 @@ class Hooks:
     # --- the root -------------------------------------------------------------------------------
 
     def _root_begins(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if released := [unit for unit in self._needed_in_backward if OPENED not in unit.users]:
-            refuse_export(released[0])  # here: later torch, which puts the model's parameters back, would fail in it
+        for unit in self._needed_in_backward if torch.compiler.is_exporting() else ():
+            if OPENED not in unit.users:
+                refuse_export(unit)  # here: later torch, which puts the model's parameters back, would fail in it
         inside_backward = torch._C._current_graph_task_id() != -1
         if self._task is not None and not inside_backward:
             self.abandon()
