@@ -139,8 +139,9 @@ def test_a_weight_that_could_not_be_gathered_once_is_gathered_by_its_next_user()
     engine = make(model)
     train(engine, 0)
     frozen.requires_grad_(True)
-    with pytest.raises(zero3d.LayoutError, match="was unfrozen outside"):
-        engine(batch(1)[0])
+    for _ in range(2):  # the first fails ahead of the unit's own use
+        with pytest.raises(zero3d.LayoutError, match="was unfrozen outside"):
+            engine(batch(1)[0])
     frozen.requires_grad_(False)
     with engine.full_params():
         assert all(p.isfinite().all() for p in engine.module.parameters())
