@@ -208,6 +208,9 @@ def test_adapters_start_by_seed_and_name_whatever_box_is_read(tmp_path):
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"lora": {"rank": 4, "targets": ["qproj"]}}, "lora.targets: 'qproj' names nothing .* Did you mean q_proj"),
+    ({"lora": {"rank": 4, "targets": ["norm", "q_proj"]}}, "'norm' names modules that can have no adapter, such as a L"),
+    ({"lora": {"rank": 4, "targets": ["All-Linear", "q_proj"]}}, "all-linear stands alone"),
+    ({"lora": {"rank": 4, "targets": ["qproj", "vproj"]}}, "'qproj' names nothing .* Did you mean q_proj"),
     ({"lora": {"rank": 4, "train_also": ["lm_haed"]}}, "lora.train_also: .* Did you mean lm_head"),
     ({"lora": {"rank": 4, "targets": ["lm_head"], "train_also": ["lm_head"]}}, "all that lm_head names is in"),
     ({"lora": {"alpha": 4}}, "lora.rank is null"),
@@ -217,6 +220,14 @@ def test_adapters_start_by_seed_and_name_whatever_box_is_read(tmp_path):
 def test_names_that_fit_nothing_are_told_with_what_there_is(tmp_path, settings, words):
     with pytest.raises(zero3d.ConfigError, match=words):
         opened_of(folder_of(tmp_path, "llama"), settings)
+
+
+def test_a_target_that_names_nothing_beside_others_is_left_out_with_a_warning(tmp_path):
+    folder = folder_of(tmp_path, "llama")
+    with pytest.warns(UserWarning, match=r"lora\.targets: 'vproj' names nothing .* Did you mean v_proj.* left out"):
+        opened = opened_of(folder, {"lora": {"rank": 4, "targets": ["q_proj", "vproj"]}})
+    adapted = {name.split(".")[4] for name, _ in opened.module.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj"}
 
 
 def test_a_quantised_base_is_refused_with_the_reason(tmp_path):

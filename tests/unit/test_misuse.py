@@ -1,5 +1,7 @@
 """What users do that nobody planned: the right result or an error by name, in one process at stage 3."""
 
+import copy
+import pickle
 import warnings
 from functools import partial
 
@@ -77,6 +79,86 @@ def test_clipping_by_torch_is_refused_where_it_would_do_nothing(clip, stage):
     with pytest.raises(zero3d.ConfigError, match=r"pass Engine\(clip_norm=\.\.\.\)"):
         CLIPPINGS[clip](engine.module.parameters())
     assert engine.step().applied
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_of_the_program_s_own_is_refused_where_it_would_train_nothing(stage):
+    model = build("net")
+    engine = make(model, stage=stage)
+    own = torch.optim.AdamW(model.parameters())
+    loss_of(engine, batch(0)).backward()
+    with pytest.raises(zero3d.ConfigError, match=r"this AdamW has the parameters of an Engine.*optimizer=\.\.\."):
+        own.step()
+    assert engine.step().applied
+    engine.close()
+    loss_of(model, batch(0)).backward()
+    before = bits(model.parameters())
+    own.step()
+    assert bits(model.parameters()) != before
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_is_put_there_after_the_backward_is_not_left_to_the_next_step(stage):
+    engine, plain = make(stage=stage), make(stage=stage)
+    for each in (engine, plain):
+        each.backward(loss_of(each, batch(0)))
+    p = next(engine.module.parameters())
+    p.grad = torch.ones_like(p)
+    with pytest.raises(zero3d.ConfigError, match=r"was given a grad after the backward.*register_hook"):
+        engine.step()
+    p.grad = None
+    assert engine.step().applied
+    assert plain.step().applied
+    assert engine.fingerprint() == plain.fingerprint()
+
+
+def test_a_gradient_that_is_there_before_the_backward_is_added():
+    engine, plain = make(), build("net")
+    optimizer = adamw(plain.parameters())
+    for model, p in ((engine, next(engine.module.parameters())), (plain, next(plain.parameters()))):
+        p.grad = torch.ones(p.shape)
+        loss_of(model, batch(0)).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    assert engine.step().applied
+    assert weights(engine) == bits(plain.parameters())
+
+
+def test_an_engine_is_not_copied():
+    engine = make()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(zero3d.ConfigError, match=r"an Engine cannot be copied or pickled"):
+            copied(engine)
+    train(engine, 0)
+
+
+def test_a_weight_that_could_not_be_gathered_once_is_gathered_by_its_next_user():
+    model = build("net")
+    frozen = next(inner for inner in model.modules() if isinstance(inner, Block))
+    frozen.requires_grad_(False)
+    engine = make(model)
+    train(engine, 0)
+    frozen.requires_grad_(True)
+    for _ in range(2):  # the first fails ahead of the unit's own use
+        with pytest.raises(zero3d.LayoutError, match="was unfrozen outside"):
+            engine(batch(1)[0])
+    frozen.requires_grad_(False)
+    with engine.full_params():
+        assert all(p.isfinite().all() for p in engine.module.parameters())
+    train(engine, 1)
+
+
+def test_exporting_a_graph_is_refused_where_weights_are_released_and_leaves_the_engine_whole(ranks):
+    assert ranks(2, exported) == [True, True]
+
+
+def exported():
+    torch.manual_seed(0)
+    engine = make(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), units=[nn.Linear])
+    with pytest.raises(zero3d.ConfigError, match=r"torch\.export reached the released weights"):
+        torch.export.export(engine.module, (torch.ones(2, 4),))
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    return bool(engine.step().applied)
 
 
 @pytest.mark.parametrize("clip", list(CLIPPINGS))

@@ -8,7 +8,8 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -149,8 +150,8 @@ def two_graphs(model, module, x):
 
 def trained(model, loss, **options):
     engine = zero3d.Engine(
-        model, stage=3, units=[Block], clip_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05),
-        **{"precision": "fp32"} | options,
+        model, units=[Block], clip_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05),
+        **{"precision": "fp32", "stage": 3} | options,
     )  # fmt: skip
     for step in STEPS:
         engine.backward(loss(engine, engine.module, batch(step)))
@@ -330,17 +331,118 @@ def test_what_is_saved_on_the_cpu_is_there_in_gradients_of_gradients(loss, aroun
     check(OnCpu([Block(nn.LayerNorm(WIDTH)) for _ in range(3)]), around_loss)
 
 
-def test_saving_on_the_cpu_inside_a_module_is_refused_by_name_in_gradients_of_gradients():
-    class Inside(Block):
-        def forward(self, x):
-            with save_on_cpu():
-                return super().forward(x)
+def copying():
+    """Hooks that save copies, as save_on_cpu does on an accelerator."""
+    return saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
 
-    engine = zero3d.Engine(Chain([Inside(nn.Tanh()) for _ in range(2)]), stage=3, precision="fp32", units=[Inside])
-    with pytest.raises(ReleasedParameterError, match=r"such as torch's save_on_cpu, around modules.*stage=2"):
-        engine.backward(penalty(engine, engine.module, batch(0)))
-    engine.backward(of_output(engine, engine.module, batch(0)))
-    assert engine.step().reason == "applied"
+
+class Under(Block):
+    """Runs its modules under hooks of its own."""
+
+    hooks = staticmethod(save_on_cpu)
+
+    def forward(self, x):
+        with self.hooks():
+            return super().forward(x)
+
+
+class UnderCopying(Under):
+    hooks = staticmethod(copying)
+
+
+class Reads(nn.Module):
+    """Reads its own weights under hooks of its own, by kernels that read raw memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.scale = nn.Parameter(torch.full((WIDTH,), 0.25)), nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x):
+        with save_on_cpu():
+            return F.layer_norm(F.prelu(x, self.slope), (WIDTH,), self.scale)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x[:, None])[0][:, 0]
+
+
+def blocks_under_hooks(block, kernel, *hidden):
+    torch.manual_seed(0)
+    return Chain([block(kernel()) for _ in range(3)], *hidden)
+
+
+UNDER_HOOKS = {
+    "a block": lambda *hidden: blocks_under_hooks(Under, KERNELS["PReLU"], *hidden),
+    "copies": lambda *hidden: blocks_under_hooks(UnderCopying, KERNELS["LayerNorm"], *hidden),
+    "a module reads its own": lambda *hidden: blocks_under_hooks(Block, Reads, *hidden),
+    "torch's wrapper inside": lambda *hidden: blocks_under_hooks(Block, lambda: offload_wrapper(nn.PReLU(WIDTH)), *hidden),
+}  # fmt: skip
+
+
+def check_bits(model, loss, stage=3):
+    plain = reference(copy.deepcopy(model), loss)
+    engine = trained(model, loss, stage=stage)
+    with engine.full_params():
+        for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, wanted)
+    engine.release()
+    assert stage == 0 or engine.arena.live("gathered") == 0
+
+
+@pytest.mark.parametrize("loss", [of_output, of_kept, penalty, third])
+@pytest.mark.parametrize("under", UNDER_HOOKS.values(), ids=UNDER_HOOKS)
+def test_a_forward_may_put_hooks_on_what_it_saves(under, loss):
+    check_bits(under(), loss)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("under", UNDER_HOOKS.values(), ids=UNDER_HOOKS)
+def test_and_hide_its_outputs(under, stage):
+    check_bits(under(*HIDDEN["slots"]), of_output, stage)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "GRU"])
+def test_every_kernel_has_its_weights_under_hooks_of_the_forward(kernel):
+    check_bits(blocks_under_hooks(Under, Recurrent if kernel == "GRU" else KERNELS[kernel]), of_kept)
+
+
+def test_torch_may_offload_what_blocks_of_a_root_with_weights_of_its_own_save():
+    class Root(Chain):
+        def __init__(self):
+            super().__init__([offload_wrapper(Block(nn.LayerNorm(WIDTH))) for _ in range(3)])
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x * self.scale)
+
+    torch.manual_seed(0)
+    model = Root()
+    for block in model.layers:
+        block._checkpoint_wrapped_module.pack = block._checkpoint_wrapped_module.unpack = lambda x: x
+    check_bits(model, penalty)
+
+
+def test_submodules_under_hooks_of_the_forward_are_released_from_the_second_step_on():
+    engine = trained(blocks_under_hooks(Under, KERNELS["LayerNorm"]), of_output)
+    engine(batch(0))
+    assert [unit.name for unit in engine.units if unit.users] == ["root"]
+
+
+def test_blocks_are_compiled_whole():
+    torch.manual_seed(0)
+    model = Chain([Block(Scale()) for _ in range(2)])
+    for block in model.layers:
+        block.pack = block.unpack = lambda x: x
+        block.forward = torch.compile(block.forward, backend="eager", fullgraph=True)
+    engine = zero3d.Engine(model, stage=3, precision="fp32", units=[Block])
+    for step in STEPS:
+        engine.backward(of_output(engine, engine.module, batch(step)))
+        assert engine.step().reason == "applied"
 
 
 def test_functional_gradients_inside_a_forward_need_whole_weights():
@@ -441,6 +543,15 @@ class KeepsAll(torch.autograd.Function):
         return grad @ weight, grad.t() @ x, None
 
 
+class KeepsInBackward(KeepsWeight):
+    """The same, whose backward calls another one."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return KeepsWeight.apply(grad, ctx.weight.t(), lambda w: w), grad.t() @ x, None
+
+
 class Keeper(nn.Module):
     def __init__(self, keep, function):
         super().__init__()
@@ -468,8 +579,8 @@ def test_weights_that_a_function_keeps_by_itself_are_there_in_an_ordinary_backwa
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("loss", [penalty, two_graphs])
-@pytest.mark.parametrize("function", [KeepsWeight, KeepsAll])
+@pytest.mark.parametrize("loss", [penalty, third, two_graphs])
+@pytest.mark.parametrize("function", [KeepsWeight, KeepsAll, KeepsInBackward])
 @pytest.mark.parametrize("keep", [lambda w: w, lambda w: w.detach()], ids=["itself", "detached"])
 def test_weights_that_a_function_keeps_by_itself_are_there_in_a_gradient_of_a_gradient(keep, function, loss):
     found = set()

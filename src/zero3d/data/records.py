@@ -203,7 +203,7 @@ def parse_line(raw: bytes, place: str) -> dict[str, Any] | BadRecord:
     except UnicodeDecodeError as error:
         return BadRecord(f"not UTF-8: {error.reason} at byte {error.start} of the line", place)
     except json.JSONDecodeError as error:
-        return BadRecord(f"not JSON: {error.msg} at column {error.colno}", place)
+        return BadRecord(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}", place)
     except ValueError as error:  # a number of more digits than Python converts
         return BadRecord(f"not a record: {str(error).partition(';')[0]}", place)
     except RecursionError:

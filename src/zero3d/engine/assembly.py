@@ -41,7 +41,7 @@ from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.freezing import Freezing
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.engine.generation import last_only
-from zero3d.engine.guards import guard, guard_clipping, guard_rest, leave_clipping
+from zero3d.engine.guards import guard, guard_gradients, guard_rest, leave_gradients
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
 from zero3d.engine.options import Options, parts_activations
@@ -120,7 +120,7 @@ class Assembly:
         values = self.whole_parameters.masters(full_model, self.changes.dtypes) if self.has_whole_model else {}
         for name, value in resized.items() if values else ():
             values[full_model.owner(name)] = value.to(self.changes.dtypes[full_model.owner(name)])
-        leave_clipping(p for _, _, p in slots)
+        leave_gradients(p for _, _, p in slots)
         if base.sequence is not None:
             base.sequence.close()
         owned = {full_model.owner(name): p for _, name, p in slots if name not in full_model.tiles}
@@ -172,7 +172,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     move_buffers(module, axes.dp)
     units, tiers, slots = build_units(base, specs, options.model.weights)
     runtime = replace(start(base, units, uses, tiers), slots=slots)
-    guard_clipping(p for unit in runtime.units for p in unit.weights.params)
+    guard_gradients(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
         kept.slots.others = tiers.host_bytes
     padded = padding_warning([unit.layout for unit in runtime.units])

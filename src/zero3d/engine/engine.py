@@ -276,6 +276,14 @@ class Engine:
         if mesh is not None:
             mesh.close()
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled, with what to use instead."""
+        raise ConfigError(
+            "an Engine cannot be copied or pickled: it has process groups, hooks of its model and this rank's shards. "
+            "engine.save(directory) keeps everything, engine.export(directory) the weights, Engine(ema=...) their "
+            "averages; engine.close() gives a model back that can be copied."
+        )
+
     @property
     def has_whole_model(self) -> bool:
         """True where the model is cut over dp alone, so that `close()` can give it back."""

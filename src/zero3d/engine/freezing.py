@@ -68,9 +68,19 @@ class Freezing:
         runtime.optimizer.extend(new, runtime.units, self._base.partition.places, groups.group)
 
     def check(self) -> None:
-        """Raise ConfigError before a step that would update a frozen parameter, or not update one of a new group."""
+        """Raise ConfigError before a step of other parameters or gradients than the caller has chosen.
+
+        It would update a frozen parameter, not update one of a new group, or leave a gradient to the next step.
+        """
         self._runtime.optimizer.check_groups()
-        if not (frozen := [name for name, p in self._trained() if not p.requires_grad]):
+        trained = self._trained()
+        if self._runtime.accumulation.reached and (left := [name for name, p in trained if p.grad is not None]):
+            raise ConfigError(
+                f"{left[0]!r} was given a grad after the backward, whose gradients the engine has taken: this step "
+                "would not use it, and the next one would add it. Put a gradient of your own there before the "
+                "backward, which adds to it, or change gradients by p.register_hook(...); set p.grad = None to go on."
+            )
+        if not (frozen := [name for name, p in trained if not p.requires_grad]):
             return
         self._refuse_frozen(frozen[0])
         if self._runtime.accumulation.reached:

@@ -1,4 +1,4 @@
-"""Refuse what would go wrong in silence: copies of weights that are not there, and clipping without gradients.
+"""Refuse what would go wrong in silence: copies of weights that are not there, clipping and steps without gradients.
 
 At stage 3 a parameter outside its forward is one NaN in the shape of the weight. Saving or
 copying it would succeed and be worthless, so `state_dict`, `load_state_dict`, `deepcopy` and
@@ -7,7 +7,8 @@ pickling raise instead. No class is patched: torch's own hooks and an instance a
 
 A parameter's `grad` stays None at every stage, and torch's `clip_grad_norm_` takes parameters without gradients for
 ones that need no clipping: it returns 0. It has no hook, so what it calls last is replaced, once, by a function that
-looks at the parameters first. A program that has imported `clip_grad_norm_` earlier meets it, too.
+looks at the parameters first. A program that has imported `clip_grad_norm_` earlier meets it, too. An optimizer of the
+program's own over them would train nothing: torch's hook ahead of all optimizers' steps looks at its parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer, optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3d.errors import ConfigError, ReleasedParameterError
@@ -76,8 +78,8 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         setattr(module, MARK, refuse_copy)
 
 
-def guard_clipping(params: Iterable[nn.Parameter]) -> None:
-    """Refuse to clip the gradients of these parameters by torch's own functions."""
+def guard_gradients(params: Iterable[nn.Parameter]) -> None:
+    """Refuse to clip the gradients of these parameters by torch's own functions, and to step optimizers over them."""
     for p in params:
         _owned[p] = True
     for name, places in CLIPPING.items():
@@ -85,20 +87,37 @@ def guard_clipping(params: Iterable[nn.Parameter]) -> None:
             clip = getattr(place, name)
             if not hasattr(clip, "_refuses_owned"):
                 setattr(place, name, _refusing(clip))
+    if _refuse_step not in optimizer._global_optimizer_pre_hooks.values():
+        optimizer.register_optimizer_step_pre_hook(_refuse_step)
 
 
-def leave_clipping(params: Iterable[nn.Parameter]) -> None:
-    """Let torch's own functions clip the gradients of these parameters again: no engine takes them any more."""
+def leave_gradients(params: Iterable[nn.Parameter]) -> None:
+    """Let torch's own functions and optimizers have the gradients of these parameters again: no engine takes them."""
     for p in params:
         if p in _owned:
             del _owned[p]
+
+
+def _takes_gradient(p: Tensor) -> bool:
+    """Return whether an engine takes, or has taken, the gradient of a tensor."""
+    return p in _owned and p.requires_grad and p.grad is None
+
+
+def _refuse_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+    firsts = [group["params"][0] for group in stepped.param_groups if group["params"]]
+    if firsts and all(map(_takes_gradient, firsts)):
+        raise ConfigError(
+            f"this {type(stepped).__name__} has the parameters of an Engine, which takes their gradients (`grad` is "
+            "None): it would train nothing. Pass it to Engine(optimizer=...), and call engine.step() instead. If the "
+            "program is to train without an engine, close that first: engine.close()."
+        )
 
 
 def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(p in _owned and p.requires_grad and p.grad is None for p in parameters):
+        if any(map(_takes_gradient, parameters)):
             raise ConfigError(
                 "torch's functions cannot clip gradients that an Engine has taken (`grad` of its parameters is None): "
                 "pass Engine(clip_norm=...), whose default is 1.0, and remove this call. A step's norm is "

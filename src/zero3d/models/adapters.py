@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
 from zero3d.models.load import FileWeights
-from zero3d.models.names import check_patterns, is_named, own_name
+from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
@@ -61,11 +61,12 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
 def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     """Return the names of linear layers, embeddings and convolutions, and of stacked matrices, that get an adapter.
 
-    Raises ConfigError where a target names nothing that can have one.
+    As PEFT does, goes on without a target that names nothing beside others that do, but warns. Raises ConfigError where
+    none does, and where one names only modules that can have no adapter.
     """
     patterns = choice.targets or default_targets(model)
     kept = choice.train_also or ()
-    if tuple(patterns) == (ALL,):
+    if [pattern.lower() for pattern in patterns] == [ALL]:
         modules = [name for name in all_linear(model) if not is_named(name, kept)]
         if not modules:
             raise ConfigError(f"lora.targets: the blocks of {type(model).__name__} have no linear layers.")
@@ -75,7 +76,7 @@ def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     matrices = [
         name for name, p in model.named_parameters() if p.dim() == 3 and any(name.startswith(f"{b}.") for b in blocks)
     ]
-    check_patterns("lora.targets", patterns, [*candidates, *matrices])
+    _check_targets(model, patterns, [*candidates, *matrices])
     modules = [name for name in candidates if is_named(name, patterns) and not is_named(name, kept)]
     stacked = [name for name in matrices if is_named(name, patterns) and not is_named(name, kept)]
     if stacked and (choice.dropout or choice.dora):
@@ -87,6 +88,27 @@ def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     if not modules and not stacked:
         raise ConfigError(f"lora.targets: all that {short(', '.join(patterns))} names is in lora.train_also.")
     return modules, stacked
+
+
+def _check_targets(model: nn.Module, patterns: Collection[str], adaptable: Collection[str]) -> None:
+    """Refuse targets as `find_targets` says, and warn of those that it goes on without."""
+    lost = [pattern for pattern in patterns if not any(matches(name, pattern) for name in adaptable)]
+    for pattern in lost:
+        if pattern.lower() == ALL:
+            raise ConfigError(f"lora.targets: {ALL} stands alone: leave the other names out, or list them all.")
+        other = next((module for name, module in model.named_modules() if name and matches(name, pattern)), None)
+        if other is not None:
+            raise ConfigError(
+                f"lora.targets: {short(pattern)!r} names modules that can have no adapter, such as a "
+                f"{type(other).__name__}: linear layers, embeddings and 2-D convolutions can."
+            )
+    for pattern in lost:
+        try:
+            check_patterns("lora.targets", [pattern], adaptable)
+        except ConfigError as error:
+            if len(lost) == len(patterns):
+                raise
+            warnings.warn(f"{error} It is left out, as PEFT does: the others have adapters.", stacklevel=2)
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...]:

@@ -30,6 +30,15 @@ OPENED = "full_params"  # inside full_params(): parameters are whole, and may be
 STEP = "step"  # release="every_step": from the first use to the end of the step
 
 
+def refuse_export(unit: Unit) -> None:
+    """Refuse to gather a unit inside of torch.export, which has put tensors without values in the model's place."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            f"torch.export reached the released weights of unit {unit.name!r}, which it cannot gather: export inside "
+            "of `with engine.full_params():`, or after engine.close()."
+        )
+
+
 class Order:
     """Owns the order of gathers from one micro-batch, or forward without grad, to the next."""
 
@@ -90,7 +99,11 @@ class Gathers:
             unit.weights.ready()
         else:
             self._known[unit.name] = unit
-            self._gather(unit)
+            try:
+                self._gather(unit)
+            except BaseException:
+                unit.users.discard(token)  # the next user gathers it
+                raise
             if self._every_step:
                 self._note(unit, STEP, True)
                 unit.users.add(STEP)
@@ -168,6 +181,7 @@ class Gathers:
                     "inside of its transforms: put `with engine.full_params():` around the forward and its backward, "
                     "or pass stage=2."
                 )
+            refuse_export(unit)
             unit.weights.flush()
             with self._side.issue(unit.name):
                 unit.weights.gather()

@@ -6,6 +6,7 @@
                                               wait for new weights (below stage 3)
     its forward ends, also by an exception    release the forward token
     a parameter is read outside of it         its unit is one of the root's from now on (stage 3)
+    ... under hooks of the caller's own       keep its unit gathered until the step (stage 3)
     a gradient reaches any of its outputs     acquire a backward token
     gradients of all its inputs are done      release the backward token
     a node reads a saved weight (saved.py)    acquire a backward token, if its unit is released (stage 3)
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 from weakref import ref
@@ -48,10 +50,10 @@ from zero3d.errors import ReleasedParameterError
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.external import watch
-from zero3d.zero.gathers import OPENED, STEP, Gathers, Order
+from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
-from zero3d.zero.saved import SavedWeights
+from zero3d.zero.saved import SavedWeights, callers_hooks_pack
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
@@ -113,6 +115,7 @@ class Hooks:
         for order in (self._without_grad, gathers.training):  # until there is a record
             order.expect([unit for unit in units if unit.weights.sharded and unit not in self._with_root])
         self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward
+        self._read_outside: set[Unit] = set()  # units that may be read outside their modules' forwards
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -123,8 +126,7 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded and module is not root:
                 self._hook_user(module, sharded)
-                if len(sharded) == 1:
-                    self._watch(module, sharded[0])
+                self._read_outside |= set(sharded) if len(sharded) == 1 else set()
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         self._follow_saved(root, uses)
@@ -132,13 +134,6 @@ class Hooks:
         for unit in units:
             if unit.grads is not None:
                 self._take_from(unit)
-
-    def _watch(self, user: nn.Module, unit: Unit) -> None:
-        """Watch the modules of a user that have parameters of its unit."""
-        of_unit = set(unit.weights.params)
-        for module in user.modules():
-            if not of_unit.isdisjoint(module.parameters(recurse=False)):
-                watch(module, unit, self._read_outside)
 
     def train(self, unit: Unit) -> None:
         """Take gradients of a unit that was frozen, if it is one of the root's."""
@@ -160,9 +155,14 @@ class Hooks:
             return
         self.saved = saved = SavedWeights(sharded, self._node_needs, lambda unit: self._gathers.acquire(unit, GRAPH))
         of_root = {p for unit in self._with_root for p in unit.weights.params}
+        unit_of = {p: unit for unit in sharded for p in unit.weights.params}
         for module in root.modules():
+            own = {name: unit_of[p] for name, p in module._parameters.items() if p in unit_of}
+            if own:
+                watch(module, own, partial(self._read, module))
             uses_unit = module is not root and any(unit in sharded for unit in uses.get(module, ()))
-            if uses_unit or not of_root.isdisjoint(module.parameters(recurse=False)):
+            unwatched = bool(own) and isinstance(module, nn.RNNBase)  # reads a list of its own
+            if uses_unit or unwatched or not of_root.isdisjoint(module.parameters(recurse=False)):
                 saved.follow(module)
 
     # --- a unit's users -------------------------------------------------------------------------
@@ -206,7 +206,16 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
-    def _read_outside(self, unit: Unit) -> None:
+    def _read(self, module: nn.Module, unit: Unit) -> None:
+        """Gather a unit that is read outside of its module's forward; keep one that hooks of the caller's may pack."""
+        if unit.weights.state is not State.FULL and unit in self._read_outside:
+            self._gather_with_root(unit)
+        in_forward = torch._C._current_graph_task_id() == -1 and any(_is(token, "forward") for token in unit.users)
+        if self.saved is not None and in_forward and torch.is_grad_enabled() and callers_hooks_pack():
+            self._gathers.acquire(unit, GRAPH)
+            self.saved.follow(module)
+
+    def _gather_with_root(self, unit: Unit) -> None:
         """Gather a unit with the root's, whose forward is under way, from now on."""
         if self._mode is not None and self._calls_of_root and unit not in self._with_root:
             self._with_root.append(unit)
@@ -279,6 +288,9 @@ class Hooks:
     # --- the root -------------------------------------------------------------------------------
 
     def _root_begins(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for unit in self._needed_in_backward if torch.compiler.is_exporting() else ():
+            if OPENED not in unit.users:
+                refuse_export(unit)  # here: later torch, which puts the model's parameters back, would fail in it
         inside_backward = torch._C._current_graph_task_id() != -1
         if self._task is not None and not inside_backward:
             self.abandon()
@@ -393,8 +405,8 @@ class Hooks:
         if name := next(self._released_behind(loss), None):
             raise ReleasedParameterError(
                 f"a backward used memory of a weight that is released, perhaps of {name!r}: at stage 3 those that "
-                f"autograd has saved are gathered again. {SAVE} Put hooks on saved tensors, such as "
-                "torch's save_on_cpu, around modules, not inside of a module's forward. Or pass stage=2."
+                f"autograd has saved are gathered again. {SAVE} Under hooks on saved tensors, such as "
+                "torch's save_on_cpu, a forward reads its weights inside of them, not before. Or pass stage=2."
             ) from error
 
     def _released_behind(self, loss: Tensor, since: int = -1) -> Iterator[str]:

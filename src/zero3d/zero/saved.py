@@ -16,12 +16,16 @@ Note 4, cycles. A node that keeps its own output would keep itself alive, so a d
 memory and version.
 Note 5, Functions of the caller's own that keep a weight as an attribute of ctx. Nothing is unpacked when their nodes
 run, so Note 2 does not reach what these save for gradients of gradients. A backward with create_graph looks for such
-nodes ahead of it, once, and pushes the hooks as they begin.
+nodes ahead of it, once, and pushes the hooks as they begin. Where such a node has made others of the kind, the units
+in use stay gathered until the step.
+Note 6, hooks that a module's own forward puts in force (torch's save_on_cpu, offload_wrapper) are inside of ours and
+may pack the parameter itself. Modules called under them put ours in force once more, inside of theirs. What such a
+forward reads by itself is not seen as it is saved: its unit stays gathered until the step (hooks.py, `_read`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,18 +50,22 @@ class SavedWeights:
     def __init__(self, units: Iterable[Unit], gather: Callable[[Unit], None], hold: Callable[[Unit], None]) -> None:
         self._gather, self._hold = gather, hold
         self._units = {unit.weights.full.untyped_storage()._cdata: unit for unit in units}
-        self._calls: list[tuple[nn.Module, bool]] = []  # under way, and which of them has pushed the hooks
+        self._calls: list[tuple[nn.Module, bool]] = []  # under way, and which of them have pushed the hooks
+        self._followed: set[nn.Module] = set()
         self._task = -1  # the backward with create_graph under way, and what of its graph is known (Note 5)
         self._seen: set[Any] = set()
         self._begun: list[RemovableHandle] = []
 
     def follow(self, module: nn.Module) -> None:
         """Have the hooks in force during a module's forwards."""
+        if module in self._followed:
+            return
+        self._followed.add(module)
 
         def begins(module: nn.Module, args: Any) -> None:
-            outermost = not any(pushed for _, pushed in self._calls)
+            innermost = any(pushed for _, pushed in self._calls) and not callers_hooks_pack()  # Note 6
             pushes = (
-                outermost
+                not innermost
                 and torch._C._current_graph_task_id() == -1
                 and _hooks_are_allowed()
                 and self._may_be_released()
@@ -101,7 +109,7 @@ class SavedWeights:
                 continue
             self._seen.add(node)
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                self._begun.append(node.register_prehook(self._begins_function))
+                self._begun += [node.register_prehook(self._begins_function), node.register_hook(self._ends_function)]
             left += [following for following, _ in node.next_functions]
 
     def forget_functions(self) -> None:
@@ -115,6 +123,19 @@ class SavedWeights:
     def _begins_function(self, grads: Any) -> None:
         if torch.is_grad_enabled():
             self._put_in_force()
+
+    def _ends_function(self, made: Sequence[Tensor | None], grads: Any) -> None:
+        left: list[Any] = [t.grad_fn for t in made if t is not None]
+        while left:
+            node = left.pop()
+            if node is None or node in self._seen:
+                continue
+            self._seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                for unit in [unit for unit in self._units.values() if unit.users]:
+                    self._hold(unit)
+                return
+            left += [following for following, _ in node.next_functions]
 
     def _put_in_force(self) -> None:
         """Put the hooks in force, inside of those that are."""
@@ -168,3 +189,17 @@ def _hooks_are_allowed() -> bool:
     """Return whether a forward saves anything, and may be followed: torch.func's gradients allow no hooks."""
     allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return torch.is_grad_enabled() and allowed
+
+
+def callers_hooks_pack() -> bool:
+    """Return whether the innermost hooks on saved tensors are neither ours nor of torch's checkpoint.
+
+    Code that torch.compile traces calls no hooks.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if innermost is None:
+        return False
+    module = getattr(innermost[0], "__module__", None) or ""
+    return module != "torch.utils.checkpoint" and not module.startswith("zero3d.")
