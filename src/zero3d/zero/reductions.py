@@ -113,6 +113,7 @@ class Reductions:
             self._expected[unit] = unit.trained * unit.sources
         if len(arrived) >= self._expected[unit] and unit not in self._completed:
             self._completed.append(unit)
+            unit.gradients.land()
             if self.due:
                 self._drain()
             elif self._closes is not Closes.NOTHING and not unit.deferred:
@@ -171,6 +172,8 @@ class Reductions:
             self._backwards = 0
         elif self._closes is Closes.BACKWARD:
             self.close(self._order)
+        for unit in self._order:
+            unit.gradients.land()
         while self._in_flight:
             self._finish_oldest()
         for unit in self._gathered:  # an engine may be dropped between its backward and its step
