@@ -7,6 +7,10 @@ import pytest
 import torch
 
 import zero3d
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch
 from zero3d.precision import cast_all
 from zero3d.zero.optimizer import unscaled_norms
@@ -54,3 +58,18 @@ def test_a_norm_finds_in_the_cache_what_its_group_has_unscaled(room, bytes_):
         found = unscaled_norms(grads, 0.3, room)
     assert all(torch.equal(one.norm, norm) for one, norm in zip(found, wanted, strict=True))
     assert round(moved.total / (64 << 14)) == bytes_
+
+
+@pytest.mark.parametrize(("add", "bytes_"), [(False, 8 * 2 + 4), (True, 8 * 2 + 4 + 4)])
+def test_a_sum_of_8_terms_reads_each_of_them_once(add, bytes_):
+    terms = [torch.randn(1 << 20).bfloat16() for _ in range(8)]
+    shard = torch.full((1 << 20,), 0.3)
+    wanted = terms[0].float()
+    for term in terms[1:]:
+        wanted = wanted + term
+    wanted = shard + wanted if add else wanted
+    comm = Comm(Axis("dp", 3, 8), Arena(torch.device("cpu")), Ledger())
+    with Traffic(3 * MB) as moved:
+        comm._sum(terms, shard, add)
+    assert torch.equal(shard, wanted)
+    assert round(moved.total / (1 << 20)) == bytes_

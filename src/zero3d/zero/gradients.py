@@ -247,6 +247,10 @@ class Gradients:
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
 
+    def add_up(self) -> None:
+        """Wait for a reduction under way on the current stream, and add up there what has come."""
+        self._pending.wait()
+
     def _of_sources(self, full: Tensor) -> Tensor:
         """Return the sum of all sources in rank order, in the reduced dtype: that of a row if it is wide enough."""
         first, *others = self._rows(full)
