@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show about zero3d, in one or two calls of at most ten minutes.
+"""What only a machine with a GPU can show about zero3d, in two or three calls of at most ten minutes.
 
     python benchmarks/gpu_check.py --json out.json             on the card
     python benchmarks/gpu_check.py --json out.json --resume    what an earlier call has not finished
@@ -6,8 +6,9 @@
 
 Every part (the table `PARTS` below) runs in a fresh process with a limit of its own; one that fails, hangs or
 crashes is reported and the next one runs. The file is valid JSON at any moment and holds what the running part
-has found so far. On the CPU the same code trains smaller shapes, which the file states, and what needs a card is
-skipped with a reason. Exit code: 0 all parts hold, 1 some do not, 2 no such device or bad input.
+has found so far. The last lines are figures that have a goal. On the CPU the same code trains smaller shapes, which
+the file states, and what needs a card is skipped with a reason. Exit code: 0 all parts hold, 1 some do not, 2 no such
+device, bad input, or a package that all parts need.
 """
 
 from __future__ import annotations
@@ -23,20 +24,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from campaign import missing
 from campaign.account import Place
 from campaign.process import Result, run_part
 from campaign.record import Record
 
 CALL_S = {"cuda": 595.0, "cpu": 595.0}  # of a call with the default --minutes
+HF = ("transformers",)
 SPEED = ("plain", "zero3d-0", "zero3d-3", "fsdp2-reshard")
 OFFLOAD = (
-    ("resident", 20, "8 + 4 to build 1.1e9 + 4 steps x 0.15 + 3 x 2.2"),
-    ("host", 30, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3"),
-    ("device", 30, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3"),
-    ("gradients", 30, "8 + 6 to build and pin 18 GB + 4 steps x 1.5 + 3 x 3.3"),
-    ("params", 32, "8 + 6 to build and pin 16 GB + 4 steps x 1.7 + 3 x 3.5"),
+    ("resident", 28, "8 + 4 to build 1.1e9 + 4 steps x 0.15 + 3 x 2.2 + 2 x 4.4"),
+    ("host", 41, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
+    ("device", 41, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
+    ("gradients", 41, "8 + 6 to build and pin 18 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
+    ("params", 44, "8 + 6 to build and pin 16 GB + 4 steps x 1.7 + 3 x 3.5 + 2 x 6"),
+    ("activations", 25, "8 + 6 to build and pin 2 GB + 4 steps x 0.2 + 3 x 2.9"),
+    ("disk", 65, "8 + 15 to build and write 14 GB + 4 steps x 6 + 3 x 6"),
 )
-SPEED_MINUTES = 1.2  # 18 s for each of four: 100 steps of 8,192 tokens at 0.4 of an H200's peak
+TURNS = (
+    ("8k", 43, "8 + 8 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.15)"),
+    ("16k", 46, "8 + 8 turns x (4 to build 1.1e9 + 3 steps to warm up x 0.3)"),
+    ("8k-compiled", 80, "8 + 4 turns x 4 to build 1.1e9 + 26 to compile a block + 3 x 10 to find it compiled"),
+    ("16k-compiled", 83, "8 + 4 turns x 5 to build 1.1e9 + 26 to compile a block + 3 x 10 to find it compiled"),
+)
+SPEED_MINUTES = (
+    1.2  # 18 s for each of four: 2 to 4 s a turn, 15 steps and more of 8,192 tokens at 0.4 of an H200's peak
+)
 CPU_LIMIT_S, CPU_SPEED_S = 90.0, 2.0
 LEAST_S = 5.0  # a part is not begun with less
 
@@ -49,6 +62,7 @@ class Part(NamedTuple):
     planned_s  what it should take there
     why        the arithmetic of that
     timed      it measures for its share of --minutes
+    needs      modules beside `campaign.NEEDS`, without which it is skipped
     on_host    it needs no card, and sees none
     """
 
@@ -59,6 +73,7 @@ class Part(NamedTuple):
     why: str
     timed: bool = False
     on_host: bool = False
+    needs: tuple[str, ...] = ()
 
 
 # A process takes about 8 s before its first kernel: 3 s to import torch and zero3d, 2 s for the CUDA context and
@@ -75,15 +90,42 @@ PARTS = (
     Part("bits.default", "campaign.numbers:default", 28, 12, "8 + 8 trainings x 0.5"),
     Part("shared", "campaign.numbers:shared", 40, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),
     Part("edges", "campaign.edges:edges", 25, 12, "8 + 8 trainings x 0.5"),
-    Part("loops", "campaign.edges:loops", 40, 18, "8 + 5 for Trainer and Accelerate + 4 trainings x 1"),
-    Part("train", "campaign.command:train", 60, 45, "2 commands x (3 for the launcher + 8 + 11 for data and export)"),
-    Part("step", "campaign.host:step", 40, 20, "4 + 32 blocks on the CPU: 6 to build, 3 steps x 3", on_host=True),
+    Part(
+        "loops",
+        "campaign.edges:loops",
+        40,
+        18,
+        "8 + 5 for Trainer and Accelerate + 4 trainings x 1",
+        needs=(*HF, "accelerate"),
+    ),
+    Part(
+        "train",
+        "campaign.command:train",
+        60,
+        45,
+        "2 commands x (3 for the launcher + 8 + 11 for data and export)",
+        needs=(*HF, "rich"),
+    ),
+    Part(
+        "step",
+        "campaign.host:step",
+        40,
+        20,
+        "4 + 32 blocks on the CPU: 6 to build, 3 steps x 3",
+        on_host=True,
+        needs=HF,
+    ),
     *(
-        Part(f"speed.{name}", "campaign.speed:speed", 22, 17, "8 + 4 to build 1.1e9 + 5 to profile", timed=True)
+        Part(f"turns.{name}", "campaign.turns:turns", 1.8 * planned, planned, why, timed=True)
+        for name, planned, why in TURNS
+    ),
+    *(
+        Part(f"speed.{name}", "campaign.speed:speed", 30, 19, "8 + 4 to build 1.1e9 + 2 + 5 to profile")
         for name in SPEED
     ),
-    Part("offload.bits", "campaign.tiers:bits", 30, 13, "8 + 6 trainings x 0.8"),
-    *(Part(f"offload.{name}", "campaign.tiers:offload", 45, planned, why) for name, planned, why in OFFLOAD),
+    Part("offload.bits", "campaign.tiers:bits", 32, 15, "8 + 8 trainings x 0.8"),
+    *(Part(f"offload.{name}", "campaign.tiers:offload", 1.4 * planned, planned, why) for name, planned, why in OFFLOAD),
+    Part("largest", "campaign.largest:largest", 150, 90, "8 + 25 to build 11e9 + 30 to pin 130 GB + 2 steps x 13"),
 )
 
 
@@ -110,7 +152,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         print("stopped; --resume runs what is left", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, before)
-        print(record.table(), flush=True)
+        print(record.table(), record.goals(), sep="\n\n", flush=True)
     return 0 if record.holds(part.name for part in wanted) else 1
 
 
@@ -152,6 +194,10 @@ def run_all(wanted: Sequence[Part], record: Record, arguments: argparse.Namespac
     lasts = max(CALL_S[arguments.device], sum(place.limit_s for place in places.values()) if longer(arguments) else 0)
     slow = 1.0  # so many times slower than a quiet machine
     for part in due:
+        if absent := missing(part.needs):
+            why = f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
+            record.put(part.name, {"outcome": "skipped", "ran": {}, "skipped": {"all of it": why}, "failed": {}})
+            continue
         left = lasts - (time.monotonic() - begun) / slow  # seconds of a quiet machine
         if left < LEAST_S:
             record.put(part.name, not_run("the call's time was up: --resume runs it"))

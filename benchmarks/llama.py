@@ -10,6 +10,7 @@ beside it, over a matrix product measured now.
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -36,18 +37,85 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200
 
 
 class Llama(nn.Module):
-    """A Hugging Face Llama whose call returns the mean loss."""
+    """A Llama whose call returns the mean loss: Hugging Face's, or without transformers one of the same shape."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner: nn.Module
+        if find_spec("transformers") is None:
+            self.inner = Bare(shape)
+            return
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        super().__init__()
         self.inner = LlamaForCausalLM(LlamaConfig(**shape))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids [B, T], targets [B, T] -> mean loss (fp32)."""
-        logits = self.inner(input_ids=ids, use_cache=False).logits.float()
+        if isinstance(self.inner, Bare):
+            logits = self.inner(ids).float()
+        else:
+            logits = self.inner(input_ids=ids, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Block(nn.Module):
+    """A Llama's block: attention over grouped keys with rotary positions, and a gated MLP, each behind a norm."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        super().__init__()
+        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+        self.heads, self.kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        kv = hidden // self.heads * self.kv_heads
+        self.norm, self.mlp_norm = (nn.RMSNorm(hidden, eps=1e-6) for _ in range(2))
+        self.q, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(hidden, kv, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, H]; cos, sin [T, D] -> [B, T, H]."""
+        h = self.norm(x)
+        q, k, v = (
+            part.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part, heads in ((self.q(h), self.heads), (self.k(h), self.kv_heads), (self.v(h), self.kv_heads))
+        )
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Bare(nn.Module):
+    """Embedding, blocks, norm and head of a Llama, which need nothing but torch."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape["vocab_size"], shape["hidden_size"])
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-6)
+        self.head = nn.Linear(shape["hidden_size"], shape["vocab_size"], bias=False)
+        self.head_size = shape["hidden_size"] // shape["num_attention_heads"]
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> logits [B, T, V]."""
+        x = self.embed(ids)
+        powers = torch.arange(0, self.head_size, 2, device=ids.device, dtype=torch.float32) / self.head_size
+        angles = torch.arange(ids.shape[1], device=ids.device)[:, None] / 10000.0**powers
+        cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angles.cos(), angles.sin()))
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of a head's elements by their positions' angles (Su et al., "RoFormer", 2021)."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def measure_speed(

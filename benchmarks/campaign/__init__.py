@@ -11,6 +11,36 @@ numbers     parity, bits, two ranks on one device
 streams     order on the side streams, slowed side streams, the CUDA sanitizer
 host        what the host waits for, and how often a step calls the device
 holdings    bytes on the device
-speed       tokens/s, kernels, idle time
+turns       tokens/s of several variants in turns, eager and compiled, beside FSDP2
+speed       profiles: kernels, idle time
+tiers       records, activations and parameters off the device, beside all on it
+largest     the largest model that the plan says fits, beside the plan
+edges       what programs do beyond a step; other people's loops
 command     `zero3d train`
+
+All of it needs torch and NEEDS; a part that needs more says so in its row, and is skipped without that.
 """
+
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+NEEDS = ("numpy", "psutil", "safetensors", "yaml", "xxhash")
+PACKAGES = {"yaml": "PyYAML"}  # whose names differ from their modules'
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """Return the packages of modules that are not installed."""
+    return [PACKAGES.get(name, name) for name in modules if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # it is known not to be
+        return False
+
+
+if absent := missing(NEEDS):
+    print(f"the campaign needs {', '.join(absent)} beside torch: pip install {' '.join(absent)}", file=sys.stderr)
+    raise SystemExit(2)

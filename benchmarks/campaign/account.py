@@ -40,7 +40,9 @@ class Account:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._found: dict[str, dict[str, Any]] = {"ran": {}, "skipped": {}, "failed": {}, "headlines": {}}
+        self._found: dict[str, dict[str, Any]] = {
+            "ran": {}, "skipped": {}, "failed": {}, "headlines": {}, "goals": {},
+        }  # fmt: skip
         self._write()
 
     def ran(self, what: str, found: Any, wrong: str = "") -> None:
@@ -53,6 +55,11 @@ class Account:
     def skipped(self, what: str, why: str) -> None:
         """Note what cannot run here."""
         self._found["skipped"][what] = why
+        self._write()
+
+    def goal(self, what: str, due: float, found: float, most: bool = False) -> None:
+        """Note a figure that has a goal, at least `due`, or at most; whether it is met is a finding, not a fault."""
+        self._found["goals"][what] = {"due": due, "found": found, "met": found <= due if most else found >= due}
         self._write()
 
     def headline(self, name: str, value: int) -> None:

@@ -123,7 +123,9 @@ def tell(folder: Path, seen: str, changed: Callable[[Result], None]) -> str:
 def account_of(folder: Path) -> Result:
     """Return what a part wrote down; one that died before it began wrote nothing."""
     file = folder / "account.json"
-    return json.loads(file.read_text()) if file.is_file() else {"ran": {}, "skipped": {}, "failed": {}, "headlines": {}}
+    return (
+        json.loads(file.read_text()) if file.is_file() else dict[str, Any](ran={}, skipped={}, failed={}, headlines={})
+    )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

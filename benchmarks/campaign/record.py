@@ -8,7 +8,7 @@ parts                              by name: outcome, seconds, limit_s, ran, skip
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from campaign.account import write_json
 from campaign.process import Result
 
 HEADLINES = ("step_dispatches", "step_syncs")
+STEPS = "tokens a step"  # how figures of steps end
+OFFLOAD_GOAL, LOSS_GOAL = 0.92, 5e-3
+COMPARED = ("host", "device", "gradients", "params")  # not what is recomputed, or read from a disk of any speed
 HOLD = ("passed", "skipped")
 FINAL = (*HOLD, "failed")  # outcomes that are not tried again
 
@@ -52,6 +55,19 @@ class Record:
             headlines |= result.get("headlines", {})
         write_json(self._path, {**self._machine, **headlines, "parts": self.parts})
 
+    def goals(self) -> str:
+        """Return a line for every figure that has a goal; empty without any."""
+        found = [(what, goal) for result in self.parts.values() for what, goal in result.get("goals", {}).items()]
+        found += across(self.parts)
+        if not found:
+            return ""
+        width = max(len(what) for what, _ in found)
+        heading = f"{'goal':{width}}  {'due':>6}  {'found':>6}"
+        rows = [
+            f"{what:{width}}  {g['due']:6g}  {g['found']:6.3f}{'' if g['met'] else '  missed'}" for what, g in found
+        ]
+        return "\n".join([heading, *rows])
+
     def table(self) -> str:
         """Return a line for every part, and one for whatever is wrong with it."""
         rows = [("part", "outcome", "seconds", "limit", "ran", "skipped")]
@@ -68,6 +84,29 @@ class Record:
             right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
             lines += ["  ".join([*left, *right]), *(f"    {note}" for note in notes.get(index, []))]
         return "\n".join(lines)
+
+
+def across(parts: Mapping[str, Result]) -> list[tuple[str, dict[str, Any]]]:
+    """Return goals of figures from several parts: speed and losses of every way to offload beside `resident`."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    resident = parts.get("offload.resident", {}).get("ran", {})
+    for name, result in parts.items():
+        if not name.startswith("offload.") or name == "offload.resident":
+            continue
+        both = {what: (row, result["ran"][what]) for what, row in resident.items() if what in result["ran"]}
+        steps = {what: pair for what, pair in both.items() if what.endswith(STEPS)}
+        apart = [
+            abs(a / b - 1) for one, other in steps.values() for a, b in zip(other["losses"], one["losses"], strict=True)
+        ]
+        if apart:
+            goal = {"due": LOSS_GOAL, "found": max(apart), "met": max(apart) <= LOSS_GOAL}
+            found.append((f"{name}: losses / resident, apart", goal))
+        for what, (one, other) in steps.items():
+            if name.partition(".")[2] in COMPARED and one["micro_batches"] > 1:  # else there is little to hide behind
+                ratio = other["tokens_per_s"] / one["tokens_per_s"]
+                goal = {"due": OFFLOAD_GOAL, "found": ratio, "met": ratio >= OFFLOAD_GOAL}
+                found.append((f"{name}, {what}: tokens/s / resident", goal))
+    return found
 
 
 def read(path: Path, machine: dict[str, Any]) -> dict[str, Result]:

@@ -1,7 +1,7 @@
-"""Tokens/s of a 1B Llama, and what the device did meanwhile: kernels a step, and the time between them.
+"""Profiles of a 1B Llama: what the device did in a step, kernels and the time between them, and tokens/s beside it.
 
-Every variant is a part, with the device to itself (`llama.measure_speed`); after the timed steps a few more
-run under torch's profiler, which slows none of the timed ones.
+Every variant is a part, with the device to itself (`llama.measure_speed`); after a few timed steps a few more run under
+torch's profiler, which slows none of the timed ones. Speeds are compared in turns (turns.py).
 """
 
 from __future__ import annotations

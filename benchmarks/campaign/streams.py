@@ -86,7 +86,7 @@ def order_faults(log: list[Event]) -> list[str]:
         "gather.issue": (None, "gather.free", "gather.join"),
         "gather.join": ("gather.issue", "gather.join"),
         "gather.free": ("gather.join",),
-        "reduce.issue": (None, "reduce.join"),
+        "reduce.issue": (None, "reduce.issue", "reduce.join"),  # to begin, and to add up what has come
         "reduce.join": ("reduce.issue",),
     }
     last: dict[Event, str] = {}

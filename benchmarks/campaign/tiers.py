@@ -8,8 +8,10 @@ algorithms: they are those of `resident`, to the bit, but for the host's own Ada
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -23,6 +25,7 @@ from campaign.account import Account, Place
 from campaign.speed import CPU_BATCH, CPU_LENGTH, CPU_SHAPE, build
 from campaign.training import BF16_TOLERANCE, MIDDLE, compare, engine_of, run_of, train
 from zero3d import Engine, make_deterministic
+from zero3d.activations.recomputation import recompute
 from zero3d.distributed.mesh import Mesh
 
 WAYS: Mapping[str, dict[str, Any]] = {
@@ -31,9 +34,12 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "device": {"optimizer": "host", "executor": "device"},
     "gradients": {"optimizer": "host", "executor": "host", "gradients": "host"},
     "params": {"optimizer": "host", "executor": "device", "params": "host"},
+    "activations": {"activations": "host"},
+    "disk": {"optimizer": "disk", "executor": "device"},
 }
-STEPS = {1: 3, 16: 2}  # timed, by micro-batches of a step; one more before them is not
-CPU_STEPS = {1: 3, 2: 2}
+STEPS = {1: 3, 16: 2, 32: 1}  # timed, by micro-batches of a step; one more before them is not
+SHORT, MOST = ("offload.activations", "offload.disk"), 16  # parts without the largest step
+CPU_STEPS = {1: 3, 2: 2, 4: 1}
 
 
 def bits(place: Place, account: Account) -> None:
@@ -44,23 +50,46 @@ def bits(place: Place, account: Account) -> None:
     reference = train(engine_of(mesh, run, 3), run)
     for name, options in WAYS.items():
         same = place.on_cpu or options.get("executor") != "host"
-        curve = train(engine_of(mesh, run, 3, offload=options), run)
+        with in_folder(options) as settings:
+            engine = engine_of(mesh, run, 3, offload=settings, recomputes="activations" in settings)
+            curve = train(engine, run)
+            engine.close()
         compare(account, name, curve, reference, 0.0 if same else BF16_TOLERANCE)
+
+
+@contextmanager
+def in_folder(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give options of records on a disk a folder for them inside."""
+    if "disk" not in options.values():
+        yield dict(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu-check-disk-") as folder:
+        yield {**options, "directory": folder}
 
 
 def offload(place: Place, account: Account) -> None:
     """Measure the way that the part is named after, with a thread of the host's Adam for every core."""
-    name, device = place.part.partition(".")[2], torch.device(place.device)
+    with in_folder(WAYS[place.part.partition(".")[2]]) as settings:
+        measure(place, account, settings)
+
+
+def measure(place: Place, account: Account, settings: dict[str, Any]) -> None:
+    """Measure steps with these settings of offload; blocks whose inputs leave the device are recomputed."""
+    device = torch.device(place.device)
     shape, size, length = (CPU_SHAPE, CPU_BATCH, CPU_LENGTH) if place.on_cpu else (SHAPE, BATCH, LENGTH)
     account.ran("shape", {**shape, "batch": size, "length": length})
     torch.set_num_threads(1 if place.on_cpu else len(os.sched_getaffinity(0)))
+    model = build(device, shape)
+    if "activations" in settings:
+        recompute(model, "full")
     engine = Engine(
-        build(device, shape), stage=3, mesh=shared_mesh(device), precision="bf16", clip_norm=CLIP, optimizer=adamw,
-        offload=WAYS[name],
-    )  # fmt: skip
+        model, stage=3, mesh=shared_mesh(device), precision="bf16", clip_norm=CLIP, optimizer=adamw, offload=settings
+    )
     account.ran("threads", torch.get_num_threads())
     tokens = 0
     for micro_batches, steps in (CPU_STEPS if place.on_cpu else STEPS).items():
+        if micro_batches > MOST and place.part in SHORT:
+            continue
         seconds: list[float] = []
         losses: list[float] = []
         for _ in range(1 + steps):
@@ -79,6 +108,7 @@ def offload(place: Place, account: Account) -> None:
     account.ran(
         "bytes", {f"{entry.category}, {entry.place}": entry.measured for entry in engine.memory if entry.measured}
     )
+    engine.close()
 
 
 def timed(engine: Engine, batches: list[Any], device: torch.device, losses: list[float]) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from campaign.account import Account, Place
 from zero3d import Engine
+from zero3d.activations.recomputation import recompute
 from zero3d.distributed.mesh import Mesh
 
 STAGES = (0, 1, 2, 3)
@@ -69,12 +70,14 @@ def own_batch(device: torch.device, run: Run, step: int) -> tuple[Tensor, Tensor
 
 def engine_of(
     mesh: Mesh, run: Run, stage: int, exact: bool = False, reduce_dtype: str = "fp32", reduce_scatter: str = "auto",
-    offload: dict[str, Any] | None = None,
+    offload: dict[str, Any] | None = None, recomputes: bool = False,
 ) -> Engine:  # fmt: skip
     """Build the engine of a run, with the optimizer and the clip of every variant of `peers`."""
-    setting = setting_of(mesh.device, run)
+    model = setting_of(mesh.device, run).build()
+    if recomputes:
+        recompute(model, "full")
     return Engine(
-        setting.build(), stage=stage, mesh=mesh, precision=run.precision, reduce_dtype=reduce_dtype,
+        model, stage=stage, mesh=mesh, precision=run.precision, reduce_dtype=reduce_dtype,
         clip_norm=CLIP, optimizer=adamw, exact=exact, accumulate=run.accumulate,
         reduce_scatter=reduce_scatter, offload=offload or {},
     )  # fmt: skip

@@ -6,5 +6,6 @@ groups             process groups that note what they are asked, refuse other de
 first_operations   whether a group's first operation has all its ranks, and its ranks the same collectives
 rendezvous         replays point-to-point operations as NCCL would do them: one FIFO per communicator, no buffers
 races              streams, and whether what they do to the same memory is in an order
+traffic            bytes that a step moves between memory and a cache
 step_syncs         what a step of an engine costs in waits, in a process of its own
 """

@@ -22,9 +22,9 @@ def stage3():
     return count("stage3")
 
 
-def test_a_step_of_32_blocks_is_29_launches(stage3):
+def test_a_step_of_32_blocks_is_27_launches(stage3):
     step = stage3.step.by_name
-    assert step.total() == 29
+    assert step.total() == 27
     assert step["c10d::_allgather_base_"] == 2  # weight with orders, norms
     single = (
         "linalg_vector_norm",
@@ -38,17 +38,25 @@ def test_a_step_of_32_blocks_is_29_launches(stage3):
     assert {name: step[f"aten::{name}"] for name in single} == dict.fromkeys(single, 1) | {"linalg_vector_norm": 2}
 
 
-def test_gathers_and_reductions_copy_nothing(stage3):
-    """Forward: a gather a unit; backward: one again a block, a copy a parameter, a reduction a unit."""
+def test_gathers_copy_nothing_and_reductions_copy_once(stage3):
+    """Forward: a gather a unit; backward: one again a block, one copy of all gradients and an exchange a unit."""
     forward, backward = stage3.forward.by_name, stage3.backward.by_name
     assert "aten::copy_" not in forward
-    assert backward["aten::copy_"] == 32 * 9 + 3
-    assert backward["c10d::_reduce_scatter_base_"] == 32 + 3
+    assert backward["aten::_foreach_copy_"] == 32 + 3
+    assert backward["c10d::alltoall_base_"] == 32 + 3
+    assert backward["c10d::_reduce_scatter_base_"] == 0
+
+
+def test_terms_of_8_ranks_are_added_up_in_8_launches_a_unit(stage3):
+    """The first is copied, seven are added to it: in rank order, and nothing else of a backward is copied."""
+    backward = stage3.backward.by_name
+    assert (backward["aten::copy_"], backward["aten::add_"]) == (32 + 3, 7 * (32 + 3))
 
 
 @pytest.mark.long
-def test_all_phases_are_at_most_a_hundred_launches_more_than_fsdp2_s(stage3):
-    assert stage3.total <= count("fsdp2").total + 100
+def test_all_phases_but_the_sums_of_terms_are_fewer_launches_than_fsdp2_s(stage3):
+    """On NCCL its sums are the backend's, of 4 bytes a gradient for 2."""
+    assert stage3.total - 8 * (32 + 3) <= count("fsdp2").total
 
 
 def counted(engine, run):

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from meshes import LOSSES, engine_of, micro_batches, sum_of
 from models import adamw, batch, net
 from pipelines import covering
@@ -15,7 +16,10 @@ from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
+from zero3d.distributed.collectives import Comm
+from zero3d.memory.arena import Arena
 from zero3d.zero import weights
+from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.hooks import Hooks
 
@@ -172,6 +176,31 @@ PLAIN = (3, 2, "rank order", "bf16", "auto", "none", None, "llama", "model's")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_a_missing_wait_is_found(dp, fault):
-    """What waits for a collective waits for its side stream, too; one rank has no collectives."""
-    expected = fault != ("wait" if dp == 1 else "join")
+    """One rank has no collectives."""
+    expected = (dp, fault) != (1, "wait")
     assert bool(run(((dp, 1, 1), *PLAIN), without=fault).races) is expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_terms_are_added_up_beside_compute(monkeypatch, order):
+    """Each unit's when the next one's are on their way, and the last one's before compute waits for it."""
+    sums, owner, name = [], *((Comm, "_sum") if order == "rank order" else (ExactGradients, "_sum"))
+    real = getattr(owner, name)
+
+    def seen(*given, **named):
+        sums.append(torch.accelerator.current_stream().name)
+        real(*given, **named)
+
+    monkeypatch.setattr(owner, name, seen)
+    model = run(((4, 1, 1), 3, 2, order, "bf16", "every_use", "none", None, "llama", "model's"))
+    assert not model.races
+    assert len(sums) > 10
+    assert COMPUTE not in sums
+
+
+def test_memory_that_a_side_stream_gives_back_at_once_is_a_race(monkeypatch):
+    def give_back(self, category, buffer):
+        self._account(category, -buffer.nbytes)
+
+    monkeypatch.setattr(Arena, "give_back", give_back)
+    assert run(((4, 1, 1), *PLAIN)).races

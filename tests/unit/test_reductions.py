@@ -20,6 +20,9 @@ class Gradients:
         self.taken.append(index)
         self.state = State.FILLING
 
+    def land(self):
+        pass
+
     def fill_up(self):
         self._filled_up = True
 

@@ -36,6 +36,7 @@ from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
+from zero3d.memory.scratch import cached_group
 
 _HASH_MODULUS = (1 << 52) - 1  # an exact float64
 
@@ -241,6 +242,11 @@ class Comm:
         if self.read((hashes != hashes[0]).any()[None], [0.0])[0]:
             raise self.order_error()
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether to wait for an operation is to let a stream wait: gloo, which moves host memory, blocks the host."""
+        return self._axis.backend != "gloo"
+
     # --- how ------------------------------------------------------------------------------------
 
     def _on_host(self, values: Tensor) -> Tensor:
@@ -275,24 +281,40 @@ class Comm:
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 
     def _sum(self, terms: list[Tensor], shard: Tensor, add: bool) -> None:
-        """Set shard (+)= ((t0 + t1) + t2) + ...; a term may be the shard itself."""
-        here = min(self.rank, len(terms) - 1)
+        """Set shard (+)= ((t0 + t1) + t2) + ...; a term may be the shard itself.
+
+        A part of the shard at a time, which stays in a cache from its first term to its last: memory sees every term
+        and the shard once.
+        """
         if add and len(terms) == 1:
             shard.add_(terms[0])
-        elif add:
-            target = self._arena.borrow("wire", shard.numel(), shard.dtype)
-            self._sum(terms, target, add=False)
-            shard.add_(target)
-            self._arena.give_back("wire", target)
-        elif same_memory(terms[here], shard):  # what comes before is summed in a received buffer
-            for term in terms[1:here]:
-                terms[0].add_(term)
-            for term in (*terms[: min(here, 1)], *terms[here + 1 :]):
-                shard.add_(term)
-        else:
-            shard.copy_(terms[0])
-            for term in terms[1:]:
-                shard.add_(term)
+            return
+        most, whole = cached_group(shard.device.type), shard.numel()
+        scratch = self._arena.borrow("wire", min(most, whole), shard.dtype) if add else None
+        for start in range(0, whole, most):
+            part = shard if whole <= most else shard[start : start + most]
+            of_part = terms if whole <= most else [term[start : start + most] for term in terms]
+            if scratch is None:
+                _set_sum(part, of_part, min(self.rank, len(terms) - 1))
+            else:
+                total = scratch[: part.numel()]
+                _set_sum(total, of_part, 0)
+                part.add_(total)
+        if scratch is not None:
+            self._arena.give_back("wire", scratch)
+
+
+def _set_sum(out: Tensor, terms: list[Tensor], here: int) -> None:
+    """Set out = ((t0 + t1) + t2) + ...; term number `here` may be `out` itself."""
+    if not same_memory(terms[here], out):
+        out.copy_(terms[0])
+        for term in terms[1:]:
+            out.add_(term)
+        return
+    for term in terms[1:here]:  # what comes before is summed in a received buffer
+        terms[0].add_(term)
+    for term in (*terms[: min(here, 1)], *terms[here + 1 :]):
+        out.add_(term)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -48,6 +48,7 @@ class Arena:
         self.stream: AbstractContextManager[object] = (
             nullcontext()
         )  # of whose pool transient memory is; see `SideStream`
+        self.used: list[Tensor] | None = None  # what a side stream gives back goes here
 
     def _account(self, category: str, change: Fraction | int) -> None:
         live = self._live.get(category, Fraction(0)) + change
@@ -80,6 +81,8 @@ class Arena:
     def give_back(self, category: str, buffer: Tensor) -> None:
         """Take a transient buffer off the account; its owner drops the reference."""
         self._account(category, -buffer.numel() * buffer.dtype.itemsize)
+        if self.used is not None:
+            self.used.append(buffer)
 
     def fill(self, category: str, buffer: Tensor) -> None:
         """Give a storage its memory back: views saved by autograd come alive with it."""

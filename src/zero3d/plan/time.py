@@ -278,7 +278,8 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
 def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collective]:
     """Return a gradient's bytes on its way, and what times its collective.
 
-    Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms (10).
+    Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms, which runs
+    beside computation (2 bytes and, for each owner, 4).
     """
     plan = with_algorithm(plan, cluster)
     width = int(reduced_width(plan)) if plan.zero.exact else wire_width(plan, WIDTHS[plan.precision].weight)

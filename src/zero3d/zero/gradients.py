@@ -15,6 +15,10 @@ rank order, and that sum is reduced over the ranks that have the same experts. O
 Note 1, where the sum may live. When local gradients already have the reduced dtype and the whole
 buffer is kept, the shard is this rank's slot of the buffer. Gradients that arrive after a
 reduction would overwrite it, so it is stashed until the next reduction has been added.
+
+Note 2, gradients that are held. A backward's gradients of a unit are copied in together, one launch for all of them:
+`take` holds them until the unit is complete. Large ones are not worth it, whose copies run longer than a launch takes:
+no unit holds more than HELD bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from zero3d.distributed.collectives import same_memory
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import ToHost
+
+HELD = 1 << 24  # bytes of a unit's gradients that wait for others: of which a copy takes about 10 us on an accelerator
 
 
 class Gradients:
@@ -50,6 +56,9 @@ class Gradients:
         self._whole_pieces: list[Tensor] = []
         self.state = State.EMPTY
         self._filled: set[int] = set()
+        self._held: dict[int, Tensor] = {}  # Note 2
+        self._held_bytes = 0
+        self._adding: set[int] = set()  # of those that are held, to what came before
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
         self._incoming: Tensor | None = None  # Note 0
@@ -154,16 +163,36 @@ class Gradients:
         return self.full is not None and same_memory(self.shard, self._setting.slot(self._first(self.full)))
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Copy one parameter's gradient in, or add it to what came before; parameters of a source follow another's."""
+        """Hold a parameter's gradient until it lands, alone or with others; those of a source follow another's."""
         self._open()
         assert self.full is not None
+        if index in self._held:
+            self.land()
         if index in self._filled:
             if self.full.dtype != self._wide:
+                self.land()
                 self._widen()
-            self._views[index].add_(grad)
-        else:
-            self._views[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-            self._filled.add(index)
+            self._adding.add(index)
+        self._filled.add(index)
+        self._held[index] = grad.to_dense() if grad.is_sparse else grad
+        self._held_bytes += self._held[index].untyped_storage().nbytes()
+        if self._held_bytes > HELD:
+            self.land()
+
+    def land(self) -> None:
+        """Copy the gradients that are held in, those of parameters that had one before are added to it."""
+        new = [index for index in self._held if index not in self._adding]
+        if new:
+            torch._foreach_copy_([self._views[index] for index in new], [self._held[index] for index in new])
+        if self._adding:
+            again = list(self._adding)
+            torch._foreach_add_([self._views[index] for index in again], [self._held[index] for index in again])
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._held.clear()
+        self._adding.clear()
+        self._held_bytes = 0
 
     @property
     def to_host(self) -> ToHost:
@@ -204,9 +233,10 @@ class Gradients:
     def fill_up(self) -> None:
         """Let parameters without a gradient count as zero, before `reduce`."""
         self._open()
-        for index, view in enumerate(self._views):
-            if index not in self._filled:
-                view.zero_()
+        self.land()
+        missing = [view for index, view in enumerate(self._views) if index not in self._filled]
+        if missing:
+            torch._foreach_zero_(missing)
 
     def reduce(self, single: bool) -> None:
         """Start summing local gradients over the dp axis into what this rank owns.
@@ -227,6 +257,10 @@ class Gradients:
                 shard.copy_(self.shard, non_blocking=True)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
+
+    def add_up(self) -> None:
+        """Wait for a reduction under way on the current stream, and add up there what has come."""
+        self._pending.wait()
 
     def _of_sources(self, full: Tensor) -> Tensor:
         """Return the sum of all sources in rank order, in the reduced dtype: that of a row if it is wide enough."""
@@ -285,6 +319,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget this step's gradients."""
+        self._let_go()
         self.finish()
         self._forget_gather()
         self._drop_stash()

@@ -8,13 +8,16 @@ At stage 0 a sum is gathered when it has been waited for: when the window is ful
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
 other moments gather in one order.
 
+On an accelerator terms that ranks send each other are added up on the side stream, too: those of a unit when the next
+one's are on their way, so that neither compute nor what moves waits for the sum.
+
 The reduce-scatter itself is `Gradients.reduce` (gradients.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -113,6 +116,7 @@ class Reductions:
             self._expected[unit] = unit.trained * unit.sources
         if len(arrived) >= self._expected[unit] and unit not in self._completed:
             self._completed.append(unit)
+            unit.gradients.land()
             if self.due:
                 self._drain()
             elif self._closes is not Closes.NOTHING and not unit.deferred:
@@ -149,10 +153,20 @@ class Reductions:
         unit.gradients.fill_up()
         with self._side.issue(unit.name):
             unit.gradients.reduce(single=self._backwards == 1)
+            self._add_up(self._in_flight)
         self._in_flight.append(unit)
+
+    def _add_up(self, units: Iterable[Unit]) -> None:
+        """Add up, on the side stream, what has come of reductions under way."""
+        for unit in units:
+            if self._side.beside_compute and unit.comm.enqueues:
+                unit.gradients.add_up()
 
     def _finish_oldest(self) -> None:
         unit = self._in_flight.popleft()
+        if not self._in_flight and self._side.beside_compute:
+            with self._side.issue(unit.name):
+                self._add_up([unit])
         self._side.join(unit.name)
         unit.gradients.finish()
         if unit in self._gathered:
@@ -171,6 +185,8 @@ class Reductions:
             self._backwards = 0
         elif self._closes is Closes.BACKWARD:
             self.close(self._order)
+        for unit in self._order:
+            unit.gradients.land()
         while self._in_flight:
             self._finish_oldest()
         for unit in self._gathered:  # an engine may be dropped between its backward and its step

@@ -6,7 +6,8 @@ compute's last use is enqueued; compute has then waited for the side stream, so 
 All transient memory is of compute's pool: an allocator keeps one for each stream, and memory of one cannot serve
 another. What compute has freed may still be in use on its stream. A side stream may have it all the same: it has
 waited for what compute had enqueued when the side stream was entered, and compute is given nothing while it is open
-(`Pool`).
+(`Pool`). What a side stream borrowed and gave back lives until compute has waited for it: the pool would hand it to
+compute at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class SideStream:
         self._arena = arena
         self._log = log
         self._stream = torch.Stream(arena.device, priority=PRIORITY) if arena.device.type != "cpu" else None
+        self._used: list[Tensor] = []  # buffers that were given back on it since compute waited for it
+
+    @property
+    def beside_compute(self) -> bool:
+        """Whether there is a stream."""
+        return self._stream is not None
 
     @contextmanager
     def issue(self, unit: str) -> Iterator[None]:
@@ -45,19 +52,20 @@ class SideStream:
             yield
             return
         compute = torch.accelerator.current_stream(self._arena.device)
-        self._arena.stream = Pool(compute)
+        self._arena.stream, self._arena.used = Pool(compute), self._used
         self._stream.wait_stream(compute)
         try:
             with self._stream:
                 yield
         finally:
-            self._arena.stream = nullcontext()
+            self._arena.stream, self._arena.used = nullcontext(), None
 
     def join(self, unit: str) -> None:
         """Let compute wait for what this side stream has enqueued."""
         self.note("join", unit)
         if self._stream is not None:
             torch.accelerator.current_stream(self._arena.device).wait_stream(self._stream)
+            self._used.clear()
 
     def note(self, what: str, unit: str) -> None:
         """Write the log that tests read."""

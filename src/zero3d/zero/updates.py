@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from zero3d.zero.layout import Piece
 from zero3d.zero.masters import REMAINDER, absent
 from zero3d.zero.unit import Unit
 
+T = TypeVar("T")
 Options = Sequence[Mapping[str, Any]]  # of an optimizer's groups, as they were at `step()`
 
 
@@ -175,7 +176,9 @@ class ResidentUpdates:
         self._arena = arena
         self._direct = [owned for owned in pieces if owned.records is None and owned.unit not in split]
         found = buckets_of([unit for unit in resident if unit in split], pieces)
-        self._groups = _grouped([each for own in found.values() for each in own if each.pieces], arena.device.type)
+        filled = [each for own in found.values() for each in own if each.pieces]
+        sizes = [each.bucket.stop - each.bucket.start for each in filled]
+        self._groups = groups_of(filled, sizes, update_bucket(arena.device.type))
 
     @torch.no_grad()
     def make(self, optimizer: Optimizer) -> None:
@@ -211,13 +214,12 @@ class ResidentUpdates:
             owned.master.grad = None
 
 
-def _grouped(buckets: Sequence[BucketPieces], device: str) -> list[list[BucketPieces]]:
-    """Put buckets together that are no longer than one whole bucket."""
-    groups: list[list[BucketPieces]] = []
+def groups_of(items: Sequence[T], sizes: Sequence[int], room: int) -> list[list[T]]:
+    """Put neighbours together whose sizes add up to no more than `room`; a larger one is alone."""
+    groups: list[list[T]] = []
     filled = 0
-    for each in buckets:
-        size = each.bucket.stop - each.bucket.start
-        if not groups or filled + size > update_bucket(device):
+    for each, size in zip(items, sizes, strict=True):
+        if not groups or filled + size > room:
             groups.append([])
             filled = 0
         groups[-1].append(each)

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import Norms
-from zero3d.zero.optimizer import ShardedOptimizer, piece_norms
+from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.updates import MasterPiece
 
 
@@ -32,12 +32,14 @@ class ExactOptimizer(ShardedOptimizer):
     def _total(self, weights: Tensor) -> Tensor:
         return self._summands.total(weights)
 
-    def _norms(self) -> Norms:
-        """Return the norms of this rank's cells of the grid, 64/N of them, each that of its pieces in model order.
+    def _norms(self, factor: float | Tensor) -> Norms:
+        """Unscale all gradients, and return the norms of this rank's cells of the grid, 64/N of them.
 
-        Behind them as many of experts, whose cells are on other ranks where these are shared out.
+        Each is that of its pieces in model order. Behind them are as many of experts, whose cells are on other ranks
+        where these are shared out.
         """
-        pieces = sorted(piece_norms(list(self._in_cells())), key=lambda piece: (piece.cell, piece.place))
+        norms = self._unscaled_norms(list(self._in_cells()), factor)
+        pieces = sorted(norms, key=lambda piece: (piece.cell, piece.place))
         return self._model_group.norms(pieces, self._cells * (1 if self._ep is None else 2), self._wide)
 
     @property

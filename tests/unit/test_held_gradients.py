@@ -1,0 +1,86 @@
+"""A backward's gradients of a unit are copied in together, small ones, and in the order in which they came."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from models import adamw, batch, build, loss_of
+from torch import nn
+
+import zero3d
+from zero3d.zero import gradients
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from instruments.dispatches import Dispatches
+
+
+def engine_of(model=None, **options):
+    return zero3d.Engine(model or build("net"), precision="bf16", optimizer=adamw, **options)
+
+
+def launches(engine, turn=0):
+    """The copies and sums that a backward launches."""
+    loss = loss_of(engine, batch(turn))
+    with Dispatches() as seen:
+        engine.backward(loss)
+    return {name: seen.by_name[f"aten::_foreach_{name}_"] for name in ("copy", "add", "zero")}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_further_micro_batches_are_added_in_a_launch_a_unit(stage):
+    engine = engine_of(stage=stage, accumulate=3, reduce="every_step")
+    units = len(engine.units)
+    assert launches(engine) == {"copy": units, "add": 0, "zero": 0}
+    assert [launches(engine, turn) for turn in (1, 2)] == [{"copy": 0, "add": units, "zero": 0}] * 2
+
+
+def test_large_gradients_are_copied_at_once_with_the_same_bits():
+    found = []
+    for most in (gradients.HELD, 4000, 0):
+        with mock.patch.object(gradients, "HELD", most):
+            engine = engine_of(stage=2, clip_norm=0.1)
+            copies = launches(engine)["copy"]
+            engine.step()
+        found.append((copies, engine.fingerprint()))
+    (together, bits), (some, of_some), (alone, of_one) = found
+    assert together < some < alone == len(list(build("net").parameters()))
+    assert bits == of_some == of_one
+
+
+class Partly(nn.Module):
+    """Two matrices, of which a forward uses both or one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.used, self.other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x, both):
+        return self.used(x) + (self.other(x) if both else 0)
+
+
+def test_nothing_is_held_after_a_backward_that_left_a_parameter_out():
+    """Its gradients count, and what is held would be memory of the next forward."""
+    sums = []
+    for order in ((True, False), (False, True)):
+        engine = engine_of(Partly(), stage=1, accumulate=2, units=[])
+        for both in order:
+            engine.backward(engine(torch.ones(2, 8) * (1 + both), both).float().sum())
+            assert not any(unit.gradients._held for unit in engine.units)
+        engine.step()
+        sums.append(engine.fingerprint())
+    assert sums[0] == sums[1]
+
+
+def test_a_second_gradient_in_one_backward_is_added_to_the_first():
+    engine = engine_of(Partly(), stage=2, units=[])
+    (unit,) = engine.units
+    first, second = (torch.full((8, 8), value, dtype=torch.bfloat16) for value in (1.5, 2.25))
+    for grad in (first, second):
+        unit.gradients.take(0, grad)
+    unit.gradients.fill_up()
+    assert torch.equal(unit.gradients._views[0].float(), (first + second).float())
+    assert not unit.gradients._views[1].any()
