@@ -14,7 +14,7 @@ Beside them are the seconds that a rank's process was on a core, waits left out,
 Losses must agree. What a peer fails with is recorded in its place.
 
 Memory is of `one` and `sp`, each alone in fresh processes and at --memory-tokens tokens: the most that a rank's process
-has in three steps above what it had after its imports; what it holds between steps is told apart, so that activations
+has in two steps above what it had after its imports; what it holds between steps is told apart, so that activations
 are the rest. glibc maps tensors one by one meanwhile, and gives them back when they are freed (`ranks.map_tensors`).
 
 Targets: a step of `sp` <= 1.10x of one's / ranks and <= 0.90x of each peer's; its memory <= 0.60x of one's. The exit
@@ -53,15 +53,15 @@ from zero3d.models.presets import PRESETS
 ONE, OWN, TORCH, ULYSSES = "one", "sp", "torch-cp", "ulysses"
 VARIANTS = (ONE, OWN, TORCH, ULYSSES)
 OF_ONE, OF_PEER, OF_MEMORY = 1.10, 0.90, 0.60
-MEMORY_STEPS = 3
+MEMORY_STEPS = 2
 
 
-def llama(tokens: int) -> Any:
+def llama(tokens: int, layers: int = 3) -> Any:
     """Return the demo's Llama with room for longer sequences; the same weights in every process."""
     import transformers
 
     torch.manual_seed(0)
-    config = {**PRESETS["demo"], "max_position_embeddings": tokens, "use_cache": False}
+    config = {**PRESETS["demo"], "max_position_embeddings": tokens, "num_hidden_layers": layers, "use_cache": False}
     config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
@@ -78,9 +78,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 class Own:
     """zero3d's engine, whose sp group is all ranks."""
 
-    def __init__(self, device: torch.device, tokens: int) -> None:
+    def __init__(self, device: torch.device, tokens: int, layers: int = 3) -> None:
         self.engine = Engine(
-            llama(tokens), stage=3 if dist.get_world_size() > 1 else 2, precision="fp32", optimizer=adamw,
+            llama(tokens, layers), stage=3 if dist.get_world_size() > 1 else 2, precision="fp32", optimizer=adamw,
             mesh=Mesh(sp=dist.get_world_size(), device=device), clip_norm=None,
         )  # fmt: skip
 
@@ -228,7 +228,7 @@ def time_variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def memory_of(device: torch.device, tokens: int) -> dict[str, int]:
+def memory_of(device: torch.device, tokens: int, layers: int) -> dict[str, int]:
     """Return the most bytes of a rank beyond its imports, and those that it holds between steps."""
     import transformers.masking_utils
 
@@ -238,7 +238,7 @@ def memory_of(device: torch.device, tokens: int) -> dict[str, int]:
     measure.trim()
     measure.reset()
     before = measure.now()
-    own = Own(device, tokens)
+    own = Own(device, tokens, layers)
     for turn in range(MEMORY_STEPS):
         own.step(tokens_of(turn, tokens))
     most = measure.peak() - before
@@ -255,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", type=_names, default=list(VARIANTS), metavar=",".join(VARIANTS))
     parser.add_argument("--tokens", type=positive, default=8192, help="of a sequence, for times")
     parser.add_argument("--memory-tokens", type=int, default=16384, help="of a sequence, for memory; 0: not measured")
+    parser.add_argument("--memory-layers", type=positive, default=4, help="as many as have 1 GB of activations")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds after which a peer has failed")
     arguments = parser.parse_args(argv)
     if arguments.tokens % (2 * arguments.ranks):
@@ -266,7 +267,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory = {}
     if arguments.memory_tokens:
         for name, ranks in ((ONE, 1), (OWN, arguments.ranks)):
-            memory[name] = run_ranks(Start(ranks, malloc="map"), memory_of, arguments.memory_tokens)
+            memory[name] = run_ranks(
+                Start(ranks, malloc="map"), memory_of, arguments.memory_tokens, arguments.memory_layers
+            )
     result = {
         "torch": torch.__version__, "transformers": transformers.__version__,
         "arguments": {**vars(arguments), "json": None}, "variants": variants, "memory": memory,
