@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import batch, hf, loss_of
 from tensors import tiny
+from trainers import Rows
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
@@ -138,6 +139,32 @@ def loaded(tp):
     data = torch.utils.data.TensorDataset(torch.arange(10))
     loader = deepspeed.initialize(model=tiny("llama"), config=tree, training_data=data)[2]
     return [row for (rows,) in loader for row in rows.tolist()]
+
+
+def trained_by_json(sp):
+    """Losses of three steps of a JSON's loop, the sequences that this rank was handed, and how a program counts."""
+    tree = DOCUMENT | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "train_batch_size": 4}
+    model, data = hf("llama"), Rows(12)
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, config=tree | {"sequence_parallel_size": sp}, training_data=data
+    )
+    losses, handed = [], []
+    for micro_batch in loader:
+        handed += micro_batch["input_ids"].tolist()
+        loss = engine(**micro_batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses, handed, engine.engine.mesh.sp, (engine.dp_world_size, engine.get_data_parallel_rank())
+
+
+def test_ranks_that_share_sequences_are_handed_the_same_ones(ranks):
+    ((wanted, data, *_),), two = ranks(1, trained_by_json, 1), ranks(2, trained_by_json, 2)
+    assert len(data) == 12
+    for losses, handed, *counted in two:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert handed == data
+        assert counted == [2, (1, 0)]
 
 
 def test_dp_ranks_share_a_dataset_out_and_tp_ranks_have_the_same_rows(ranks):

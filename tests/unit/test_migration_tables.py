@@ -11,6 +11,7 @@ import yaml
 
 from zero3d.config import load
 from zero3d.config.keys import KEYS
+from zero3d.integrations.deepspeed.keys import DOTTED as KNOWN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
 ROW = re.compile(r"^\| `(.+)` \| `(.+=.+)` \|$", re.M)
@@ -56,7 +57,8 @@ def rows(title):
     return found
 
 
-TITLES = ("TrainingArguments", "Accelerate's configuration", "torchtitan's Python configs", "torchtitan's TOML")
+TITLES = ("TrainingArguments", "Accelerate's configuration", "Long sequences", "torchtitan's Python configs",
+          "torchtitan's TOML")  # fmt: skip
 ALL = [row for title in TITLES for row in rows(title)]
 
 
@@ -93,6 +95,32 @@ def test_what_is_said_of_accelerate_is_a_key_there(theirs, ours):
         kind, prefix = inner[key]
         names = {field.name for field in dataclasses.fields(kind)} | {"offload_params"}
         assert {name.removeprefix(prefix) for name in value} <= names | {"reshard_after_forward"}
+
+
+THEIRS = {  # of SFTConfig in TRL 1.16, and of files of Axolotl 0.21
+    "TRL": {"max_length", "packing"},
+    "Axolotl": {"context_parallel_size", "sequence_len", "sample_packing"},
+}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("Long sequences"))
+def test_what_is_said_of_long_sequences_is_a_key_there(theirs, ours):
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    ((whose, values),) = yaml.safe_load(theirs).items()
+    names = {
+        field.name
+        for kind in (ParallelismConfig, DeepSpeedSequenceParallelConfig)
+        for field in dataclasses.fields(kind)
+    }
+    if whose == "DeepSpeed":
+        assert values.keys() <= KNOWN
+    elif whose == "Accelerate":
+        (given,) = values.values()
+        assert {name.removeprefix("parallelism_config_") for name in given} <= names
+    else:
+        assert values.keys() <= THEIRS[whose]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), rows("torchtitan's TOML"))

@@ -168,24 +168,12 @@ class StandIn:
 
 def to_heads(rows_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
     """Exchange this rank's rows of all heads, [B, H, rows, D], for all rows of its heads, [B, heads, S, D]."""
-    batch, _, here, width = rows_of_all.shape
-    sent = torch.cat([rows_of_all[:, part.start : part.stop].reshape(-1, width) for part in heads])
-    mine = len(heads[comm.rank])
-    sends = [batch * len(part) * here for part in heads]
-    came = _exchange(sent, sends, [batch * mine * len(part) for part in rows], comm, name)
-    parts = torch.split(came, [batch * mine * len(part) for part in rows])
-    return torch.cat([t.view(batch, mine, len(part), width) for t, part in zip(parts, rows, strict=True)], 2)
+    return _swapped(rows_of_all, heads, rows, comm, name)
 
 
 def to_rows(heads_of_all: Tensor, rows: Sequence[range], heads: Sequence[range], comm: Comm, name: str) -> Tensor:
     """Exchange all rows of this rank's heads, [B, S, heads, D], for its rows of all heads, [B, rows, H, D]."""
-    batch, _, mine, width = heads_of_all.shape
-    sent = torch.cat([heads_of_all[:, part.start : part.stop].reshape(-1, width) for part in rows])
-    here = len(rows[comm.rank])
-    sends = [batch * len(part) * mine for part in rows]
-    came = _exchange(sent, sends, [batch * here * len(part) for part in heads], comm, name)
-    parts = torch.split(came, [batch * here * len(part) for part in heads])
-    return torch.cat([t.view(batch, here, len(part), width) for t, part in zip(parts, heads, strict=True)], 2)
+    return _swapped(heads_of_all, rows, heads, comm, name)
 
 
 def gather_rows(rows_of_one: Tensor, rows: Sequence[range], comm: Comm, name: str) -> Tensor:
@@ -222,6 +210,45 @@ def _causal_rows(rows: range, length: int, query: Tensor, additive: bool) -> Ten
             ~seen, torch.finfo(query.dtype).min
         )
     return seen[None, None]
+
+
+def _swapped(own: Tensor, cut: Sequence[range], joined: Sequence[range], comm: Comm, name: str) -> Tensor:
+    came: Tensor = _Swap.apply(own, cut, joined, comm, name)  # type: ignore[no-untyped-call]
+    return came
+
+
+class _Swap(torch.autograd.Function):
+    """Cuts dimension 1 into a part for every rank, and joins what comes from each along dimension 2.
+
+    Its gradient cuts dimension 2 and joins along dimension 1. Each way copies what is sent once, and what comes once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, cut: Sequence[range], joined: Sequence[range], comm: Comm, name: str) -> Tensor:
+        ctx.parts, ctx.comm, ctx.name = (cut, joined), comm, name
+        return _swap(own, (1, cut), (2, joined), comm, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cut, joined = ctx.parts
+        return _swap(grads[0], (2, joined), (1, cut), ctx.comm, ctx.name), None, None, None, None
+
+
+def _swap(
+    own: Tensor, cut: tuple[int, Sequence[range]], joined: tuple[int, Sequence[range]], comm: Comm, name: str
+) -> Tensor:
+    """Send every rank its part [B, ., ., D] of one dimension, and return the parts that come, joined along another.
+
+    cut, joined  a dimension, 1 or 2, and its parts by rank; of the joined one this rank has its own alone
+    """
+    (across, parts), (along, theirs) = cut, joined
+    batch, width, mine = own.shape[0], own.shape[-1], len(parts[comm.rank])
+    others = batch * len(theirs[comm.rank])
+    sent = torch.cat([own.narrow(across, part.start, len(part)).reshape(-1, width) for part in parts])
+    receives = [batch * mine * len(part) for part in theirs]
+    came = torch.split(comm.pass_rows(sent, [others * len(part) for part in parts], receives, name), receives)
+    sizes = [(mine, len(part)) if along == 2 else (len(part), mine) for part in theirs]
+    return torch.cat([t.view(batch, *size, width) for t, size in zip(came, sizes, strict=True)], along)
 
 
 def _exchange(sent: Tensor, sends: Sequence[int], receives: Sequence[int], comm: Comm, name: str) -> Tensor:

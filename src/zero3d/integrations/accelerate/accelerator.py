@@ -19,6 +19,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import parse_choice_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +29,8 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
-from zero3d.integrations.accelerate.world import must_say_cpu, refuse_other_world
+from zero3d.integrations.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world
+from zero3d.nested import map_tensors
 from zero3d.spec.offload import Offload
 
 OTHERS = (  # what shards or cuts a model in another way
@@ -37,7 +39,6 @@ OTHERS = (  # what shards or cuts a model in another way
     "fsdp_plugin",
     "megatron_lm_plugin",
     "torch_tp_plugin",
-    "parallelism_config",
 )
 TORCH = ("backend", "mode", "fullgraph", "dynamic", "options", "disable")  # keywords of torch.compile
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -72,6 +73,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     options          more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}}
     mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
                      loaded in bf16 stays so with "no", too
+    parallelism_config  Accelerate's, of which sp_size is taken: the sequence axis, whose ranks are handed the same data
     others           Accelerate's own
     Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
     shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
@@ -83,6 +85,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         stage: int = 3,
         options: Mapping[str, Any] | None = None,
         mixed_precision: str | None = None,
+        parallelism_config: Any = None,
         **others: Any,
     ) -> None:
         if asked := [name for name in OTHERS if others.get(name) is not None]:
@@ -91,6 +94,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
         options = check_keywords(stage, options, "Accelerator")
+        self._alike = alike(parallelism_config, options.get("mesh"))
+        self._counts_parts = False  # processes are counted as parts of the data
         if must_say_cpu():
             others.setdefault("cpu", True)
         super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
@@ -99,6 +104,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "
             "before the Accelerator.",
         )
+        check_parts(self.num_processes, self._alike, parallelism_config, self.dispatch_batches)
+        if self._alike > 1:  # rank 0 would read a batch, and cut it for all ranks
+            self.dataloader_config.dispatch_batches = False
         self._stage = stage
         self._options = options
         self._precision = chosen
@@ -109,6 +117,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def mixed_precision(self) -> str:
         """What was asked for."""
         return self._precision
+
+    @property
+    def alike(self) -> int:
+        """How many ranks in a row are handed the same data."""
+        return self._alike
 
     # --- what is prepared -----------------------------------------------------------------------
 
@@ -193,7 +206,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         take_back(model)  # from an engine whose training is over, or has failed
         options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
-        mesh = None if "mesh" in options else Mesh(device=self.device)
+        mesh = None if "mesh" in options else Mesh(sp=self._alike, device=self.device)
         options.setdefault("mesh", mesh)
         leaves = Offload.of(options.get("offload")).params != "none"
         stage = 2 if self._stage == 3 and options["mesh"].dp == 1 and not leaves else self._stage
@@ -262,6 +275,63 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             mesh.close()
         if self._built == (engine, mesh):
             self.engine = self._built = None
+
+    # --- data, of which ranks that share sequences are handed the same ---------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are; of the data, how many parts."""
+        processes: int = super().num_processes
+        return processes // self._alike if self._counts_parts else processes
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this one is."""
+        index: int = super().process_index
+        return index // self._alike if self._counts_parts else index
+
+    @contextmanager
+    def _counting_parts(self) -> Iterator[None]:
+        self._counts_parts = True
+        try:
+            yield
+        finally:
+            self._counts_parts = False
+
+    def prepare_data_loader(self, data_loader: Any, *given: Any, **options: Any) -> Any:
+        """Return a loader of this rank's part of the data."""
+        with self._counting_parts():
+            return super().prepare_data_loader(data_loader, *given, **options)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return a schedule that goes on once for each part of the data, as Accelerate's do for each process."""
+        if self._alike == 1 or isinstance(scheduler, AcceleratedScheduler):
+            return super().prepare_scheduler(scheduler)
+        found = next((one for one in self._optimizers if one.optimizer is getattr(scheduler, "optimizer", None)), None)
+        parts = 1 if self.split_batches else self.num_processes // self._alike
+        optimizers = self._optimizers if found is None else found
+        prepared = PartsScheduler(scheduler, optimizers, self.step_scheduler_with_optimizer, parts)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all processes; for metrics, those of each part of the data once."""
+        gathered = super().gather(tensor)
+        return map_tensors(gathered, self._of_parts) if self._counts_parts else gathered
+
+    def _of_parts(self, gathered: Tensor) -> Tensor:
+        size = len(gathered) // super().num_processes
+        by_rank = gathered.reshape(self.num_processes, self._alike, size, *gathered.shape[1:])
+        return by_rank[:, 0].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what a batch has given, from one of the ranks that are handed the same."""
+        if self._alike == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if (use_gather_object or not only_tensors(input_data)) and super().process_index % self._alike:
+            input_data, use_gather_object = [], True
+        with self._counting_parts():
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -372,6 +442,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         others[:] = [one for one in shown if one is not engine.module]
         for given, left in zip(saved, weights, strict=True):
             given[:] = [one for one in left if one is not whole]
+
+
+class PartsScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A schedule that goes on several times whenever the optimizer steps."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, with_optimizer: bool, times: int) -> None:
+        super().__init__(scheduler, optimizers, step_with_optimizer=with_optimizer, split_batches=True)
+        self._times = times
+
+    def step(self, *given: Any, **options: Any) -> None:
+        """Go on, where the optimizer has stepped."""
+        for _ in range(self._times):
+            super().step(*given, **options)
+
+
+def only_tensors(data: Any) -> bool:
+    """Return whether nested data has tensors alone."""
+    if isinstance(data, Mapping):
+        return all(map(only_tensors, data.values()))
+    return all(map(only_tensors, data)) if isinstance(data, list | tuple) else isinstance(data, Tensor)
 
 
 def take_back(model: nn.Module) -> None:

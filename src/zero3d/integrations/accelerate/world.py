@@ -3,15 +3,20 @@
 Accelerate counts a launcher's ranks where they have accelerators, or are told to compute on the CPU (`cpu=True`,
 `use_cpu=True`). Elsewhere it takes each for a run of its own, which reads all data, while an engine adds up their
 gradients.
+
+Ranks that share sequences (sp), or the matrices of a block (tp), are handed the same data: as many parts of it there
+are as `alike` of them make one.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 
 from zero3d.distributed.devices import count_devices
+from zero3d.distributed.mesh import Mesh
 from zero3d.errors import ConfigError
 
 
@@ -30,4 +35,48 @@ def refuse_other_world(processes: int, remedy: str) -> None:
         raise ConfigError(
             f"{ranks} ranks were launched, and here there {'is' if processes == 1 else 'are'} {processes}: each would "
             f"train on the data of all. {remedy}"
+        )
+
+
+def alike(parallelism: Any, mesh: Mesh | None) -> int:
+    """Return how many ranks in a row are handed the same data, by a ParallelismConfig of Accelerate's or by a mesh.
+
+    Raises ConfigError for both, and for what a ParallelismConfig asks for beside sp_size.
+    """
+    if parallelism is None:
+        return 1 if mesh is None else mesh.world // mesh.degrees.rows // mesh.pp
+    if mesh is not None:
+        raise ConfigError(
+            "parallelism_config and options={'mesh': ...} would cut the model twice: leave one of them out."
+        )
+    for name, instead in (
+        ("cp_size", "the sequence axis is sp_size: pass that"),
+        ("tp_size", "pass options={'mesh': zero3d.Mesh(tp=...)}"),
+        ("dp_replicate_size", "states are sharded over all ranks: leave it out"),
+    ):
+        if (degree := getattr(parallelism, name)) > 1:
+            raise ConfigError(f"ParallelismConfig({name}={degree}) is not here: {instead}.")
+    return int(parallelism.sp_size)
+
+
+def check_parts(processes: int, same: int, parallelism: Any, dispatches: bool | None) -> None:
+    """Raise ConfigError where ranks that are handed the same data do not fit the processes, or how these get it.
+
+    same  how many ranks in a row are handed the same
+    """
+    if processes % same:
+        raise ConfigError(
+            f"ParallelismConfig(sp_size={same}) and {processes} processes: {processes} / {same} is not whole. Start a "
+            f"multiple of {same}."
+        )
+    parts = processes // same
+    if parallelism is not None and (given := parallelism.dp_shard_size) not in (1, parts):
+        raise ConfigError(
+            f"ParallelismConfig(dp_shard_size={given}, sp_size={same}) and {processes} processes: dp_shard_size is "
+            f"{processes} / {same} = {parts}, or left out."
+        )
+    if same > 1 and dispatches:
+        raise ConfigError(
+            "dispatch_batches=True has rank 0 read a batch and cut it for all ranks, and some are to have the same: "
+            "leave it out."
         )

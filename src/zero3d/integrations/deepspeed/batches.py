@@ -104,9 +104,12 @@ class Batches(Questions):
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> DataLoader[Any]:
-        """Return a loader of this rank's micro-batches: another order in each epoch (`loader.sampler.set_epoch`)."""
+        """Return a loader of this rank's micro-batches: another order in each epoch (`loader.sampler.set_epoch`).
+
+        Ranks that share sequences are handed the same ones.
+        """
         mesh = self.engine.mesh
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.dp, mesh.place.dp)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.degrees.rows, mesh.row)
         return DataLoader(
             dataset, batch_size or self.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
         )

@@ -64,6 +64,7 @@ SYNONYMS: Mapping[str, str] = MappingProxyType(  # what others call a key, by it
         **dict.fromkeys(("logging_steps", "log_every", "print_every"), "steps_per_print"),
         **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
         **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "autotp"), "tensor_parallel.autotp_size"),
+        **dict.fromkeys(("sp", "sp_size", "sequence_parallel_degree"), "sequence_parallel_size"),
         "gradient_checkpointing": "activation_checkpointing",
         "torch_compile": "compile",
     }

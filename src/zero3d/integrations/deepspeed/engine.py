@@ -47,7 +47,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
         self.config = given
         self._values = document.values | document.idle
         self._settings = settings
-        self._batch = resolve_batch(settings.train, mesh.dp)
+        self._batch = resolve_batch(settings.train, mesh.dp, mesh.sp)
         self.is_compiled = settings.train.compile
         self.engine = Engine(
             model,
@@ -199,7 +199,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
         if train_batch_size < unit or train_batch_size % unit:
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}): a batch is a multiple of micro_batch "
-                f"{self._batch.micro_batch} x dp {self._batch.dp} = {unit}."
+                f"{self._batch.micro_batch} x {self._batch.name} {self._batch.dp} = {unit}."
             )
         self._batch = replace(self._batch, batch=train_batch_size, accumulate=train_batch_size // unit)
 

@@ -179,8 +179,8 @@ class Questions:
 
     @property
     def dp_world_size(self) -> int:
-        """The data-parallel degree."""
-        return self.engine.mesh.dp
+        """How many parts a batch has: the data-parallel degree, over the ranks that share sequences."""
+        return self.engine.mesh.degrees.rows
 
     @property
     def mp_world_size(self) -> int:
@@ -188,8 +188,8 @@ class Questions:
         return self.engine.mesh.tp
 
     def get_data_parallel_rank(self) -> int:
-        """Return the rank among those with the same slices of the model."""
-        return self.engine.mesh.place.dp
+        """Return which part of a batch this rank trains on."""
+        return self.engine.mesh.row
 
     def get_tensor_parallel_rank(self) -> int:
         """Return the rank among those that share every layer."""

@@ -290,6 +290,8 @@ def _others(reader: _Reader) -> None:
         reader.put("zero.reduce_dtype", DTYPES.get(short(dtype), dtype), "communication_data_type")
     if reader.given.get("tensor_parallel.autotp_size") not in (None, 0, 1):
         reader.take("tensor_parallel.autotp_size", "mesh.tp")
+    if reader.given.get("sequence_parallel_size") not in (None, 1):
+        reader.take("sequence_parallel_size", "mesh.sp")
     every = reader.given.get("steps_per_print")
     if every is not None and not (isinstance(every, float) and math.isinf(every)):
         reader.take("steps_per_print", "log.every")

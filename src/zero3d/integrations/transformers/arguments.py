@@ -65,6 +65,20 @@ def json_of(args: TrainingArguments) -> Json | None:
     return Json(made, settings)
 
 
+def sequence_ranks(args: TrainingArguments, document: Document | None) -> int:
+    """Return how many ranks share sequences, by parallelism_config or a JSON. Raises ConfigError where they differ."""
+    given, parallelism = (document.values if document else {}).get("sequence_parallel_size"), args.parallelism_config
+    said = given if isinstance(given, int) else None
+    if parallelism is None:
+        return max(1, said or 1)
+    if said not in (None, parallelism.sp_size):
+        raise ConfigError(
+            f"sequence_parallel_size is {said} in the JSON, and ParallelismConfig(sp_size={parallelism.sp_size}) is "
+            "given: make them equal."
+        )
+    return int(parallelism.sp_size)
+
+
 def _document(given: Any) -> Document:
     if isinstance(given, Mapping):
         return document_of(given, "deepspeed")
@@ -80,7 +94,7 @@ def _given(args: TrainingArguments, document: Document) -> dict[str, Any]:
     given = {
         "train.micro_batch": micro,
         "train.accumulate": accumulate,
-        "train.batch": micro * accumulate * (args.world_size or 1),
+        "train.batch": micro * accumulate * ((args.world_size or 1) // sequence_ranks(args, document)),
         "precision": "bf16" if args.bf16 or args.bf16_full_eval else "fp16" if half else "fp32",
         "optimizer.clip_norm": args.max_grad_norm or None,
     }

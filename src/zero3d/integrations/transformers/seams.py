@@ -17,6 +17,7 @@ from typing import Any
 
 import accelerate
 import transformers.trainer
+from accelerate import ParallelismConfig
 from transformers import Trainer
 
 from zero3d.checkpoint.json_values import from_json, to_json
@@ -26,7 +27,7 @@ from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine,
 from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
-from zero3d.integrations.transformers.arguments import json_of
+from zero3d.integrations.transformers.arguments import json_of, sequence_ranks
 from zero3d.setup.optimizer import optimizer_of
 from zero3d.setup.schedule import scheduler
 
@@ -80,6 +81,8 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
     if choice.stage is not None:
         stage = choice.stage
     build = partial(TrainersAccelerator, stage=stage, options={**options, **(choice.options or {})})
+    if json is not None and args.parallelism_config is None and (sp := sequence_ranks(args, json.made.document)) > 1:
+        build = partial(build, parallelism_config=ParallelismConfig(sp_size=sp))
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
     if json is not None and args.process_index == 0:
@@ -201,6 +204,12 @@ def _unshard(engine: Engine) -> None:
         engine.unshard()
 
 
+def get_total_train_batch_size(original: Callable[..., int], trainer: Trainer, *given: Any) -> int:
+    """Return the sequences of a step, of which ranks that share them have the same."""
+    alike: int = trainer.accelerator.alike
+    return original(*given) // alike
+
+
 def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
     """Evaluate. An engine's weights have the dtype of computation: full_eval flags would cast them for good."""
     args = trainer.args
@@ -208,6 +217,25 @@ def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any,
         return original(*given, **options)
     with _replaced(args, "bf16_full_eval", False), _replaced(args, "fp16_full_eval", False):
         return original(*given, **options)
+
+
+def prediction_step(
+    original: Callable[..., Any],
+    trainer: Trainer,
+    model: Any,
+    inputs: Any,
+    prediction_loss_only: bool,
+    *given: Any,
+    **options: Any,
+) -> Any:
+    """Evaluate a batch. Raises ConfigError for logits of an engine whose ranks have some rows of them each."""
+    engine = engine_of(trainer)
+    if engine is not None and engine.mesh.sp > 1 and not prediction_loss_only:
+        raise ConfigError(
+            "predictions are logits of whole sequences, and ranks that share sequences have some rows of them each: "
+            "evaluate the loss alone (prediction_loss_only=True, no compute_metrics), or the exported model."
+        )
+    return original(model, inputs, prediction_loss_only, *given, **options)
 
 
 SEAMS: Mapping[str, Callable[..., Any]] = {
@@ -225,6 +253,8 @@ SEAMS: Mapping[str, Callable[..., Any]] = {
         _load_best_model,
         _finalize_training,
         evaluation_loop,
+        get_total_train_batch_size,
+        prediction_step,
     )
 }
 

@@ -1,0 +1,171 @@
+"""The sequence axis in others' loops: ranks of an sp group are handed the same data, and train as one rank would."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import hf
+from trainers import Rows, arguments, launched
+
+import zero3d
+
+CLOSE = {"rel": 1e-5, "abs": 1e-7}
+
+
+class Seen(Rows):
+    """Rows that note which of them were asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.seen = []
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
+def degree(sp):
+    from accelerate import ParallelismConfig
+
+    return None if sp == 1 else ParallelismConfig(sp_size=sp)
+
+
+def fresh():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+
+
+def accelerated(sp, by_mesh=False):
+    """Losses and rates of an epoch's steps of 4 sequences, the last of 2; what this rank read; places of the last."""
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        options = {"options": {"mesh": zero3d.Mesh(sp=sp)}} if by_mesh else {"parallelism_config": degree(sp)}
+        accelerator = Accelerator(cpu=True, stage=3, **options)
+        model, data = hf("llama"), Seen(14)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=8)
+        parts = accelerator.num_processes // sp
+        loader = torch.utils.data.DataLoader(data, batch_size=4 // parts)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        losses, rates, metrics, names = [], [], [], []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+            rates.append(optimizer.param_groups[0]["lr"])
+            metrics += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+            names += accelerator.gather_for_metrics([str(int(first)) for first in batch["input_ids"][:, 0]])
+        assert accelerator.engine.mesh.sp == sp
+        return losses, rates, data.seen, metrics, names
+
+
+@pytest.mark.parametrize("by_mesh", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_loop_of_accelerates_is_that_of_one_rank(ranks, by_mesh):
+    ((losses, rates, seen, metrics, names),) = ranks(1, accelerated, 1)
+    assert metrics == [int(Rows(14).ids[row, 0]) for row in range(14)]
+    assert names == [str(first) for first in metrics]
+    for found in ranks(2, accelerated, 2, by_mesh):
+        assert found[0] == pytest.approx(losses, **CLOSE)
+        assert found[1:] == (rates, seen, metrics, names)
+
+
+def test_groups_have_parts_of_the_data(ranks):
+    found = ranks(4, accelerated, 2)
+    (metrics,) = {tuple(metrics) for *_, metrics, _ in found}
+    seen = [set(each[2]) for each in found]
+    assert seen[0] == seen[1] == {0, 1, 4, 5, 8, 9, 12, 13}
+    assert seen[2] == seen[3] == {2, 3, 6, 7, 10, 11, 0, 1}  # the last batch is filled up from the beginning
+    assert list(metrics) == [int(Rows(14).ids[row, 0]) for row in range(14)]
+
+
+JSON = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+
+
+def trained(folder, sp, by_json=False):
+    """What a Trainer logs in an epoch, and what this rank read of it."""
+    from zero3d.integrations.transformers import Trainer
+
+    with launched():
+        fresh()
+        data, given = Seen(16), {"parallelism_config": degree(sp)}
+        if by_json:
+            given = {"deepspeed": JSON | {"sequence_parallel_size": sp}}
+        args = arguments(
+            folder, per_device_train_batch_size=2, max_steps=-1, num_train_epochs=1, per_device_eval_batch_size=4,
+            eval_strategy="epoch", **given,
+        )  # fmt: skip
+        trainer = Trainer(hf("llama"), args, train_dataset=data, eval_dataset=Rows(6, seed=1))
+        trainer.train()
+        assert trainer.accelerator.engine.mesh.sp == sp
+        logs = trainer.state.log_history
+        steps = [(log["loss"], float(log["grad_norm"]), log["learning_rate"]) for log in logs if "loss" in log]
+        evaluated = [log["eval_loss"] for log in logs if "eval_loss" in log]
+        return steps, evaluated, data.seen, trainer.get_total_train_batch_size(trainer.args)
+
+
+@pytest.mark.parametrize("by_json", [False, True])
+def test_a_trainer_is_that_of_one_rank(ranks, tmp_path, by_json):
+    ((steps, evaluated, seen, batch),) = ranks(1, trained, tmp_path, 1)
+    assert (len(steps), len(evaluated), batch) == (4, 1, 4)
+    for found in ranks(2, trained, tmp_path, 2, by_json):
+        for one, other in zip(found[0], steps, strict=True):
+            assert one == pytest.approx(other, **CLOSE)
+        assert found[1] == pytest.approx(evaluated, **CLOSE)
+        assert found[2:] == (seen, batch)
+
+
+def refused(asked, folder):
+    """What a ParallelismConfig, or what is beside one, is refused for."""
+    from accelerate import DataLoaderConfiguration, ParallelismConfig
+
+    from zero3d.integrations.accelerate import Accelerator
+    from zero3d.integrations.transformers import Trainer
+
+    with launched():
+        fresh()
+        sizes = {name: value for name, value in asked.items() if name.endswith("_size")}
+        given = {"cpu": True, "parallelism_config": ParallelismConfig(**sizes)}
+        if asked.get("mesh"):
+            given["options"] = {"mesh": zero3d.Mesh(sp=dist.get_world_size())}
+        if asked.get("dispatches"):
+            given["dataloader_config"] = DataLoaderConfiguration(dispatch_batches=True)
+        try:
+            if "json" in asked:
+                document = json.dumps(JSON | {"sequence_parallel_size": asked["json"]})
+                arguments(folder, parallelism_config=given["parallelism_config"], deepspeed=document)
+            elif asked.get("predicts"):
+                args = arguments(folder, parallelism_config=given["parallelism_config"])
+                trainer = Trainer(hf("llama"), args, train_dataset=Rows(16))
+                trainer.train()
+                trainer.predict(Rows(4))
+            else:
+                Accelerator(**given)
+        except zero3d.ConfigError as error:
+            return str(error)
+        finally:
+            fresh()
+    return ""
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"cp_size": 2}, r"ParallelismConfig(cp_size=2) is not here: the sequence axis is sp_size"),
+    ({"tp_size": 2}, "ParallelismConfig(tp_size=2) is not here"),
+    ({"sp_size": 3}, "2 / 3 is not whole"),
+    ({"sp_size": 2, "dp_shard_size": 2}, "dp_shard_size is 2 / 2 = 1"),
+    ({"sp_size": 2, "mesh": True}, "would cut the model twice"),
+    ({"sp_size": 2, "dispatches": True}, "dispatch_batches=True has rank 0 read a batch"),
+    ({"sp_size": 2, "json": 4}, "sequence_parallel_size is 4 in the JSON"),
+    ({"sp_size": 2, "predicts": True}, "predictions are logits of whole sequences"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_is_refused(ranks, tmp_path, asked, words):
+    for told in ranks(2, refused, asked, tmp_path):
+        assert words in told
