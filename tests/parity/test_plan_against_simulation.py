@@ -53,13 +53,15 @@ def dry(tree, rank, world, whole):
         return refused
 
 
-def simulated(alone, path, plan, stage, packed=False, whole=False):
+def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH):
     """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
     mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.mesh.sequence_parallel}
+    mesh |= {"sp": plan.sp, "sp_kind": plan.mesh.sp_kind} if plan.sp > 1 else {}
     config = load({
-        "model": {"path": path, "init": "random"}, "data": {"length": LENGTH, "packing": packed},
+        "model": {"path": path, "init": "random"}, "data": {"length": length, "packing": packed},
         "train": {
-            "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.dp,
+            "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.rows,
+            "tiled_loss": plan.tiled_loss,
         },
         "mesh": mesh | ({"schedule": plan.schedule} if plan.pp > 1 else {}),
         "zero": asdict(plan.zero), "offload": asdict(plan.offload), "precision": plan.precision, "activations": plan.activations,
@@ -81,6 +83,8 @@ def ratio(alone, models, plan, tied=False, packed=False, layers=LAYERS):
     if plan.pp == 1:
         weights = sum(len(unit.weights) for part in spec.parts for unit in part.units)
         same_traffic(busiest_traffic(spec, plan), rank.traffic, 8 * (plan.tp - 1) * (4 + weights))
+        losses = sum(each.nbytes for each in rank.traffic if (each.op, each.axis) == ("exchange", "sp"))
+        assert losses == busiest_traffic(spec, plan).get("exchange sp", 0)
     by_place = states(spec, plan, rank.pp)
     for place, held in {DEVICE: by_place.device, **by_place.away}.items():
         said = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
@@ -139,6 +143,52 @@ P = ParallelPlan
 ])  # fmt: skip
 def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed, layers):
     assert 0.97 <= ratio(alone, models, plan, tied, packed, layers) <= 1.05
+
+
+@pytest.mark.parametrize(("plan", "packed", "layers"), [
+    (P(dp=2, sp=2, stage=3), False, 2),
+    *(pytest.param(*case, marks=long) for case in [
+        (P(dp=4, sp=4, stage=3, micro_batch=2), False, LAYERS),
+        (P(dp=8, sp=8, stage=1), False, LAYERS),  # more ranks than heads of keys
+        (P(dp=2, sp=2, stage=2, sp_kind="gather"), False, LAYERS),
+        (P(dp=4, sp=2, stage=3, activations="full", accumulate=2), False, LAYERS),
+        (P(dp=2, sp=2, stage=2, activations="selective"), False, LAYERS),
+        (P(dp=2, sp=2, stage=1), True, LAYERS),
+        (P(dp=2, sp=2, tp=2, stage=2), False, LAYERS),
+        (P(dp=2, sp=2, pp=2, stage=1, accumulate=4), False, LAYERS),
+        (P(dp=2, sp=2, stage=3, tiled_loss=True, activations="full", offload_activations="host"), False, LAYERS),
+        (P(dp=4, sp=4, stage=2, tiled_loss=True, micro_batch=2), False, LAYERS),
+    ]),
+], ids=str)  # fmt: skip
+def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, packed, layers):
+    assert 0.97 <= ratio(alone, models, plan, packed=packed, layers=layers) <= 1.05
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_that_share_sequences_send_what_is_planned(alone, models, stage):
+    plan = P(dp=2, sp=2, pp=2, stage=1, accumulate=4, activations="full")
+    path, spec = models(False, layers=4)
+    ledger = simulated(alone, path, plan, stage, whole=True).traffic
+    found = Counter()
+    for each in ledger:
+        if each.axis == "sp":
+            found[f"{each.op} sp"] += each.nbytes
+    assert found == {key: nbytes for key, nbytes in rank_traffic(spec, plan, stage).items() if key.endswith(" sp")}
+    assert ("exchange sp" in found) == (stage == 1)  # losses are where the head is
+
+
+@long
+def test_an_8b_model_at_512k_tokens_fits_eight_cards_in_the_dry_run(alone, tmp_path):
+    path, length = tmp_path / "config.json", 1 << 19
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    more = {"vocab_size": 128256, "num_hidden_layers": 32, "max_position_embeddings": length}
+    path.write_text(json.dumps(CONFIG | sizes | more))
+    plan = P(dp=8, sp=8, stage=3, activations="full", tiled_loss=True, accumulate=2)
+    planned = evaluate(open_spec(str(path), length), cluster("h100", 8), plan)
+    rank = simulated(alone, str(path), plan, 0, length=length)
+    print(f"planned {planned.memory.allocated:,.0f}, dry run {rank.peak.nbytes:,}, {planned.seconds.mid:.0f} s")
+    assert planned.memory.allocated == pytest.approx(rank.peak.nbytes, rel=0.05)
+    assert planned.memory.device < 0.95 * 80 * 2**30
 
 
 FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master="split", activations="full")

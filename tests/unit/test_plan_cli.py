@@ -7,7 +7,9 @@ from functools import lru_cache
 import pytest
 
 from zero3d.cli.main import main
+from zero3d.cli.plan_options import tokens_of
 from zero3d.config import Lora, load
+from zero3d.errors import ConfigError
 from zero3d.plan.hardware import CATALOGUE
 from zero3d.sim import model_spec
 
@@ -213,6 +215,51 @@ def test_llava_with_adapters_is_planned_with_gpu_and_host_memory(plan, gpus):
         assert row["plan"]["dp"] * row["plan"]["tp"] * row["plan"]["pp"] == gpus
         assert 14.1e9 / gpus < row["memory"]["device"] < 0.95 * 48 * 2**30
         assert row["memory"]["host"] > 0
+
+
+@pytest.fixture
+def long_demo(tmp_path):
+    """A Llama of two blocks with 64k positions."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"max_position_embeddings": 1 << 16}))
+    return str(path)
+
+
+def test_long_sequences_are_planned_over_sp_and_said_to_be(plan, long_demo, tmp_path):
+    emitted = tmp_path / "train.yaml"
+    words = [long_demo, "--seq", "32k", "--gpus", 2, "--tokens-per-batch", 2 << 15]
+    code, out, _ = plan(*words, "--emit", emitted)
+    assert code == 0
+    assert "sequences of 32,768 tokens" in out
+    assert "(sp 2)" in out
+    assert "Where the 32,768 tokens of a sequence are" in out
+    assert "loss in tiles" in out
+    config = load(emitted)
+    assert (config.data.length, config.data.packing, config.train.tiled_loss) == (32768, False, True)
+    told = json.loads(plan(*words, "--json")[1])
+    assert {row["plan"]["sp"] for row in told["plans"]} == {1, 2}
+
+
+def test_sequences_beyond_computed_positions_are_planned_with_a_note(plan, long_demo):
+    code, out, _ = plan(long_demo, "--seq", "128k", "--gpus", 2, "--tokens-per-batch", 2 << 17)
+    assert code == 0
+    assert "traced, beyond its 65,536 positions" in out
+    assert "config.json with 131,072 or more max_position_embeddings" in out
+
+
+@pytest.mark.parametrize(("text", "tokens"), [
+    ("4096", 4096), ("4e3", 4000), ("32k", 32768), ("32K", 32768), ("1m", 1 << 20), ("0.5m", 1 << 19),
+])  # fmt: skip
+def test_lengths_are_read(text, tokens):
+    assert tokens_of(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["k", "0.3k", "-1k", "1g", "nan", "infk"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^--seq .* is no whole number from 1: type 4096, 32k \(x 1024\) or 1m"):
+        tokens_of(text)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw8bit"])

@@ -13,7 +13,7 @@ from zero3d.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import Target, divisors, resized, search, tp_refused
+from zero3d.plan.search import Target, divisors, resized, search, sequence_ways, tp_refused
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.what_if import what_if
@@ -133,6 +133,65 @@ def test_degrees_that_do_not_divide_are_counted_with_the_reason():
         for p in odd.parts
     ))  # fmt: skip
     assert tp_refused(bare, 2, 8) == "the model has no tensor-parallel plan"
+
+
+LONGER = gpt(8, 1024, 16, 50304, 16384)
+
+
+def test_short_sequences_are_whole_and_long_ones_are_tried_over_sp():
+    assert {row.plan.sp for row in found().rows} == {1}
+    rows = found(sequences=16, model=LONGER, limit=1e12).rows
+    assert {row.plan.sp for row in rows} == {1, 2, 4, 8, 16}
+    for plan in (row.plan for row in rows):
+        assert plan.micro_batch * plan.accumulate * plan.dp == 16 * plan.sp
+        assert plan.tp * plan.sp <= 16
+        assert not (plan.sp > 1 and plan.mesh.sequence_parallel)
+        assert plan.tiled_loss
+
+
+def test_fewer_long_sequences_than_ranks_fit_where_these_share_them():
+    rows = found(sequences=2, model=LONGER, limit=1e12).rows
+    assert rows
+    assert {row.plan.rows for row in rows} == {1, 2}
+
+
+def test_inputs_of_long_sequences_leave_the_device_where_nothing_fits_otherwise():
+    def needs_room(model, place, plan):
+        made = price(model, place, plan)
+        here = 1e9 if plan.offload.activations == "host" else 9e10
+        return replace(made, memory=replace(made.memory, device=here))
+
+    for offload in ("none", "auto"):
+        result = search(LONGER, A100, Target(16, 80e9, offload=offload), needs_room)
+        assert {(row.plan.offload.activations, row.plan.activations) for row in result.rows} == {("host", "full")}
+        assert {row.plan.offload.optimizer for row in result.rows} == {"none"}
+
+
+def test_what_if_varies_sp_and_keeps_the_sequences_of_a_step():
+    rows = found(sequences=16, model=LONGER, limit=1e12).rows
+    row = next(row for row in rows if (row.plan.dp, row.plan.sp, row.plan.micro_batch) == (16, 4, 1))
+    turned = {knob.change: knob.plan for knob in what_if(row, LONGER, A100, price)}
+    for sp in (2, 8):
+        plan = turned[f"mesh.sp: {sp}"]
+        assert plan.micro_batch * plan.accumulate * plan.rows == 16
+
+
+def test_the_best_plan_of_each_way_to_have_a_long_sequence_on_ranks():
+    rows = found(sequences=16, model=LONGER, limit=1e12).rows
+    ways = dict(sequence_ways(rows))
+    assert {(row.plan.sp > 1, row.plan.tp > 1) for row in ways.values()} == {
+        (False, False), (True, False), (False, True), (True, True)
+    }  # fmt: skip
+    assert rows[0] in ways.values()
+
+
+def test_an_emitted_file_has_the_sequence_axis(tmp_path):
+    plan = ParallelPlan(dp=4, sp=2, stage=3, micro_batch=1, accumulate=2, activations="full", tiled_loss=True)
+    tree = train_config(LONGER, plan, "demo", "bytes")
+    assert tree["mesh"]["sp"] == 2
+    assert tree["train"] == {"batch": 4, "micro_batch": 1, "accumulate": 2, "tiled_loss": True}
+    assert tree["data"]["packing"] is False
+    assert plan_of(load(tree), 4) == plan
 
 
 def test_an_unknown_goal_is_refused_by_name():

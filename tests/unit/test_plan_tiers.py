@@ -355,12 +355,13 @@ def test_the_ladder_s_rule_holds_from_built_things(answer):
 def test_one_configuration_is_explained_with_its_places(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["data.length=64", "mesh.dp=2", "zero.stage=3", "offload.optimizer=host", "offload.params=host"]
-    words += ["train.tiled_loss=true"]
+    words += ["train.tiled_loss=true", "zero.gather_budget=64MB"]
     assert main(["plan", "explain", "--gpu", "a100-80", *words]) == 0
     text = capsys.readouterr().out
     assert "States of a rank on the host: parameters" in text
     assert "optimizer on host, parameters on host" in text
-    assert "zero.gather_budget are left out, and need less memory than this" in text
+    assert "loss in tiles" in text
+    assert "zero.gather_budget is left out, and needs less memory than this" in text
     words = [word.replace("optimizer=host", "optimizer=auto") for word in words]
     assert main(["plan", "explain", "--gpu", "a100-80", "--assert-fits", "1MB", "--json", *words]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from zero3d.cli import plan_explain, plan_theory
-from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size
+from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size, tokens_of
 from zero3d.cli.plan_theory import parse_params
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
@@ -25,7 +25,7 @@ from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.ladder import ladder
-from zero3d.plan.search import GOALS, OFFLOADS, Row, Target, resized, search
+from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
 from zero3d.spec.optimizer import ADAMW, NAMES
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="which: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
     parser.add_argument("--nodes", help="machines they are in (default: full ones)")
     parser.add_argument("--cluster", metavar="FILE", help="what is known of the cluster, as YAML or JSON of calibrate")
-    parser.add_argument("--seq", help=f"tokens of a sequence (default: the model's positions, at most {MOST})")
+    parser.add_argument(
+        "--seq", help=f"tokens of a sequence: 4096, 32k (x 1024), 1m (x 1024^2) (default: the model's, at most {MOST})"
+    )
     parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
@@ -128,7 +130,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError."""
-    length = None if arguments.seq is None else int(number(arguments.seq, "--seq") or 0)
+    length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
     if path is None:
@@ -140,7 +142,8 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     from zero3d.sim.model_spec import lora_of, open_spec
 
     lora = lora_of(arguments.lora) if arguments.lora else None
-    return open_spec(path, length, lora=lora, packed=None)  # as zero3d train does by default
+    packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
+    return open_spec(path, length, lora=lora, packed=packed, beyond=True)
 
 
 def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
@@ -188,7 +191,9 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         tree = train_config(answer.model, rows[0].plan, path, _tokenizer(path)) | _adapters(arguments.lora)
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
-        flat = next((row for row in rows if row.plan.pp == 1 and not row.plan.mesh.sequence_parallel), rows[0])
+        flat = next(
+            (row for row in rows if row.plan.pp == row.plan.sp == 1 and not row.plan.mesh.sequence_parallel), rows[0]
+        )
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
         texts[arguments.html] = plan_page(answer, arguments.top)

@@ -23,7 +23,7 @@ from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 PLACES = ("none", *tiers_of(OPTIMIZER))  # that auto tries in turn
-TILES = "train.tiled_loss and zero.gather_budget are left out, and need less memory than this: zero3d simulate has them"
+TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d simulate has it"
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)
     row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
-    if config.train.tiled_loss is True or config.zero.gather_budget is not None:
+    if config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     if arguments.json:
         print(json.dumps(plan_text.row_json(row), indent=2))
@@ -72,7 +72,7 @@ def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
 
 def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
-    yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.dp)
+    yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)

@@ -11,6 +11,7 @@ from zero3d.plan.spec import ClusterSpec
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
 USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
+BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
 
@@ -36,6 +37,18 @@ def number(text: str | None, option: str) -> float | None:
         return float(parse_params(text))
     except ConfigError as error:
         raise ConfigError(f"{option} {short(text)!r} is no whole number from 1: type 4096, 4e6 or 4M.") from error
+
+
+def tokens_of(text: str) -> int:
+    """Return the tokens of a sequence that 4096, 4e3, 32k or 1m is: k are 1024, m 1024^2. Raises ConfigError."""
+    scale = BINARY.get(text[-1:].lower(), 1)
+    try:
+        tokens = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        tokens = 0.0
+    if not (0 < tokens < 1 << 40 and tokens == int(tokens)):
+        raise ConfigError(f"--seq {short(text)!r} is no whole number from 1: type 4096, 32k (x 1024) or 1m (x 1024^2).")
+    return int(tokens)
 
 
 def parse_size(text: str) -> float:

@@ -9,10 +9,10 @@ from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import in_parts, on_host
 from zero3d.plan.ladder import Rung, differs
-from zero3d.plan.search import Rejection, Row, SearchResult, Target, memory_of, ways
+from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.tiers import HOST, OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -44,6 +44,7 @@ def as_text(answer: Answer, top: int) -> str:
     lines = [*heading(answer.model, answer.cluster, answer.target.sequences), ""]
     lines += _ranked(shown, answer.target)
     lines += ["", *_experts(answer)] if answer.model.experts else []
+    lines += ["", *_sequences(answer)] if answer.model.length >= LONG else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
@@ -66,7 +67,8 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 def mesh(plan: ParallelPlan) -> str:
     """Name the degrees: pp 8 x dp 2 x tp 8."""
     text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
-    return text if plan.ep == 1 else f"{text} (ep {plan.ep})"
+    folds = [f"{name} {degree}" for name, degree in (("ep", plan.ep), ("sp", plan.sp)) if degree > 1]
+    return f"{text} ({', '.join(folds)})" if folds else text
 
 
 def settings(plan: ParallelPlan) -> str:
@@ -74,6 +76,8 @@ def settings(plan: ParallelPlan) -> str:
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["sources in one product"] if plan.ep > 1 and plan.mesh.experts == "fast" else []
+    words += [f"attention by {plan.mesh.sp_kind}"] if plan.sp > 1 and plan.mesh.sp_kind != "auto" else []
+    words += ["loss in tiles"] if plan.tiled_loss else []
     words += ["sequence parallel"] if plan.mesh.sequence_parallel else []
     if plan.offload.optimizer != "none":
         share = "" if plan.offload.fraction == 1 else f"{100 * plan.offload.fraction:g} % of "
@@ -97,7 +101,8 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan, away = row.plan, row.plan.offload
-        degrees, places = (plan.pp, plan.dp, plan.tp, plan.ep), (away.optimizer, away.params, away.gradients)
+        degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp
+        places = away.optimizer, away.params, away.gradients
         kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
     return list(kept.values())
 
@@ -128,6 +133,8 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     yield from columns(table, "><<<<>>" + ">" * len(apart) + ">><")
     if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
+    elif rows and rows[0].plan.offload.activations == HOST:
+        yield "   With the inputs of recomputed blocks on the GPU none fits: those of these plans wait on the host."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 
 
@@ -135,6 +142,15 @@ def _experts(answer: Answer) -> Iterator[str]:
     yield f"Where the {answer.model.experts} experts of a layer are, the {answer.target.goal} plan of each way:"
     table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GB", "step s", "why")]
     for name, row in ways(answer.result.rows):
+        cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
+        table.append((name, *cells))
+    yield from columns(table, "<<<>><")
+
+
+def _sequences(answer: Answer) -> Iterator[str]:
+    yield f"Where the {answer.model.length:,} tokens of a sequence are, the {answer.target.goal} plan of each way:"
+    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GB", "step s", "why")]
+    for name, row in sequence_ways(answer.result.rows):
         cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
         table.append((name, *cells))
     yield from columns(table, "<<<>><")

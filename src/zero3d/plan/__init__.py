@@ -9,6 +9,7 @@ rank_model, states          a rank's chunks and units of a model, and the bytes 
 footprint, windows,         activations of a part; buffers that come and go with units; micro-batches in flight
 in_flight, inputs, memory   when a backward begins; inputs kept in parts or on the host; the fullest instant of all
 traffic                     what a rank sends
+sequence                    what ranks that share sequences keep and send around attention
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
 saves                       bytes of the copy that a save behind training writes
 tier_time                   of states that leave the device

@@ -5,7 +5,7 @@ ParallelPlan                      zero3d                      DeepSpeed
 mesh                              mesh.*, with effect         tensor_parallel.autotp_size (tp), others refused
 zero                              zero.*, if not the default  zero_optimization.stage (stage), -
 offload                           offload.*, the same         offload_optimizer, _param, .ratio (fraction), -
-micro_batch, accumulate           train.*                     train_micro_batch_size_per_gpu, gradient_...
+micro_batch, accumulate, tiles    train.*                     train_micro_batch_size_per_gpu, gradient_...
 activations                       activations                 - (a setting of the model there)
 precision                         precision                   bf16.enabled
 optimizer                         optimizer.name              refused but AdamW
@@ -21,6 +21,7 @@ from zero3d.distributed.degrees import AXES, Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import in_parts
+from zero3d.plan.search import LONG
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import AUTO, Offload
@@ -44,15 +45,18 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     no_effect |= set() if in_parts(plan) else {"partition_activations"}
     mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in no_effect}
     away = _non_default(plan.offload)
-    sequences = plan.micro_batch * plan.accumulate * plan.dp
+    sequences = plan.micro_batch * plan.accumulate * plan.rows
     saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
     return (
         {
             "model": {"path": path} | ({} if plan.linear is None else {"linear": plan.linear}),
-            "data": {"length": model.length} | ({"tokenizer": tokenizer} if tokenizer else {}),
+            "data": {"length": model.length}
+            | ({"packing": False} if model.length >= LONG and "packed" not in model.provenance else {})
+            | ({"tokenizer": tokenizer} if tokenizer else {}),
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
-            | ({} if plan.ema is None else {"ema": plan.ema}),
+            | ({} if plan.ema is None else {"ema": plan.ema})
+            | ({"tiled_loss": True} if plan.tiled_loss else {}),
             "mesh": mesh,
             "zero": _non_default(plan.zero, "stage", "reduce_dtype"),
             "precision": plan.precision,
@@ -98,6 +102,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         linear=config.model.linear,
         micro_batch=batch.micro_batch,
         accumulate=batch.accumulate,
+        tiled_loss=config.train.tiled_loss is True,
         virtual=schedule.chunks_per_rank if degrees.pp > 1 else 1,
         asynchronous_saves=config.checkpoint.asynchronous,
     )
@@ -113,6 +118,10 @@ def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     if plan.ep > 1:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say ep={plan.ep}: its experts are layers written for it."
+        )
+    if plan.sp > 1:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON cannot say sp={plan.sp}: its sequence axis is asked for in Python."
         )
     if plan.pp > 1 or plan.mesh.sequence_parallel:
         beside = " with sequence parallelism" if plan.mesh.sequence_parallel else ""

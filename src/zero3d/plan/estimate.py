@@ -15,6 +15,7 @@ from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.search import ep_refused
+from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
@@ -26,6 +27,7 @@ from zero3d.zero.layout import padding_warning
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"
 SEEN = re.compile(r"with an image of [\d,]+ tokens")
+BEYOND = re.compile(r"beyond its ([\d,]+) positions")
 UNEVEN = (
     f"experts: bytes are of tokens that fall on all alike, seconds of {IMBALANCE:g} x the mean on the busiest ep rank, "
     "an assumption: zero3d compare prints a run's expert load"
@@ -52,7 +54,7 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     plan = chosen_executor(with_algorithm(plan, cluster), cluster)
     memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
     seconds = step_seconds(model, plan, cluster, chosen.pace)
-    tokens = plan.dp * plan.accumulate * plan.micro_batch * model.length
+    tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
     per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
     known = digest(model)
     trained = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
@@ -78,10 +80,15 @@ def _notes(
         notes.append(UNPACKED)
     if "text alone" in model.provenance:
         notes.append(TEXT)
+    if beyond := BEYOND.search(model.provenance):
+        notes.append(
+            f"the model has {beyond[1]} positions: before it trains, give it a config.json with {model.length:,} or "
+            "more max_position_embeddings, and rope_parameters for them"
+        )
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
     nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, WIDTHS[plan.precision].weight)
-    if as_zero3d and plan.tp == 1 and nbytes > LOGITS_BUDGET:
+    if as_zero3d and plan.tp == 1 and nbytes > LOGITS_BUDGET and not plan.tiled_loss:
         notes.append(TILED.format(nbytes / 1e9))
     for name in memory.lacks(cluster):
         held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
@@ -111,6 +118,9 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
     if why is not None:
         raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
+    why = sp_refused(model, plan.dp, plan.tp, plan.sp) if plan.sp > 1 else None
+    if why is not None:
+        raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
     if model.heads % plan.tp or model.hidden % plan.tp:
         raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
     parts = plan.pp * plan.virtual

@@ -17,7 +17,11 @@ from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import itemsize
+from zero3d.plan.sequence import kept_more
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
+
+NORM = 8.0  # bytes for an element of a hidden state that the last norm and the head keep, at most
+TILED = 14.0  # bytes for an element of a tile: its gradient in fp32, logits and theirs, a product's in 16 and 32 bits
 
 
 class Footprint(NamedTuple):
@@ -47,9 +51,11 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
         plan.mesh.sequence_parallel,
         Policy.of(plan.activations),
         plan.precision,
-        plan.micro_batch * model.length,
+        plan.tokens(model.length),
         share_here(plan),
         plan.dispatches,
+        kept_more(model, plan),
+        plan.tiled_loss,
     )
     return _footprints(run, plan.pp == 1)
 
@@ -61,7 +67,12 @@ def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
 
 
 class _Run(NamedTuple):
-    """A model and the settings that a part's bytes depend on. share: of an input that is kept here."""
+    """A model and the settings that a part's bytes depend on.
+
+    share     of an input that is kept here
+    attended  bytes that an attention keeps of sequences that are shared out, beyond those of its own rows
+    tiled     the loss is computed tile by tile
+    """
 
     model: ModelSpec
     tp: int
@@ -71,6 +82,8 @@ class _Run(NamedTuple):
     tokens: int
     share: float
     dispatches: bool
+    attended: float
+    tiled: bool
 
     @property
     def width(self) -> float:
@@ -92,7 +105,7 @@ class _Run(NamedTuple):
             again,
             self._transients(part, waiting),
             for_weights=outputs * self.tokens * WIDTHS[self.precision].weight,
-            dropped=min(logits, kept) if part.kind == "head" else 0.0,
+            dropped=min(logits, kept) if part.kind == "head" and not self.tiled else 0.0,
             skipped=skipped,
         )
 
@@ -109,17 +122,21 @@ class _Run(NamedTuple):
         """Return all that a part keeps where nothing is recomputed."""
         operations = self.operations(part)
         if part.kind != "block":
-            return self._divided(operations.kept_cut, operations.kept_whole)
+            kept = self._divided(operations.kept_cut, operations.kept_whole)
+            if part.kind == "head" and self.tiled:
+                without = max(0.0, kept - 4.0 * self.tokens * self.model.vocab / self.tp)
+                return min(without, NORM * self.tokens * self.model.hidden)
+            return kept
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
         whole = max(0.0, operations.kept_whole - gathered)
-        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered)
+        return self.width * (self._divided(operations.kept_cut, whole) + self.tokens * gathered) + self.attended
 
     def _kept(self, part: Part) -> float:
         whole = self._interior(part)
         if part.kind != "block" or self.policy.kind == "none":
             return whole
         if self.policy.kind == "selective":
-            attention = self.width * self._divided(self.operations(part).attention, 0.0)
+            attention = self.width * self._divided(self.operations(part).attention, 0.0) + self.attended
             return whole - attention - (1 - self.share) * self._input(part)
         return self.share * self._input(part) / (self.policy.every or 1)
 
@@ -135,6 +152,9 @@ class _Run(NamedTuple):
         operations = self.operations(part)
         scale = self.width if part.kind == "block" else 1.0
         instants = operations.instants or (Instant(operations.transient, 0.0),)
+        if part.kind == "head" and self.tiled:
+            gradients = max(at.gradients for at in instants)
+            instants = (Instant(0.0, TILED * self.model.hidden, gradients),)
         tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
         return tuple(
             scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied

@@ -44,7 +44,7 @@ def share_here(plan: ParallelPlan) -> float:
 
 def kept_bytes(model: ModelSpec, plan: ParallelPlan) -> int:
     """Return the bytes of one input of one micro-batch as this rank keeps it, wherever."""
-    elements = plan.micro_batch * model.length * model.hidden
+    elements = plan.tokens(model.length) * model.hidden
     parts = plan.tp if in_parts(plan) or plan.mesh.sequence_parallel else 1
     return ceil(elements / parts) * int(WIDTHS[plan.precision].weight)
 

@@ -196,7 +196,7 @@ def part_work(
 ) -> PartWork:
     """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
-    tokens = plan.micro_batch * model.length
+    tokens = plan.tokens(model.length)
     return _part_work(shape, tokens, Divided.of(plan), cluster.gpu, speed, narrow, kernels)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero3d.plan.search import Evaluate
+from zero3d.plan.search import LONG, Evaluate, shares
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
@@ -44,10 +44,16 @@ def ladder(
 ) -> list[Rung]:
     """Price all rungs, every GPU on the data axis, blocks recomputed, from the most bytes of states to the fewest.
 
-    Moments of 8 bits stay on the device: they have no rung off it.
+    Moments of 8 bits stay on the device: they have no rung off it. Long sequences are on as many ranks as share them.
     """
+    sp = max(shares(model, cluster.gpus, 1))
     plan = ParallelPlan(
-        dp=cluster.gpus, accumulate=max(1, sequences // cluster.gpus), activations="full", optimizer=optimizer
+        dp=cluster.gpus,
+        sp=sp,
+        accumulate=max(1, sequences * sp // cluster.gpus),
+        activations="full",
+        tiled_loss=model.length >= LONG,
+        optimizer=optimizer,
     )
     rungs = []
     for name, (stage, offload) in RUNGS.items():

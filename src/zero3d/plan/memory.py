@@ -170,12 +170,12 @@ class _Rank:
         self._moving = backwards(model, plan, stage)
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-        tokens = plan.micro_batch * model.length
+        tokens = plan.tokens(model.length)
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
         self.inputs = slots_on_host(model, plan, stage, self.chunks)
         self._ring_of_inputs = ring_here(model, plan)
-        self.base = self._base(16.0 * tokens * plan.accumulate)
+        self.base = self._base(16.0 * plan.micro_batch * model.length * plan.accumulate)
 
     def _base(self, batch: float) -> dict[str, float]:
         ring = float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs

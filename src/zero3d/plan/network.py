@@ -37,12 +37,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a plan; tp ranks are neighbours, then dp, then pp. On dp those of ep are neighbours, then edp."""
+    """The groups of a plan; tp ranks are neighbours, then dp, then pp. On dp those of ep are neighbours, then edp.
+
+    Those of sp are neighbours on dp, too.
+    """
 
     tp: Group
     dp: Group
     ep: Group
     edp: Group
+    sp: Group
     hop_inside: bool
 
     @classmethod
@@ -52,7 +56,8 @@ class Groups:
         dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
         ep = Group(plan.ep, max(1, min(plan.ep, cluster.per_node // plan.tp)))
         edp = Group(plan.edp, max(1, min(plan.edp, cluster.per_node // (plan.tp * plan.ep))))
-        return cls(tp, dp, ep, edp, plan.tp * plan.dp < cluster.per_node)
+        sp = Group(plan.sp, max(1, min(plan.sp, cluster.per_node // plan.tp)))
+        return cls(tp, dp, ep, edp, sp, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:

@@ -101,4 +101,5 @@ def _is_better(one: Relief, other: Relief) -> bool:
 def _settings(knob: WhatIf) -> dict[str, str]:
     """Return a knob as a configuration says it: sequences of a step stay as many."""
     key, _, value = knob.change.partition(": ")
-    return {key: value} | ({"train.accumulate": str(knob.plan.accumulate)} if key == "train.micro_batch" else {})
+    accumulates = key in ("train.micro_batch", "mesh.sp")
+    return {key: value} | ({"train.accumulate": str(knob.plan.accumulate)} if accumulates else {})

@@ -7,6 +7,8 @@
     dp                 ranks / (tp x pp)                                               it divides no batch
     ep                 divisors of dp that divide a layer's experts                    no experts, sequence parallel,
                                                                                        backwards in two parts
+    sp                 divisors of dp, tp x sp up to the heads                         short sequences,
+                                                                                       sequence parallel
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
     recomputation      none, selective, full
@@ -14,13 +16,15 @@
     schedule           1f1b, interleaved, zero-bubble                                  pp = 1
     reduce_scatter     auto, or what the links' formulas call faster than it           dp = 1
     in a pipeline      stage 2 reduces every micro-batch, 3 also releases every use    (by default they are as 1)
-    off the device     optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
+    off the device     inputs of recomputed blocks on the host                         short sequences
+                       optimizer states on the host or a disk, at stage 3 weights, too what is not asked for
     gradients          where states leave: on the device, on the host at stages 2, 3
 
 Memory decides first: it grows with the micro-batch, so the first that does not fit ends its row. What fits is
 timed by `evaluate`. Every rejected plan is counted under the reason, with the one that was nearest.
 
-States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says.
+States leave the device where nothing fits otherwise, for the host before a disk; or as far as the caller says. So do
+the inputs of recomputed blocks of long sequences, before them. The loss of long sequences is computed tile by tile.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.mesh import Mesh
@@ -44,12 +49,13 @@ Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
+LONG = 16384  # tokens of a sequence from which it may be cut over sp
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
 
 
-def _rounds() -> dict[str, tuple[Tiers, ...]]:
+def _turns() -> dict[str, tuple[Tiers, ...]]:
     """Return, by how far states may go, what is tried in turn: each if those before it have found nothing.
 
     Weights leave the device for no tier beyond that of the states.
@@ -63,7 +69,7 @@ def _rounds() -> dict[str, tuple[Tiers, ...]]:
     return {"auto": tuple(turns), **{tier: (all_,) for tier, all_ in up_to.items()}}
 
 
-ROUNDS = _rounds()
+ROUNDS = _turns()
 
 
 class Row(NamedTuple):
@@ -116,7 +122,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
     account = _Account(target.limit)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for tiers, gpus in product(ROUNDS[target.offload], sizes):
+    for tiers, gpus in product(list(_rounds(target.offload, model)), sizes):
         here = resized(cluster, gpus)
         rows += [
             row
@@ -126,6 +132,14 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
         if rows:
             break
     return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
+
+
+def _rounds(offload: str, model: ModelSpec) -> Iterator[Tiers]:
+    """Yield what may leave the device, the least first: of long sequences first inputs of recomputed blocks."""
+    for tiers in ROUNDS[offload]:
+        yield tiers
+        if model.length >= LONG:
+            yield tuple(replace(away, activations=HOST) for away in tiers)
 
 
 def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
@@ -149,7 +163,7 @@ def _sizes(cluster: ClusterSpec) -> Iterator[int]:
 _KEYS: dict[str, Callable[[Row], tuple[float, ...]]] = {
     "fastest": lambda row: (row.estimate.seconds.mid, row.estimate.memory.allocated),
     "fewest-gpus": lambda row: (row.plan.world, row.estimate.seconds.mid),
-    "largest-batch": lambda row: (-row.plan.micro_batch * row.plan.dp, row.estimate.seconds.mid),
+    "largest-batch": lambda row: (-row.plan.micro_batch * row.plan.rows, row.estimate.seconds.mid),
 }
 
 
@@ -189,29 +203,37 @@ def _groups(
 ) -> Iterator[list[ParallelPlan]]:
     """Yield groups of plans that differ in the micro-batch alone, the smallest first."""
     for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
-        sequences = target.sequences // dp
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
-                for activations, (ep, sequence_parallel) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
+                for activations, (ep, sp, sliced) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
+                    if target.sequences % (dp // sp) or (away.activations == HOST and activations != "full"):
+                        continue
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
                         zero=Zero(stage, **pipeline_moments(stage, pp)),
                         offload=away,
-                        mesh=Mesh(dp, tp, pp, ep, schedule=schedule, sequence_parallel=sequence_parallel),
+                        mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
                         activations=activations,
                         virtual=virtual,
+                        tiled_loss=model.length >= LONG,
                         optimizer=target.optimizer,
                     )
-                    yield list(_micro_batches(plan, sequences, len(model.blocks), account))
+                    yield list(_micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account))
 
 
-def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple[int, bool]]:
-    """Yield (ep, sequence parallelism) that go together with these degrees."""
-    yield 1, False
+def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield (ep, sp, sequence parallelism) that go together with these degrees."""
+    yield 1, 1, False
     if tp > 1 and model.length % tp == 0:
-        yield 1, True
-    if model.experts and not Schedule.of(schedule).splits_backward:
-        yield from ((ep, False) for ep in divisors(dp)[1:] if ep_refused(model, dp, ep) is None)
+        yield 1, 1, True
+    several = model.experts and not Schedule.of(schedule).splits_backward
+    experts = [ep for ep in divisors(dp)[1:] if ep_refused(model, dp, ep) is None] if several else []
+    yield from ((ep, sp, False) for ep in (1, *experts) for sp in shares(model, dp, tp) if (ep, sp) != (1, 1))
+
+
+def shares(model: ModelSpec, dp: int, tp: int) -> list[int]:
+    """Return the degrees of sp: short sequences are not cut."""
+    return [sp for sp in divisors(dp) if sp == 1 or (model.length >= LONG and sp_refused(model, dp, tp, sp) is None)]
 
 
 def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
@@ -252,7 +274,7 @@ def _degrees(
                 account.reject(f"more pipeline stages than {len(model.blocks)} blocks")
             elif pp > 1 and not model.chain:
                 account.reject("the model is no chain of blocks, which no pipeline can cut")
-            elif sequences % dp:
+            elif all(sequences % (dp // sp) for sp in shares(model, dp, tp)):
                 account.reject(f"{sequences} sequences a step are no multiple of dp")
             else:
                 yield pp, dp, tp
@@ -370,5 +392,19 @@ def ways(rows: list[Row]) -> list[tuple[str, Row | None]]:
         "on all of dp": lambda plan: plan.ep == 1 and plan.tp == 1,
         "over ep": lambda plan: plan.ep > 1,
         "cut by tp": lambda plan: plan.ep == 1 and plan.tp > 1,
+    }
+    return [(name, next((row for row in rows if fits(row.plan)), None)) for name, fits in kinds.items()]
+
+
+# --- sequences ----------------------------------------------------------------------------------
+
+
+def sequence_ways(rows: list[Row]) -> list[tuple[str, Row | None]]:
+    """Return the best of these rows for each way to have a long sequence on ranks; None where none fits."""
+    kinds: dict[str, Callable[[ParallelPlan], bool]] = {
+        "whole on a rank": lambda plan: plan.sp == 1 and plan.tp == 1,
+        "over sp": lambda plan: plan.sp > 1 and plan.tp == 1,
+        "cut by tp": lambda plan: plan.sp == 1 and plan.tp > 1,
+        "over sp and tp": lambda plan: plan.sp > 1 and plan.tp > 1,
     }
     return [(name, next((row for row in rows if fits(row.plan)), None)) for name, fits in kinds.items()]

@@ -34,7 +34,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
 )
 
 
@@ -288,8 +288,8 @@ class ClusterSpec:
 class ParallelPlan(Spec):
     """Describes a way to train a model: all settings of a run, and what only a planner has.
 
-    Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x dp. What keys of sections mean is said where
-    they are declared (`zero3d.spec`), and any of them is written by itself:
+    Ranks = dp x tp x pp; sequences per step = micro_batch x accumulate x rows, and rows = dp / sp. What keys of
+    sections mean is said where they are declared (`zero3d.spec`), and any of them is written by itself:
 
         ParallelPlan(dp=8, stage=3, offload="host")       `PLAN_KEYWORDS`
         plan.zero.stage, plan.offload.optimizer           where they are
@@ -303,15 +303,17 @@ class ParallelPlan(Spec):
     linear         fp8 where linear layers multiply in it, which is priced as bf16 (model.linear); None: they do not
     micro_batch, accumulate  sequences of a forward; forwards of a step
     virtual        model chunks per rank of a pipeline
+    tiled_loss     the loss is computed tile by tile, without logits of the whole vocabulary (train.tiled_loss)
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     """
 
-    mesh: Mesh = field(default_factory=lambda: Mesh(1, 1, 1, 1, schedule=DEFAULT))
+    mesh: Mesh = field(default_factory=lambda: Mesh(1, 1, 1, 1, 1, schedule=DEFAULT))
     activations: str = "none"
     optimizer: str = ADAMW
     micro_batch: int = 1
     accumulate: int = 1
     virtual: int = 1
+    tiled_loss: bool = False
     asynchronous_saves: bool = False
 
     def __init__(self, **settings: Any) -> None:
@@ -355,6 +357,15 @@ class ParallelPlan(Spec):
     def edp(self) -> int:
         """Count the ranks that hold the same experts."""
         return self.dp // self.ep
+
+    @property
+    def rows(self) -> int:
+        """Count the ranks of dp that have other sequences than each other."""
+        return self.dp // self.sp
+
+    def tokens(self, length: int) -> int:
+        """Count the tokens of a micro-batch that a rank computes: of each sequence its part, the longest one."""
+        return self.micro_batch * -(-length // self.sp)
 
     @property
     def dispatches(self) -> bool:

@@ -101,10 +101,11 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     return replace(
         plan,
         offload=Offload(gradients=plan.offload.gradients),
-        mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False),
+        mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
         micro_batch=1,
         accumulate=many,
         activations="none",
+        tiled_loss=False,
         asynchronous_saves=False,
         replay=0,
         linear=None,

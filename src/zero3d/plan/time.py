@@ -4,6 +4,8 @@ compute      matrices, attention, rest of the rank that works most (kernels.py) 
 recompute    its forwards that run again
 experts      rows to their experts and results back, the counts before them, there and back again; again where
              recomputed. Nothing hides them
+sp           rows for heads of whole sequences, or keys and values of them, around every attention, there and back;
+             again where recomputed; losses. Nothing hides them
 tp           all-reduces in forward and backward, and again where recomputed; what of them is not hidden. Gathers of
              inputs that are kept in parts
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
@@ -34,6 +36,7 @@ from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
 from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
 from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.sequence import exchanged
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
@@ -42,7 +45,7 @@ from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import HOST
 from zero3d.zero.stages import resolve_policies, stage_row
 
-WORKING = ("matrices", "attention", "rest", "recompute", "experts", "tp", "host", "inputs")
+WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
@@ -108,8 +111,8 @@ class _Step:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens of a micro-batch."""
-        return self.plan.micro_batch * self.model.length
+        """Count the tokens of a micro-batch that a rank computes."""
+        return self.plan.tokens(self.model.length)
 
 
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
@@ -162,6 +165,8 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
+    if step.plan.tiled_loss:  # a tile's logits are made again
+        recompute += sum(w.matrices.forward for shape, w in inside if shape.kind == "head")
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     again = 0.5 if step.pace.as_zero3d else 1.0
     passes = 2 + again if policy.kind in ("full", "every") else 2
@@ -172,9 +177,12 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     sent = sum(shape.stack is not None for shape, _ in inside) * _rows(step)
     inputs, whole = ceil(kinds.count("block") / (policy.every or 1)), 2.0 * step.tokens * step.model.hidden
     partial = inputs * gather_seconds(whole, step.groups.tp, step.cluster) if in_parts(step.plan) else 0.0
-    forward = work.forward + exposed + ends + host + sent
+    shared, losses = kinds.count("block") * _attention_seconds(step), kinds.count("head") * _loss_seconds(step)
+    shared_again = shared if policy.kind != "none" else 0.0
+    forward = work.forward + exposed + ends + host + sent + shared + losses
     repeated = sent if policy.kind in ("full", "every") else 0.0
     backward = work.backward + recompute + (passes - 1) * exposed + ends + partial + sent + repeated
+    backward += shared + shared_again
     on_link = inputs * input_seconds(step.model, step.plan, step.cluster)
     late = [max(0.0, on_link - seconds) for seconds in (forward, backward)]  # down, and up again
     forward, backward = forward + late[0], backward + late[1]
@@ -186,6 +194,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
         "rest": work.rest.forward + work.rest.backward,
         "recompute": recompute,
         "experts": 2 * sent + repeated,
+        "sp": 2 * shared + shared_again + losses,
         "tp": passes * exposed + 2 * ends + partial,
         "host": host,
         "inputs": sum(late),
@@ -200,6 +209,17 @@ def _rows(step: _Step) -> float:
     size = WIDTHS[plan.precision].weight * step.tokens * step.model.chosen * step.model.hidden
     counts = exchange_seconds(8.0 * step.model.experts * plan.ep, group, step.cluster)
     return counts + 2 * exchange_seconds(IMBALANCE * size, group, step.cluster)
+
+
+def _attention_seconds(step: _Step) -> float:
+    """Return the seconds in which an attention's rows reach the ranks of an sp group, and its output comes back."""
+    parts = exchanged(step.model, step.plan)
+    return sum(exchange_seconds(nbytes, step.groups.sp, step.cluster) for nbytes in parts)
+
+
+def _loss_seconds(step: _Step) -> float:
+    """Return the seconds in which losses of rows reach all ranks of an sp group."""
+    return gather_seconds(4.0 * step.plan.micro_batch * step.model.length, step.groups.sp, step.cluster)
 
 
 def _again(kind: str, shape: Shape, work: PartWork, pace: Pace) -> float:

@@ -1,6 +1,7 @@
 """Bytes that a rank sends in a step, by operation and axis: the sum that the ledger's formulas give. No torch.
 
 ep   expert_parallel/traffic.py of as many tokens for every expert as for any other; only a router knows how many
+sp   sequence/shares.py of every block's attention and of the losses, of the first rank of a group
 dp   account/traffic.py of the rank's units, of experts over edp, padding included; at stage 3 gathers are counted in
      the order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes
      blocks; that what backwards of weights leave is reduced once more, where a schedule with such reduces every
@@ -40,6 +41,7 @@ from zero3d.plan.in_flight import actions_of_rank
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
+from zero3d.plan.sequence import traffic as sequence_traffic
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import policies, reduced_width, states_key, wire_width
 from zero3d.spec.mesh import Mesh
@@ -61,7 +63,7 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     """Return the bytes of a step of a rank of one pipeline stage."""
     key = states_key(plan)
     traffic = dict(_data_traffic(model, key, stage, plan.accumulate, Policy.of(plan.activations).every or 1))
-    tokens = plan.micro_batch * model.length
+    tokens = plan.tokens(model.length)
     width = WIDTHS[plan.precision].weight
     if plan.tp > 1:
         key = replace(key, activations=plan.activations, mesh=plan.mesh)
@@ -74,6 +76,8 @@ def rank_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, 
     if plan.ep > 1:
         for operation, moved_rows in _expert_traffic(model, plan, stage).items():
             traffic[f"{operation} ep"] = float(moved_rows.bytes)
+    if plan.sp > 1:
+        traffic |= {key: float(moved.bytes) for key, moved in sequence_traffic(model, plan, stage).items()}
     for operation, nbytes in matrix_traffic(model, plan, stage).items():
         traffic[operation] = traffic.get(operation, 0.0) + nbytes
     if plan.pp > 1:
@@ -165,7 +169,7 @@ def _owners(part: Part, here: Collection[str] = ()) -> list[str]:
 def _expert_traffic(model: ModelSpec, plan: ParallelPlan, stage: int) -> dict[str, Moved]:
     """Return what a rank's expert layers send: counts, and rows with results, there and back."""
     blocks = [p for parts in rank_model(model, plan, stage).chunks.values() for p in parts if p.stacked]
-    rows = plan.micro_batch * model.length * model.chosen
+    rows = plan.tokens(model.length) * model.chosen
     own = sum(even_rows(rows, model.experts)[: model.experts // plan.ep])
     away = rows - own + (plan.ep - 1) * own  # rows of this rank, and results of others'
     again = Policy.of(plan.activations).every is not None

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.search import ACTIVATIONS, Evaluate, Row, ep_refused, pipeline_moments
+from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments
+from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
 from zero3d.spec.offload import AUTO
@@ -67,9 +68,12 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
             ep > 1 and not (plan.mesh.sequence_parallel or splits or ep_refused(model, plan.dp, ep))
         ):
             yield {"mesh.ep": ep}
+    for sp in (plan.sp // 2, plan.sp * 2):
+        if _takes(sp, plan, model):
+            yield _over(sp, plan)
     if plan.ep > 1 and not plan.zero.exact:
         yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
-    if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == 1:
+    if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:
         yield {"mesh.sequence_parallel": not plan.mesh.sequence_parallel}
     if plan.precision == "bf16":
         yield {"zero.master": "fp32" if plan.zero.master == "split" else "split"}
@@ -89,6 +93,19 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         and plan.precision in ("bf16", "fp16")
     ):
         yield {"zero.reduce_scatter": way}
+
+
+def _takes(sp: int, plan: ParallelPlan, model: ModelSpec) -> bool:
+    """Return whether a plan can have another sp and the same sequences a step."""
+    if sp < 1 or plan.mesh.sequence_parallel or plan.replay or (plan.sp == 1 and model.length < LONG):
+        return False
+    fits = sp == 1 or sp_refused(model, plan.dp, plan.tp, sp) is None
+    return fits and plan.accumulate * sp % plan.sp == 0
+
+
+def _over(sp: int, plan: ParallelPlan) -> Settings:
+    """Return the settings for another sp: as many sequences a step, of fewer or more rows."""
+    return {"mesh.sp": sp, "train.accumulate": plan.accumulate * sp // plan.sp}
 
 
 def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:

@@ -26,6 +26,7 @@ from zero3d.models.adapters import ALL
 from zero3d.models.bases import config_number, sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
+from zero3d.plan.search import LONG
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
@@ -114,6 +115,7 @@ def open_spec(
     lora: Lora | None = None,
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
+    beyond: bool = False,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -122,6 +124,7 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
+    beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
@@ -129,12 +132,19 @@ def open_spec(
     model = open_trained(settings).module
     positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
-    if positions is not None and length > positions:
+    more = positions is not None and length > positions
+    if more and not (beyond and length >= LONG and _computes_positions(model)):
         raise ConfigError(
             f"{path}: sequences of {length:,} tokens are more than the model's {positions:,} positions: pass --seq "
             f"{positions} or less (data.length in a file)."
         )
-    return trace(model, length, path, packed)
+    spec = trace(model, length, path, packed)
+    return replace(spec, provenance=f"{spec.provenance}, beyond its {positions:,} positions") if more else spec
+
+
+def _computes_positions(model: nn.Module) -> bool:
+    """Return whether a model turns queries and keys by their positions, and has no table of them."""
+    return any(name.rpartition(".")[2].startswith("rotary") for name, _ in model.named_modules())
 
 
 def lora_of(asked: str) -> Lora:

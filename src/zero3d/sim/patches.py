@@ -9,6 +9,7 @@ Left are functions of others that nothing can be passed to, and some of ours who
     transformers' packed sequences        reads values of positions                           `without_values`
     its checks of images and their tokens read values of ids                                  `without_values`
     RankRandom.begin                       reads the bytes of a generator's state              `without_values`
+    sequence's trial of a decoder         compares values; it was made before  `without_trial`
     precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
                                           on the accelerator that it stands for at once; buckets are shorter there
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from zero3d import precision
 from zero3d.memory import scratch
+from zero3d.sequence import group
 from zero3d.tensor_parallel.regions import RankRandom
 
 WHOLE = 1 << 62  # elements: more than there are
@@ -89,6 +91,13 @@ def without_values(packed: bool) -> Iterator[None]:
         if find_spec("transformers") is not None:
             masks = import_module("transformers.masking_utils")
             stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_document_numbers, packed)))
+        yield
+
+
+@contextmanager
+def without_trial() -> Iterator[None]:
+    """Let a model be checked for a sequence axis inside the block without the trial, which compares values."""
+    with replaced(group, "mixing_module", lambda _: None):
         yield
 
 

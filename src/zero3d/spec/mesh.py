@@ -27,7 +27,6 @@ class Mesh:
         "neighbours on dp that have a part of each sequence, for contexts too long for one of them; divides dp "
         "(mesh.sequence_parallel is another thing, Megatron's over tp)",
         least=1,
-        in_plan=False,
     )
     sp_kind: str = key(
         "auto",
@@ -35,7 +34,6 @@ class Mesh:
         "gathered; auto: heads where that has the bits of one rank, else what sends less",
         choices=SP_KINDS,
         axis="sp",
-        in_plan=False,
     )
     sp_mask_budget: int | str = key(
         "4GB",

@@ -52,7 +52,7 @@ ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 0.05  # part of a limit that a run should leave free
 NOTABLE = 0.01  # part of what is missing that a setting saves at least
-TILED = "train.tiled_loss=true is in no plan: it keeps tiles of the logits in place of {:.1f} GB"
+TILED = "train.tiled_loss=true is none of these: it keeps tiles of the logits in place of {:.1f} GB"
 
 
 class _Interruption(BaseException):
