@@ -257,7 +257,7 @@ class ShardedOptimizer(OptimizerStates):
     @property
     def _to_host(self) -> ToHost | None:
         """What has copied gradients to the host of an accelerator; None where they are on the device."""
-        away = (unit.gradients for unit in self._units if unit.gradients.shard.device != self._arena.device)
+        away = (unit.gradients for unit in self._units if unit.gradients.shard.device.type != self._arena.device.type)
         return next((gradients.to_host for gradients in away), None)
 
     def _norms(self, factor: float | Tensor) -> Norms:
