@@ -41,8 +41,9 @@ from instruments.races import COMPUTE, Buffer, LabellingArena, Model, Operations
 from zero3d.checkpoint import restore
 from zero3d.distributed.axis import Axis
 from zero3d.memory.threads import Threads
-from zero3d.offload import executors, ring, tiers
+from zero3d.offload import executors, tiers
 from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.disk_tier import DiskStore
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.record_file import RecordFile
 from zero3d.offload.updates import RecordUpdates
@@ -355,7 +356,7 @@ def _host(model: HostModel) -> Iterator[Replacement]:
     yield Tensor, "numpy", seen(numpy)
     yield Tensor, "tolist", seen(tolist)
     for name in ("load", "store"):
-        yield ring.DiskStore, name, moving(getattr(ring.DiskStore, name))
+        yield DiskStore, name, moving(getattr(DiskStore, name))
     for kind in (DiskSlab, RecordFile):
         yield kind, "read", of_disk(kind.read, True)
         if hasattr(kind, "write"):

@@ -26,9 +26,10 @@ from offloading.turns import at_least, in_turns, rates
 from zero3d.errors import ConfigError
 from zero3d.memory.budget import host_budget
 from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.disk_tier import DiskStore
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskStore, Ring, ring_buffers
+from zero3d.offload.ring import Ring, ring_buffers
 
 TARGET = 0.80  # of the disk's limit
 RECORDS = 16

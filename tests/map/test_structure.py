@@ -217,6 +217,49 @@ def test_an_optimizer_has_its_name_in_its_row_and_in_files_of_its_own():
     assert {package_of(name) for name in found - {"spec.optimizer"}} <= {"optim", "integrations"}
 
 
+BY_NAME = {  # (module, what compares with a tier's name or chooses by it): why
+    ("cli.doctor", "name in ('disk', 'host_link')"): "fields of a cluster, which the doctor measures anew",
+    ("distributed.axis", "self.place == HOST"): "a torch device, which is no tier",
+    ("offload.tiers", "row.name != HOST"): "the host's records are in the slab, whose parts are counted already",
+    ("plan.emit", "DISK"): "DeepSpeed has two tiers, with names of its own",
+    ("plan.emit", "HOST"): "DeepSpeed has two tiers, with names of its own",
+    ("plan.memory", "HOST"): "buffers and staging are memory of the host, whichever tier has the records",
+    ("plan.search", "tier == HOST"): "the sum of what a host's memory has beside records is shown",
+    ("plan.spec", "HOST"): "what a host's memory has beside records counts, too",
+    ("plan.tier_time", "HOST"): "an executor, which is no tier",
+    ("plan.time", "'host'"): "seconds that the host adds to a step, which is no tier",
+    ("train.post_mortem", "row.place == HOST"): "the memory of the host that runs short",
+    ("train.post_mortem", "shortage.place == HOST"): "the memory of the host that runs short",
+}
+OF_MACHINES = {"doctor", "memory", "watchdog"}  # in whose words a host is a machine, and a disk one of its parts
+
+
+def test_a_tiers_name_is_compared_in_its_row_and_in_files_of_its_own():
+    """What asks for a name elsewhere is to ask the row (spec/tiers.py). Executors are named, too: device, host."""
+    found = {
+        (name, said)
+        for name, path in modules()
+        if package_of(name) not in OF_MACHINES and not name.startswith(("spec.tiers", "offload.host_", "offload.disk_"))
+        for said in chosen_by_tier(ast.parse(path.read_text()))
+    }
+    assert found == BY_NAME.keys()
+
+
+def chosen_by_tier(tree):
+    """Yield comparisons with a tier's name and keys of tables that are one, as they are written."""
+
+    def is_name(node):
+        return (isinstance(node, ast.Name) and node.id in ("HOST", "DISK")) or (
+            isinstance(node, ast.Constant) and node.value in ("host", "disk")
+        )
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(map(is_name, ast.walk(node))) and "executor" not in ast.unparse(node):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Dict):
+            yield from (ast.unparse(key) for key in node.keys if key is not None and is_name(key))
+
+
 def test_functions_take_few_parameters():
     named = {(name, function) for name, path in modules() for function, _ in facts(path).functions}
     assert named >= OF_MANY_OPTIONS

@@ -20,7 +20,7 @@ from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import states
 from zero3d.plan.traffic import busiest_traffic, rank_traffic
 from zero3d.sim.model_spec import open_spec
-from zero3d.spec.offload import DEVICE, DISK, HOST
+from zero3d.spec.tiers import DEVICE
 
 LENGTH, LAYERS = 512, 8  # two chunks each for four pipeline stages
 CONFIG = {
@@ -86,7 +86,7 @@ def ratio(alone, models, plan, tied=False, packed=False, layers=LAYERS):
         losses = sum(each.nbytes for each in rank.traffic if (each.op, each.axis) == ("exchange", "sp"))
         assert losses == busiest_traffic(spec, plan).get("exchange sp", 0)
     by_place = states(spec, plan, rank.pp)
-    for place, held in zip((DEVICE, HOST, DISK), by_place[:3], strict=True):
+    for place, held in {DEVICE: by_place.device, **by_place.away}.items():
         said = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
         planned = {name: ceil(nbytes) for name, nbytes in held.by_category.items()}
         assert {name: nbytes for name, nbytes in said.items() if nbytes} == {n: b for n, b in planned.items() if b}, (

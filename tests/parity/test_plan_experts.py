@@ -16,7 +16,7 @@ from zero3d.plan.spec import ParallelPlan as P
 from zero3d.plan.states import states
 from zero3d.plan.traffic import rank_traffic
 from zero3d.sim.model_spec import open_spec
-from zero3d.spec.offload import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE, HOST
 
 LENGTH = 128
 long = pytest.mark.long
@@ -79,7 +79,7 @@ def test_states_traffic_and_peak_are_the_simulated_ones(alone, models, plan, lay
     path, spec = models(layers)
     rank, planned = alone(dry, config_of(spec, plan, path), plan.world), memory(spec, plan)
     by_place = states(spec, plan)
-    for place, held in ((DEVICE, by_place.device), (HOST, by_place.host)):
+    for place, held in ((DEVICE, by_place.device), (HOST, by_place.at(HOST))):
         found = {state.category: state.held for state in (*rank.states, *rank.away) if state.place == place}
         said = {name: ceil(nbytes) for name, nbytes in held.by_category.items()}
         assert {k: v for k, v in found.items() if v} == {k: v for k, v in said.items() if v}, place

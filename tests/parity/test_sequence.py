@@ -9,6 +9,7 @@ from meshes import CLIP, sgd, sum_of
 from models import LiftCasts
 from tensors import tiny
 from torch.nn import functional as F
+from training import field, save_model, save_rows, train, tree
 
 import zero3d
 from zero3d.account.traffic import Moved
@@ -97,6 +98,7 @@ def check(found, wanted, most=1e-10):
     ("qwen3", {"sp": 2, "tp": 2}, {}),
     ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
     ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1}}),
+    ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1, "num_attention_heads": 2}}),
     ("llama", {"sp": 2, "pp": 2}, {"accumulate": 2}),
     ("qwen3", {"sp": 2, "pp": 2}, {"accumulate": 2, "lengths": (33,), "schedule": "zbv", "sizes": {"layers": 4}}),
 ], ids=str)  # fmt: skip
@@ -169,6 +171,46 @@ def test_other_families_are_those_of_one_process(ranks, name):
     check(ranks(2, partial(trained, **options), name, {"sp": 2}), reference(name, 1, **options))
 
 
+def both_ways(name, sp):
+    """Losses and norms of a masked language model, whose tokens see each other in both directions."""
+    import transformers as t
+
+    torch.manual_seed(7)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    if name == "modernbert":
+        drops = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+        model = t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **drops, local_attention=8, pad_token_id=0))
+    else:
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = t.BertForMaskedLM(t.BertConfig(**sizes, **drops))
+    with LiftCasts():
+        engine, found = engine_of(model, {"sp": sp}), []
+        for number in range(2):
+            given = batch(number, 33)
+            given["labels"][:, 5:] = -100
+            mask = torch.ones(2, 33, dtype=torch.int64)
+            mask[1, 20:] = number
+            try:
+                found.append(
+                    (float(engine.train_batch([given | {"attention_mask": mask}])), float(engine.last_step.grad_norm))
+                )
+            except ConfigError as error:
+                return str(error)
+    return found, None
+
+
+def test_masked_language_models_have_their_labels_as_they_are(ranks):
+    ((one, _),) = ranks(1, both_ways, "modernbert", 1)
+    check(ranks(2, both_ways, "modernbert", 2), one)
+    assert "BertForMaskedLM computes a loss of its own" in ranks(2, both_ways, "bert", 2)[0]
+
+
 # --- bits ------------------------------------------------------------------------------------------
 
 
@@ -227,7 +269,7 @@ def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
     comm = Comm(world.axis("sp"), Arena(world.device), Ledger())
     rows = even_parts(length, comm.size)[comm.rank]
     leaves = [t[:, :, rows.start : rows.stop].clone().requires_grad_() for t in whole]
-    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False), {})
+    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False, 10**9), {})
     output, _ = attend(module, *leaves, mask, sequence_length=length)
     output.backward(weight[:, rows.start : rows.stop])
     return [output.detach(), *(t.grad for t in leaves)]
@@ -366,9 +408,9 @@ def test_a_closed_engine_gives_the_model_its_own_attention_back(ranks):
     assert loss < 10
 
 
-def refused(name, degrees, given=None, loads=None, **options):
+def refused(name, degrees, given=None, loads=None, sizes=None, **options):
     """The error of an engine, or of its first micro-batch."""
-    model = tiny(name) if loads is None else loads()
+    model = tiny(name, **(sizes or {})) if loads is None else loads()
     try:
         engine = engine_of(model, degrees, **options)
         engine.train_batch([batch(0) | (given or {})])
@@ -395,6 +437,14 @@ def smoothed():
     return model
 
 
+def compiled():
+    from zero3d.activations.compilation import compile_blocks
+
+    model = tiny("llama")
+    compile_blocks(model)
+    return model
+
+
 def net():
     import models
 
@@ -410,6 +460,11 @@ def net():
     ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "one micro-batch per step"),
     ("llama", {"sp": 2}, {"given": {"output_attentions": True}}, "output_attentions"),
+    ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "needs a mask of 2.30 kB"),
+    ("llama", {"sp": 2}, {"sp_mask_budget": 1000, "sp_kind": "gather"}, "needs a mask of 1.15 kB"),
+    ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is no size"),
+    ("llama", {"sp": 2, "tp": 2}, {"sp_kind": "heads", "sizes": {"num_attention_heads": 2}}, "more than the 2"),
+    ("llama", {"sp": 2}, {"loads": compiled}, "train.compile=false"),
     ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(ranks, name, degrees, options, why):
@@ -439,3 +494,84 @@ def test_what_is_sent_is_what_the_formula_says(ranks, options):
     for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):
         assert sent == measured
         assert len(sent) == 3  # two attentions, and the loss
+
+
+# --- gradients of weights --------------------------------------------------------------------------
+
+
+def weight_gradients(sp):
+    """What a step of SGD with rate 1 takes off each weight, in fp32, by name."""
+    model, rate = tiny("llama", kv_heads=4), 1.0
+    engine = engine_of(
+        model, {"sp": sp}, precision="fp32", clip_norm=None, optimizer=lambda p: torch.optim.SGD(p, rate)
+    )
+    with engine.full_params():
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.train_batch([batch(0, 64)])
+    with engine.full_params():
+        return before, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class ByRows(torch.autograd.Function):
+    """A linear layer whose weight's gradient is computed for each half of the rows, and added in their order."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        halves = list(zip(x.chunk(2, 1), grad.chunk(2, 1), strict=True))
+        weights = [g.flatten(0, 1).T @ h.flatten(0, 1) for h, g in halves]
+        biases = [g.flatten(0, 1).sum(0) for _, g in halves]
+        return grad @ weight, weights[0] + weights[1], biases[0] + biases[1]
+
+
+def test_gradients_of_weights_are_those_of_parts_added_in_rank_order(ranks, monkeypatch):
+    before, after = ranks(2, weight_gradients, 2)[0]
+    model = tiny("llama", kv_heads=4)
+    model.load_state_dict(before)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for name in linears:
+        module = model.get_submodule(name)
+        monkeypatch.setattr(
+            module,
+            "forward",
+            lambda x, m=module: ByRows.apply(x, m.weight, torch.zeros(len(m.weight)) if m.bias is None else m.bias),
+        )
+    given = batch(0, 64)
+    output = model(**given)
+    targets = float((given["labels"][:, 1:] != -100).sum())
+    (output.loss * targets).backward()
+    same = []
+    for name in linears:
+        weight = model.get_submodule(name).weight
+        weight.grad.mul_(1 / targets)
+        same.append((before[f"{name}.weight"] - weight.grad).equal(after[f"{name}.weight"]))
+    assert all(same), dict(zip(linears, same, strict=True))
+
+
+# --- whole runs ------------------------------------------------------------------------------------
+
+
+def ran(folder, sp, output, resume=None):
+    """Losses of five steps of `zero3d train` in this folder, or of those that are left."""
+    made = tree(folder, output, mesh={"sp": sp}, train={"steps": 5, "batch": 4, "accumulate": 1})
+    made["checkpoint"] = {"export": False, "every": 2, "keep": 3}
+    return field(train(made, resume), "loss")
+
+
+def test_a_run_goes_on_at_another_sp(ranks, tmp_path):
+    save_rows(tmp_path / "rows.npy")
+    save_model(tmp_path / "model")
+    whole = ranks(2, ran, tmp_path, 2, "whole")[0]
+    saved = str(tmp_path / "whole" / "checkpoints" / "step-2")
+    again = {
+        (sp, world): ranks(world, ran, tmp_path, sp, f"{sp}-{world}", saved)[0]
+        for sp, world in ((2, 2), (1, 2), (2, 4))
+    }
+    assert again[2, 2] == whole[2:]
+    for losses in again.values():
+        assert losses == pytest.approx(whole[2:], rel=1e-5)

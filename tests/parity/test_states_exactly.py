@@ -169,7 +169,7 @@ def test_records_of_a_rank_whose_shards_are_padding_have_room_for_all_of_muons_s
         held = {entry.category: entry.planned for entry in engine.memory if entry.place == "host" and entry.planned}
     finally:
         dist.destroy_process_group()
-    found = states(spec, plan, dp_rank=dp - 1, device="cpu").host.by_category
+    found = states(spec, plan, dp_rank=dp - 1, device="cpu").at("host").by_category
     assert {category: size for category, size in found.items() if size} == held
 
 

@@ -145,7 +145,7 @@ def test_what_does_not_fit_leaves_and_says_so(monkeypatch):
     base, specs = parts({"optimizer": "auto", "executor": "host"})
     for without in ("host", "disk"):
         room = room_for(base, specs, 0.25)
-        with_room(monkeypatch, room if without == "host" else room._replace(host=None, disk=True))
+        with_room(monkeypatch, room if without == "host" else room._replace(host=None, folder=True))
         offload, why = place_of(base, specs)
         assert offload == Offload(without, fraction=0.25, executor="host")
         assert why[0].startswith(f"offload.optimizer=auto: {without}, fraction 0.25: a rank needs optimizer")
@@ -194,8 +194,8 @@ def chosen_by_ranks():
 
 def test_gradients_leave_where_the_device_has_no_room_for_them():
     need = Need(1000, 100, 30, {"weights": 200, "gradients": 400})
-    assert auto_offload.gradients_short_of(need, Room(700, 10**6, disk=False), 1.0) == -70
-    assert auto_offload.gradients_short_of(need, Room(700, 10**6, disk=False), 0.5) == 430
+    assert auto_offload.gradients_short_of(need, Room(700, 10**6, folder=False), 1.0) == -70
+    assert auto_offload.gradients_short_of(need, Room(700, 10**6, folder=False), 0.5) == 430
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -221,9 +221,9 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
         return SimpleNamespace(nbytes=7 * GB)
 
     monkeypatch.setattr(auto_offload, "host_budget", measured)
-    assert room_of(mesh, Offload(host_budget=budget)) == Room(76 * GB, 7 * GB, False)
+    assert room_of(mesh, Offload(host_budget=budget)) == Room(76 * GB, 7 * GB, False, share)
     mesh.device = torch.device("cpu")
-    assert room_of(mesh, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True)
+    assert room_of(mesh, Offload(host_budget=budget, directory="there")) == Room(7 * GB, None, True, share)
     assert asked == [(share, None if budget is None else 8 * GB)] * 2
 
 
@@ -278,7 +278,7 @@ def test_an_engine_says_who_updates_its_records_and_why(optimizer, executor):
 
 def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
     given = {"optimizer": "auto", "directory": tmp_path}
-    with_room(monkeypatch, room_for(*parts(given), 0.25)._replace(host=None, disk=True))
+    with_room(monkeypatch, room_for(*parts(given), 0.25)._replace(host=None, folder=True))
     engine = engine_of(given)
     assert engine.offload.optimizer == "disk"
     assert len(engine.offload_why) == 2

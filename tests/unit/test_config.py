@@ -16,6 +16,7 @@ from zero3d.config import Config, Data, Optimizer, Train, Zero, load, resolve_ba
 from zero3d.config.hints import FOREIGN
 from zero3d.config.keys import KEYS, SECTIONS, value_of
 from zero3d.errors import ConfigError
+from zero3d.spec.tiers import tiers_of
 from zero3d.train.variants import split_axes
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,11 @@ MISTAKES = [  # in the file, the key that is named, the hint
     ("optimizer: {lr: 0}", "optimizer.lr", "a number above 0; found 0"),
     ("optimizer: {lr: .nan}", "optimizer.lr", "found nan"),
     ("data: {validation: 0.7}", "data.validation", "a number from 0 to 0.5"),
-    ("offload: {optimizer: cpu}", "offload.optimizer", "none, host, disk or auto; found the text 'cpu'."),
+    (
+        "offload: {optimizer: cpu}",
+        "offload.optimizer",
+        f"none, {', '.join(tiers_of('optimizer'))} or auto; found the text 'cpu'.",
+    ),
     ("offload: {optimizer: null}", "offload.optimizer", "found null"),
     ("offload: {executor: hots}", "offload.executor", "Did you mean host?"),
     ("offload: {fraction: 0}", "offload.fraction", "a number above 0 to 1; found 0"),

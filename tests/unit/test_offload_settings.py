@@ -11,6 +11,7 @@ from zero3d.offload.states import check_moments
 from zero3d.spec.offload import Offload
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
+from zero3d.spec.tiers import tiers_of
 from zero3d.train.variants import check_variants, split_axes, variants
 
 
@@ -23,7 +24,7 @@ def test_a_mapping_a_record_and_none_are_the_same_settings():
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"optimiser": "host"}, r"offload has no key 'optimiser': it has optimizer, .*Did you mean 'optimizer'\?"),
-    ({"optimizer": "cpu"}, r"offload\.optimizer=cpu is unknown: type one of none, host, disk, auto\."),
+    ({"optimizer": "cpu"}, rf"offload\.optimizer=cpu is unknown: type one of none, {', '.join(tiers_of('optimizer'))}, auto\."),
     ({"fraction": 0}, r"offload\.fraction='0': type a number above 0, up to 1"),
     ({"fraction": True}, r"offload\.fraction='True': type a number above 0"),
     ({"directory": 5}, r"offload\.directory='5' is no folder: pass a path"),

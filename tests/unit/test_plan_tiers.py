@@ -27,6 +27,7 @@ from zero3d.plan.tier_time import chosen_executor, executor_seconds, gradient_se
 from zero3d.plan.time import step_seconds
 from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import Offload
+from zero3d.spec.tiers import tiers_of
 
 PARAMS = 4 * BLOCK + 2 * ENDS
 A100 = cluster("a100-80", 8)
@@ -95,31 +96,31 @@ def test_records_are_cut_where_states_differ():
 def test_optimizer_states_by_place(settings, width, slots):
     for stage, share in ((0, 1), (1, 4), (2, 4), (3, 4)):
         found = states(model_of(), P(dp=4, stage=stage, **settings))
-        there = getattr(found, settings["offload"])
+        there = found.at(settings["offload"])
         assert there.states == (0, 0, slots * width * PARAMS / share)
         assert there.padding == 0  # shards of this model fill blocks
         here = states(model_of(), P(dp=4, stage=stage, precision=settings.get("precision", "bf16")))
         assert found.states == here.states._replace(optimizer=0)
-        assert found.disk == found.host or {found.disk.total, found.host.total} == {0, there.total}
+        assert {held.total for held in found.away.values()} == {0, there.total}
 
 
 def test_padding_is_what_shards_and_blocks_have_beyond_parameters():
     """10,000 parameters in a storage of 16,384, of which each of 5 ranks... 4 ranks have 4,096: 12 whole blocks."""
     found = states(one_unit(10_001), P(dp=4, stage=1, offload="host"))
     used = 12 * 4096 * 10_001 / 16_384
-    assert found.host.states.optimizer == pytest.approx(used, abs=1e-6)
-    assert found.host.total == 12 * 4096
+    assert found.at("host").states.optimizer == pytest.approx(used, abs=1e-6)
+    assert found.at("host").total == 12 * 4096
     odd = states(one_unit(10_001), P(dp=4, stage=1, offload="disk", precision="fp32", moments="bf16"), dp_rank=3)
-    assert odd.disk.total == 2 * 4 * 4096  # m and v of padding are in records, too
+    assert odd.at("disk").total == 2 * 4 * 4096  # m and v of padding are in records, too
 
 
 def test_weights_off_the_device_leave_none_of_them_there():
     for offload in ("none", "host"):
         found = states(model_of(), P(dp=4, stage=3, offload=offload, params="host"))
         assert found.device.states == (0, 4 * PARAMS / 4, 12 * PARAMS / 4 if offload == "none" else 0)
-        assert found.host.states == (2 * PARAMS / 4, 0, 12 * PARAMS / 4 if offload == "host" else 0)
+        assert found.at("host").states == (2 * PARAMS / 4, 0, 12 * PARAMS / 4 if offload == "host" else 0)
     frozen = states(one_unit(16_384, trainable=False), P(dp=2, stage=3, params="disk"))
-    assert (frozen.device.total, frozen.disk.total) == (0, 2 * 8_192)
+    assert (frozen.device.total, frozen.at("disk").total) == (0, 2 * 8_192)
 
 
 @pytest.mark.parametrize(("plan", "words"), [
@@ -134,7 +135,7 @@ def test_weights_that_stay_gathered_cannot_leave(plan, words):
 def test_gradients_on_the_host_are_one_record_a_unit():
     found = states(model_of(), P(dp=4, stage=2, offload="host", gradients="host"))
     assert found.device.states == (2 * PARAMS, 0, 0)
-    assert found.host.states == (0, 4 * PARAMS / 4, 12 * PARAMS / 4)
+    assert found.at("host").states == (0, 4 * PARAMS / 4, 12 * PARAMS / 4)
     assert states(model_of(), P(dp=4, stage=2, offload="host", gradients="auto")).device.states.gradients == PARAMS
     with pytest.raises(ConfigError, match=r"offload\.gradients=host with stage 2, reduce every_step"):
         states(model_of(), P(dp=4, stage=2, offload="host", gradients="host", reduce="every_step"))
@@ -152,7 +153,7 @@ def test_a_forward_needs_the_root_first_and_tied_weights_so_that_they_stay():
     half = states(model, P(offload="host", stage=0, fraction=0.6))
     first = 12 * (16_384 + ENDS + BLOCK)  # root, the tied embedding, one of four blocks: 0.6 of all is 2.6 of them
     assert half.device.total - whole.device.total == first
-    assert half.host.total == whole.host.total - first
+    assert half.at("host").total == whole.at("host").total - first
 
 
 def test_on_the_device_a_ring_and_a_bucket_s_scratch_are_left():
@@ -169,7 +170,7 @@ def test_on_the_device_a_ring_and_a_bucket_s_scratch_are_left():
 def test_a_node_s_host_and_disk():
     a = A100
     on_disk = memory(model_of(), P(dp=4, stage=1, offload="disk"), a)
-    assert on_disk.disk == 4 * 2 * 12 * PARAMS / 4
+    assert on_disk.tiers["disk"] == 4 * 2 * 12 * PARAMS / 4
     assert on_disk.away == {"disk": {"optimizer": 2 * 12 * PARAMS / 4}}
     longest = 12 * BLOCK // 4
     assert on_disk.on_host == {
@@ -284,7 +285,9 @@ def test_what_the_host_has_no_room_for_goes_to_a_disk_and_is_refused_with_the_su
 
 
 def test_an_unknown_place_is_refused_by_name(capsys):
-    with pytest.raises(ConfigError, match="--offload 'cloud' is unknown: pass one of auto, none, host, disk"):
+    with pytest.raises(
+        ConfigError, match=f"--offload 'cloud' is unknown: pass one of auto, none, {', '.join(tiers_of('optimizer'))}"
+    ):
         found(offload="cloud")
     assert main(["plan", "--params", "1e9", "--gpus", "8", "--offload", "cloud"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -306,7 +309,9 @@ def test_what_if_moves_states_one_place_further():
     assert on_host.endswith("optimizer on host, inputs on host")
     assert on_host.count("inputs") == 1
     assert plan_text.settings(inputs["mesh.partition_activations: true"]).endswith("optimizer on host, inputs over tp")
-    rows = plan_text.knob_rows(list(knobs.values()), Row(plan, evaluate(LARGE, A100, plan)), 1e15, 1.0)
+    rows = plan_text.knob_rows(
+        list(knobs.values()), Row(plan, evaluate(LARGE, A100, plan)), 1e15, replace(A100, host_memory=1.0)
+    )
     assert {row[-1] for row in rows} == {"the host has less"}
 
 
@@ -336,7 +341,7 @@ def test_the_text_and_the_page_show_every_place(answer):
     told = json.loads(json.dumps(plan_text.as_json(answer)))["plans"][0]
     assert told["plan"]["offload"] == "disk"
     assert told["memory"]["away"] == memory.away
-    assert told["memory"]["disk"] == memory.disk
+    assert told["memory"]["disk"] == memory.tiers["disk"]
 
 
 def test_the_ladder_s_rule_holds_from_built_things(answer):
@@ -360,7 +365,7 @@ def test_one_configuration_is_explained_with_its_places(tmp_path, capsys, monkey
     words = [word.replace("optimizer=host", "optimizer=auto") for word in words]
     assert main(["plan", "explain", "--gpu", "a100-80", "--assert-fits", "1MB", "--json", *words]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["plan"]["offload"] == "disk"  # nothing fits: what auto tries last
+    assert told["plan"]["offload"] == tiers_of("optimizer")[-1]  # nothing fits: what auto tries last
     assert told["plan"]["params"] == "host"
     assert set(told["memory"]["away"]) == {"host", "disk"}
 

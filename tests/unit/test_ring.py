@@ -13,9 +13,10 @@ import torch
 from zero3d.errors import CheckpointError
 from zero3d.offload import ring as module
 from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.disk_tier import DiskStore
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DEPTH, DiskStore, HostStore, Ring, ring_buffers
+from zero3d.offload.ring import DEPTH, HostStore, Ring, ring_buffers
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from instruments.races import COMPUTE, Model, Stream
@@ -296,7 +297,7 @@ class Streams:
         monkeypatch.setattr(torch, "Event", Event)
         monkeypatch.setattr(torch, "Stream", make)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Side(model, model.stream))
-        monkeypatch.setattr(module, "_copy", lambda into, source: model.run("copy", [source], [into]))
+        monkeypatch.setattr(module, "copy_bytes", lambda into, source: model.run("copy", [source], [into]))
 
     def use(self, fields):
         self.model.run("use", fields, fields)

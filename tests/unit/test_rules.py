@@ -75,7 +75,7 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
     (Spec(offload=Offload("auto", fraction=0.5)),
      "offload.fraction=0.5 with offload.optimizer=auto", "leave it out, or type offload.optimizer=host."),
 ]  # fmt: skip
-OF_FILES = [row for row in TABLE if not (row[0].offload.uses_disk or row[0].offload.directory)]  # which name a folder
+OF_FILES = [row for row in TABLE if not (row[0].offload.uses_folder or row[0].offload.directory)]  # which name a folder
 OF_ENGINES = [
     row for row in TABLE if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is None
 ]

@@ -200,4 +200,4 @@ def test_a_folder_gets_its_name_before_an_engine_that_may_write_into_it():
         (["offload.params=disk"], True), (["offload.optimizer=auto"], True),
         (["offload.optimizer=disk", "offload.directory=/local"], False),
     ):  # fmt: skip
-        assert offload.may_use_disk(load({}, words)) is early
+        assert offload.may_use_folder(load({}, words)) is early

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from zero3d.offload.disk_slab import DiskSlab
+from zero3d.offload.disk_tier import DiskStore, OnDisk
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskStore, Ring, ring_buffers
-from zero3d.offload.tiered_records import Address, InPlace, OnDisk, TieredRecords
+from zero3d.offload.ring import Ring, ring_buffers
+from zero3d.offload.tiered_records import Address, InPlace, TieredRecords
 
 RECORDS = [Record("one", ((torch.float32, 5000),)), Record("two", ((torch.int16, 64), (torch.float32, 64)))]
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         default="auto",
-        help="how far states may leave the GPU: none, host, disk, or auto, where nothing fits otherwise",
+        help=f"how far states may leave the GPU: {', '.join(OFFLOADS[1:])}, or auto, where nothing fits otherwise",
     )
     parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")

@@ -20,8 +20,9 @@ from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.what_if import WhatIf, what_if
 from zero3d.spec.offload import AUTO
+from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
-PLACES = ("none", "host", "disk")  # that auto tries in turn
+PLACES = ("none", *tiers_of(OPTIMIZER))  # that auto tries in turn
 TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d simulate has it"
 
 
@@ -56,9 +57,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
 def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
     """Return the first plan that a GPU and a host have room for, else the last."""
     rows = [Row(plan, evaluate(model, cluster, plan)) for plan in plans]
-    fits = (
-        row for row in rows if row.estimate.memory.device <= limit and row.estimate.memory.host <= cluster.host_memory
-    )
+    fits = (row for row in rows if row.estimate.memory.device <= limit and not row.estimate.memory.lacks(cluster))
     return next(fits, rows[-1])
 
 
@@ -77,20 +76,22 @@ def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs
     yield plan_text.short(plan)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)
-    yield _verdict(estimate, limit, cluster.host_memory)
+    yield _verdict(estimate, limit, cluster)
     yield ""
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
-    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit, cluster.host_memory), "<>><")
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit, cluster), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"
 
 
-def _verdict(estimate: Estimate, limit: float, host: float) -> str:
-    left, on_host = limit - estimate.memory.device, host - estimate.memory.host
-    if on_host < 0:
-        return f"Does not fit a host of {host / 1e9:.1f} GB: {-on_host / 1e9:.1f} GB too much."
+def _verdict(estimate: Estimate, limit: float, cluster: ClusterSpec) -> str:
+    left = limit - estimate.memory.device
+    if lacks := estimate.memory.lacks(cluster):
+        name, more = next(iter(lacks.items()))
+        there = cluster.figure(TIERS[name].capacity)
+        return f"Does not fit a {name} of {there / 1e9:.1f} GB: {more / 1e9:.1f} GB too much."
     if left < 0:
         return f"Does not fit {limit / 1e9:.1f} GB: {-left / 1e9:.1f} GB too much."
     return f"Fits {limit / 1e9:.1f} GB, {left / 1e9:.1f} GB to spare."

@@ -26,7 +26,7 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
     found, least, most = 0, float("inf"), None
     for micro_batch, estimate in _estimates(config, ranks, hardware):
         most = estimate if most is None else most
-        if estimate.memory.device > USABLE * hardware.gpu.memory or estimate.memory.host > hardware.host_memory:
+        if estimate.memory.device > USABLE * hardware.gpu.memory or estimate.memory.lacks(hardware):
             break
         seconds = estimate.seconds.mid / estimate.tokens
         if seconds < WORTH * least:

@@ -36,11 +36,15 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     if config.plan.write_back and config.plan.cluster is None:
         text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
         yield "plan.write_back", text
-    if config.zero.gather_budget is not None:
+    for key, size in (
+        ("zero.gather_budget", config.zero.gather_budget),
+        ("mesh.sp_mask_budget", config.mesh.sp_mask_budget),
+    ):
         try:
-            parse_size(config.zero.gather_budget, "zero.gather_budget")
+            if size is not None:
+                parse_size(size, key)
         except ConfigError as error:
-            yield "zero.gather_budget", str(error)
+            yield key, str(error)
     if (why := refuse_shrinking(config)) is not None:
         yield "health.min_ranks", why
     yield from adapter_problems(config)

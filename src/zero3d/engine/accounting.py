@@ -17,8 +17,8 @@ from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
-from zero3d.spec.offload import HOST
 from zero3d.spec.sizes import decimal
+from zero3d.spec.tiers import HOST
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.state_spans import Span

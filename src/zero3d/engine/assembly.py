@@ -53,7 +53,7 @@ from zero3d.models.blocks import find_all_units
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
-from zero3d.spec.offload import DEVICE
+from zero3d.spec.tiers import DEVICE
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.layout import padding_warning
@@ -219,7 +219,7 @@ def _keep_inputs(base: Foundation) -> KeptInputs | None:
     if parts_activations(options.mesh):
         channel = Channel(mesh.axis("tp"), base.axes.ledger)
         over_tp = Partition(channel.rank, channel.size, lambda part, name: channel.all_gather(part, 0, name))
-    if offload.activations == "host":
+    if offload.activations_leave:
         slots = HostSlots(base.axes.arena, max(1, inputs_per_pass(chunks)), host_share(base))
     if over_tp is None and slots is None:
         return None

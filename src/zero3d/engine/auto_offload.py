@@ -40,8 +40,9 @@ from zero3d.offload.auto_place import (
 )
 from zero3d.offload.states import StateKinds, trains
 from zero3d.spec.mesh import EXACT
-from zero3d.spec.offload import AUTO, DEVICE, HOST, HOST_BUDGET, Offload
+from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
+from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, tiers_of
 
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
 
@@ -78,7 +79,7 @@ def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Found
         short = gradients_short_of(bytes_needed(base, specs), room_of(base.resolved.mesh, offload), offload.fraction)
         world = base.axes.world
         most = max(world.read(world.exchange(torch.tensor([float(short)], device=world.device)).flatten(), [0.0]))
-        place = HOST if most > 0 else DEVICE
+        place = tiers_of(GRADIENTS)[0] if most > 0 else DEVICE
         room = f"{decimal(int(abs(most)))} {'too much' if most > 0 else 'are left'} with them on the device"
         why = (f"offload.gradients=auto: {place}: {room}",)
     offload = replace(offload, gradients=place)
@@ -132,7 +133,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     moving = whole_units(sizes.items())
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
-        "gradients": 0 if offload.gradients == HOST else ceil(states.gradients),
+        "gradients": 0 if offload.gradients_leave else ceil(states.gradients),
         "gathered units": moving if policy.stage.shards_parameters else 0,
         "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
     }
@@ -174,11 +175,11 @@ def room_of(mesh: Mesh, offload: Offload) -> Room:
     """Return what this rank may take now: of its device what is free, of the host a fair share."""
     device = mesh.device
     limit = None if offload.host_budget is None else parse_size(offload.host_budget, HOST_BUDGET)
-    host = host_budget(mesh.local_world or mesh.world, limit).nbytes
-    disk = offload.directory is not None
+    folder, ranks = offload.directory is not None, mesh.local_world or mesh.world
+    host = host_budget(ranks, limit).nbytes
     if device.type == "cpu":
-        return Room(host, None, disk)
-    return Room(int(USABLE * torch.get_device_module(device).mem_get_info(device)[0]), host, disk)
+        return Room(host, None, folder, ranks)
+    return Room(int(USABLE * torch.get_device_module(device).mem_get_info(device)[0]), host, folder, ranks)
 
 
 def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
@@ -192,5 +193,5 @@ def _furthest(base: Foundation, need: Need, room: Room) -> Placed:
     for start in range(0, len(told), len(row)):
         states, record, passing, device, host, *others = told[start : start + len(row)]
         of_rank = Need(states, record, passing, dict(zip(need.others, others, strict=True)))
-        choices.append(auto_place(of_rank, Room(device, None if host < 0 else host, room.disk)))
+        choices.append(auto_place(of_rank, room._replace(device=device, host=None if host < 0 else host)))
     return max(choices, key=lambda placed: (PLACES.index(placed.optimizer), placed.fraction))

@@ -37,7 +37,7 @@ from zero3d.engine.unshard import Unsharded
 from zero3d.errors import CheckpointError
 from zero3d.memory.arena import Arena
 from zero3d.offload.tiered_records import TieredRecords
-from zero3d.spec.offload import HOST
+from zero3d.spec.tiers import HOST
 
 COPY = "checkpoint"  # the category of the host's copy
 

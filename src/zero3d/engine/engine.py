@@ -111,6 +111,8 @@ class Engine:
     ep_plan       {pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)
     sp_kind       "auto" | "heads" | "gather": how attention is shared out where ranks have parts of sequences
                   (mesh.sp): heads of whole sequences, or rows, to which keys and values are gathered
+    sp_mask_budget  bytes, or a text such as "4GB": of one mask of whole sequences, where they are shared out and
+                  padding, packing or a window make attention need one; a larger one is refused before it is made
     experts       exact: a product for each rank whose tokens came, with the bits of ep=1; fast: one of all (ep > 1)
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
@@ -202,6 +204,7 @@ class Engine:
         ep_plan: Mapping[str, str] | None = None,
         experts: str = "exact",
         sp_kind: str = "auto",
+        sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
         tiled_loss: bool = False,
@@ -216,6 +219,7 @@ class Engine:
             spec.Mesh(
                 experts=experts,
                 sp_kind=sp_kind,
+                sp_mask_budget=sp_mask_budget,
                 ep_plan=ep_plan,
                 schedule=schedule,
                 tp_plan=tp_plan,

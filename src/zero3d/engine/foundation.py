@@ -21,6 +21,7 @@ from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.shares import Sharing
+from zero3d.spec.sizes import parse_size
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import UnitLayout
 
@@ -119,7 +120,9 @@ class Foundation:
 
 def _share_sequences(partition: ModelPartition, sp: Comm, options: Options) -> SequenceGroup:
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
-    return SequenceGroup(partition.chunks.values(), sp, Sharing(sp.size, options.mesh.sp_kind, options.zero.exact))
+    mesh = options.mesh
+    masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
+    return SequenceGroup(partition.chunks.values(), sp, Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked))
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

@@ -142,11 +142,11 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_blank_image(model)
     if step.tiled_loss:
         check_tiled_loss(model, step.loss)
-    offloads, asked = options.offload.activations == "host", options.mesh
+    offloads, asked = options.offload.activations_leave, options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
     check_experts(model, mesh, zero.exact)
     if mesh.sp > 1:
-        check_sequence(model, mesh.sp, mesh.tp)
+        check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):

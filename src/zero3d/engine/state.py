@@ -12,7 +12,7 @@ from zero3d.checkpoint.state import EngineState
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
-from zero3d.spec.offload import HOST
+from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import GROUP
 
 RANKS, TREE = "in rank order", "in exact mode's tree"

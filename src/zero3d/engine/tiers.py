@@ -13,7 +13,7 @@ from zero3d.models.blocks import UnitSpec
 from zero3d.offload.auto_place import ExecutorChoice
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
-from zero3d.spec.offload import HOST
+from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import in_turn
 
@@ -21,7 +21,7 @@ from zero3d.zero.optimizer import in_turn
 def open_tiers(
     base: Foundation, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]
 ) -> tuple[Tiers | None, Slots | None]:
-    """Make what an engine's records need, and slots for a restart where all that is trained is on a disk.
+    """Make what an engine's records need, and slots for a restart where a tier commits all that is trained.
 
     None where nothing leaves the device. Raises ConfigError, OutOfBudget.
     """
@@ -36,11 +36,11 @@ def open_tiers(
     site = Site(axes.arena, axes.world, owner, base.resolved.precision.dtype, partial(host_share, base))
     stores = (mesh.make_stores or Stores)(site)
     tiers = Builder(site, offload, records, executor, stores).tiers()
-    if tiers.disk is None:
+    if tiers.slab is None:
         return tiers, None
     restartable = restarts_from(specs, records, kinds)
-    slots = Slots.agreed(tiers.disk, axes.world, restartable, tiers.replaced)
-    if tiers.disk.had_steps:
+    slots = Slots.agreed(tiers.slab, axes.world, restartable, tiers.replaced)
+    if tiers.slab.had_steps:
         tiers.store.clear()
     return tiers, slots if restartable else None
 
@@ -65,11 +65,11 @@ def _check(base: Foundation) -> None:
             f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered: pass "
             "release='every_use', or offload.params=none."
         )
-    if offload.gradients == HOST and (policy.reduce != "every_micro_batch" or exact):
+    if offload.gradients_leave and (policy.reduce != "every_micro_batch" or exact):
         why = "exact=True sums" if exact else "reduce='every_step' keeps"
         raise ConfigError(
-            f"offload.gradients=host, and {why} gradients on the device until the last micro-batch: pass "
-            "offload.gradients=device."
+            f"offload.gradients={offload.gradients}, and {why} gradients on the device until the last micro-batch: "
+            "pass offload.gradients=device."
         )
 
 

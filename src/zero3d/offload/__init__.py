@@ -5,6 +5,8 @@ auto_place   the place of states, and who updates them, where the caller leaves 
 records      runs of bytes that move between tiers whole, and what they are as tensors
 tiered_records all records of a rank, wherever each has its place
 ring         buffers through which records pass between a tier and the device
+host_tier    records of the host, as its row has them opened (spec/tiers.py)
+disk_tier    the same of a disk
 host_slab    the host's memory of a rank's tiers: one mapping, carved into records
 disk_slab    a rank's records on a disk, two slots for each
 record_file  records that are written once, such as frozen weights

@@ -5,6 +5,7 @@
         else what is too much leaves,   and makes room also for the buffers through which records pass
             to the host                 where a rank may take so much of it
             to a disk                   else, where a folder is given
+            or another tier             in the order of their rows (spec/tiers.py)
 
     offload.executor=auto               the faster one, in seconds of a step
         device                          2 x bytes of states / link
@@ -21,10 +22,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zero3d.errors import OutOfBudget
-from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.sizes import decimal
+from zero3d.spec.tiers import DEVICE, HOST, OPTIMIZER, TIERS, TierRow, tiers_of
 
-PLACES = ("none", HOST, DISK)  # of optimizer states, from the fastest
+PLACES = ("none", *tiers_of(OPTIMIZER))  # of optimizer states, from the fastest
 STEPS = 1000  # of a fraction that is chosen: it can be read, and typed again
 UPDATE = 28  # bytes per parameter that Adam reads and writes on the host: master and two moments both ways, gradient
 GRADIENT, WEIGHT = 4, 2  # bytes per parameter on their way down and up
@@ -54,17 +55,28 @@ class Need(NamedTuple):
 class Room(NamedTuple):
     """Bytes that a rank may take.
 
-    host  None where the device's memory is the host's own
-    disk  whether a folder is given
+    host    None where the device's memory is the host's own
+    folder  whether one is given, for tiers that have files
+    ranks   of this host, which share what other tiers have
     """
 
     device: int
     host: int | None
-    disk: bool
+    folder: bool
+    ranks: int = 1
+
+    def at(self, tier: TierRow) -> float:
+        """Return what it may take of a tier; files have no bound here: opening them says what a disk lacks."""
+        if tier.on_host:
+            return -1 if self.host is None else self.host
+        if tier.folder:
+            return math.inf if self.folder else -1
+        assert not isinstance(tier.capacity, str), f"a field of a cluster, which a machine does not have: {tier.name}"
+        return tier.capacity / self.ranks
 
 
 class Placed(NamedTuple):
-    """A place of optimizer states (none, host, disk), the fraction of them that leaves, and why in a line."""
+    """A place of optimizer states (one of PLACES), the fraction of them that leaves, and why in a line."""
 
     optimizer: str
     fraction: float
@@ -72,7 +84,7 @@ class Placed(NamedTuple):
 
 
 def auto_place(need: Need, room: Room) -> Placed:
-    """Fill the device, then the host, then a disk. Raises OutOfBudget where no place is left."""
+    """Fill the device, then the first tier that has room. Raises OutOfBudget where no place is left."""
     others = sum(need.others.values())
     asked = f"a rank needs {need}, and its device has {decimal(room.device)}"
     if need.states + others <= room.device:
@@ -80,9 +92,9 @@ def auto_place(need: Need, room: Room) -> Placed:
     leaves = min(need.states, need.states + others + need.passing - room.device)
     fraction = math.ceil(STEPS * leaves / need.states) / STEPS if need.states else 1.0
     away = min(need.states, math.ceil(fraction * need.states) + need.record)  # whole records
-    place = HOST if room.host is not None and away <= room.host else DISK
+    place = next((name for name in tiers_of(OPTIMIZER) if away <= room.at(TIERS[name])), None)
     of_host = "which is the host's" if room.host is None else f"the host {decimal(room.host)}"
-    if place == DISK and not room.disk:
+    if place is None:
         raise OutOfBudget(
             f"offload.optimizer=auto: {asked}, {of_host}: {decimal(away)} have no place. Pass "
             "offload.directory=FOLDER on a local disk, raise offload.host_budget if that is the bound, or use more "

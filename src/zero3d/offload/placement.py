@@ -4,7 +4,7 @@ A unit's share of states on a rank is cut into buckets; each bucket's states are
 
     on the host    [master | states]               master: int16 remainder, fp32, or nothing where the weight is it
     on a disk      [weight | remainder | states]   so that a file has the whole of an optimizer's states, if weights are
-                                                   not there, too
+                                                   not there, too: a tier's row says that (spec/tiers.py)
     parameters     [weight]                        records of their own, one a unit, since a forward needs only them
 
     bytes per parameter   fp32 master, moments   split master   split, bf16 moments
@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import REMAINDER
 from zero3d.memory.blocks import padded
-from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
+from zero3d.spec.offload import Offload
+from zero3d.spec.tiers import DEVICE, TIERS
 
 OPTIMIZER, PARAMETERS, FROZEN, GRADIENTS = "optimizer", "parameters", "frozen", "gradients"  # kinds of records
 
@@ -38,13 +39,14 @@ class RecordWidths(NamedTuple):
 
 
 def record_widths(weight: int, master: int, states: int, place: str) -> RecordWidths:
-    """Return what a record of optimizer states holds at a place.
+    """Return what a record of optimizer states holds at a place; on the device its bytes before it leaves.
 
     weight  bytes of a compute weight
     master  bytes of what is stored of a master beside it: 4, 2 for a remainder, 0 where the weight is the master
     states  bytes of all its optimizer states
     """
-    return RecordWidths(weight if place == DISK and master == REMAINDER else 0, master, states)
+    whole = place in TIERS and TIERS[place].whole
+    return RecordWidths(weight if whole and master == REMAINDER else 0, master, states)
 
 
 def bucket_ranges(elements: int, bucket: int) -> Iterator[tuple[int, int]]:
@@ -93,7 +95,7 @@ class PlacedRecord(NamedTuple):
 
     unit   the number of its unit
     kind   optimizer, parameters, frozen (parameters) or gradients
-    slots  how often it is there: twice on a disk, in slots that take turns, but for frozen weights
+    slots  how often it is there: as its tier's row says, but for frozen weights
     start  of its bucket, in what a rank updates of the unit
     """
 
@@ -121,24 +123,29 @@ def placed_records(units: Sequence[UnitStates], offload: Offload, bucket: int) -
 
     def nbytes(number: int, elements: int, states: int, place: str) -> int:
         widths = record_widths(units[number].weight, units[number].master, states, place)
-        beside = widths.weight if offload.params != "none" else 0  # a disk has them as records of their own
+        beside = widths.weight if offload.params != "none" else 0  # which are records of their own then
         return (widths.total - beside) * elements
 
     places = [DEVICE] * len(cuts)
     if offload.optimizer != "none":
-        sizes = [nbytes(number, elements, states, HOST) for number, _, elements, states in cuts]
+        sizes = [nbytes(number, elements, states, DEVICE) for number, _, elements, states in cuts]
         places = leave_device(sizes, offload.fraction, offload.optimizer)
     for (number, start, elements, states), place in zip(cuts, places, strict=True):
         there = place if nbytes(number, elements, states, place) else DEVICE  # no states, of weights that are masters
-        slots = 2 if there == DISK else 1
-        yield PlacedRecord(number, OPTIMIZER, there, elements, nbytes(number, elements, states, there), slots, start)
+        yield PlacedRecord(
+            number, OPTIMIZER, there, elements, nbytes(number, elements, states, there), _slots(there), start
+        )
     for number, unit in enumerate(units if offload.params != "none" else ()):
         kind = PARAMETERS if unit.trainable else FROZEN
-        slots = 2 if offload.params == DISK and unit.trainable else 1
+        slots = _slots(offload.params) if unit.trainable else 1
         yield PlacedRecord(number, kind, offload.params, unit.elements, unit.weight * unit.elements, slots)
-    for number in trained if offload.gradients == HOST else ():
+    for number in trained if offload.gradients_leave else ():
         elements = units[number].elements
-        yield PlacedRecord(number, GRADIENTS, HOST, elements, units[number].gradient * elements)
+        yield PlacedRecord(number, GRADIENTS, offload.gradients, elements, units[number].gradient * elements)
+
+
+def _slots(place: str) -> int:
+    return TIERS[place].slots if place in TIERS else 1
 
 
 def _buckets(segments: Sequence[tuple[int, int]], bucket: int) -> Iterator[tuple[int, int, int]]:

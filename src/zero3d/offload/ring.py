@@ -71,7 +71,7 @@ class Buffer:
 
 
 class Store(Protocol):
-    """Where records are when they are not in a ring.
+    """Where records are when they are not in a ring: each tier's is in its file.
 
     waits  whether the host waits for it, even where the device is an accelerator
     """
@@ -95,46 +95,14 @@ class HostStore:
 
     def load(self, index: int, nbytes: int, buffer: Buffer) -> None:
         """Copy a record into a buffer."""
-        _copy(buffer.memory[:nbytes], self._memory[index])
+        copy_bytes(buffer.memory[:nbytes], self._memory[index])
 
     def store(self, index: int, nbytes: int, buffer: Buffer) -> None:
         """Copy a buffer to the record."""
-        _copy(self._memory[index], buffer.memory[:nbytes])
+        copy_bytes(self._memory[index], buffer.memory[:nbytes])
 
 
-class RecordsOnDisk(Protocol):
-    """Who reads and writes records by their numbers, from and to memory in whole blocks."""
-
-    def read(self, index: int, memory: memoryview) -> None: ...
-
-    def write(self, index: int, memory: memoryview) -> None: ...
-
-
-class DiskStore:
-    """Records on a disk, in a slab from number `first` on."""
-
-    waits = True
-
-    def __init__(self, slab: RecordsOnDisk, first: int = 0) -> None:
-        self._slab, self._first = slab, first
-
-    def load(self, index: int, nbytes: int, buffer: Buffer) -> None:
-        """Read a record, and copy it to the device if that has other memory."""
-        if buffer.staging is not None:
-            buffer.arrived.synchronize()  # of a record that was not taken back, the copy may still be under way
-        self._slab.read(self._first + index, buffer.host.numpy().data)
-        if buffer.staging is not None:
-            _copy(buffer.memory[:nbytes], buffer.staging[:nbytes])
-
-    def store(self, index: int, nbytes: int, buffer: Buffer) -> None:
-        """Write a record, once it is in the host's memory."""
-        if buffer.staging is not None:
-            _copy(buffer.staging[:nbytes], buffer.memory[:nbytes])
-            torch.accelerator.current_stream(buffer.memory.device).synchronize()
-        self._slab.write(self._first + index, buffer.host.numpy().data)
-
-
-def _copy(into: Tensor, source: Tensor) -> None:
+def copy_bytes(into: Tensor, source: Tensor) -> None:
     """Copy bytes on the current stream; on the CPU by this thread alone, while others have the interpreter."""
     if into.device.type == source.device.type == "cpu":
         numpy.copyto(into.numpy(), source.numpy())

@@ -19,7 +19,8 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.offload.records import Record
-from zero3d.spec.offload import DISK, Offload
+from zero3d.spec.offload import Offload
+from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER
@@ -54,8 +55,13 @@ class StateRecord:
 
     @property
     def place(self) -> str:
-        """Return where the record is: device, host or disk."""
+        """Return where the record is: the device, or a tier."""
         return self.placed.place
+
+    @property
+    def commits(self) -> bool:
+        """Return whether its tier commits steps of it, in slots that take turns."""
+        return self.place in TIERS and TIERS[self.place].slots > 1
 
     @property
     def described(self) -> str:
@@ -188,7 +194,7 @@ class Placement:
         fields: dict[str, torch.dtype] = {}
         if spec.dtype != self.policy.master:
             split = self.policy.split_master
-            if split and place == DISK and self.offload.params == "none":
+            if split and place in TIERS and TIERS[place].whole and self.offload.params == "none":
                 fields[WEIGHTS] = spec.dtype
             fields[MASTER] = REMAINDER if split else self.policy.master
         return fields | {name: self._dtype(name) for name in self.kinds.states if name in states}
@@ -198,16 +204,16 @@ class Placement:
 
 
 def restarts_from(specs: Sequence[UnitSpec], records: Sequence[StateRecord], kinds: StateKinds) -> bool:
-    """Return whether records on a disk are all of a model: its weights, too, or masters that these are cast of.
+    """Return whether what a tier commits is all of a model: its weights, too, or masters that these are cast of.
 
     What an optimizer knows beside them is then how many steps it has made: those of Adam's kind.
     """
-    weights = {each.unit for each in records if each.kind == PARAMETERS and each.place == DISK}
+    weights = {each.unit for each in records if each.kind == PARAMETERS and each.commits}
     return (
         kinds.kind in (Adam, AdamW)
         and set(kinds.states) == {"exp_avg", "exp_avg_sq"}
         and all(
-            each.place == DISK and (each.unit in weights or WEIGHTS in each.names or each.has_master)
+            each.commits and (each.unit in weights or WEIGHTS in each.names or each.has_master)
             for each in records
             if each.kind == OPTIMIZER
         )

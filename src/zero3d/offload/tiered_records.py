@@ -1,9 +1,9 @@
 """All records of a rank, wherever each has its place, behind one way to use them.
 
-    place    updated on the device                  updated on the host
-    device   where it is                            -
-    host     through a ring of device buffers       where it is
-    disk     through a ring of device buffers       through a ring of host buffers
+    place         updated on the device                  updated on the host
+    device        where it is                            -
+    host          through a ring of device buffers       where it is
+    other tiers   through a ring of device buffers       through a ring of host buffers, unless the host addresses them
 
     with store.opened(index) as fields:     brought, used, taken back; `ahead` before it hides the way
     store.view(index)                       its fields as they are stored, to be read: all at once, as a checkpoint does
@@ -13,23 +13,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import NamedTuple, Protocol
 
-import numpy
-import torch
 from torch import Tensor
 
 from zero3d.offload.disk_slab import DiskSlab
-from zero3d.offload.records import Record
 from zero3d.offload.ring import Ring
 
 
 class Tier(Protocol):
-    """Records of one kind at one place."""
+    """Records of one kind at one place.
+
+    commits  whether they are those of a step that a slab commits
+    """
+
+    commits: bool = False
 
     def ahead(self, index: int) -> None:
         """Begin to bring a record."""
@@ -96,37 +96,6 @@ class ThroughRing(Tier):
         self._ring.close()
 
 
-class OnDisk(ThroughRing):
-    """Records of a file that pass through a ring of buffers.
-
-    place    where in which file a record begins
-    changes  whether they change in every step
-    """
-
-    def __init__(
-        self, ring: Ring, records: Sequence[Record], place: Callable[[int], tuple[Path, int]], changes: bool = True
-    ) -> None:
-        super().__init__(ring)
-        self._records = records
-        self._place = place
-        self.changes = changes
-        self._mapped: WeakValueDictionary[tuple[int, int], numpy.memmap[Any, Any]] = WeakValueDictionary()
-
-    def view(self, index: int) -> list[Tensor]:
-        """Return its fields in pages of the file: private ones, read when somebody looks at them.
-
-        One mapping of a record for all who look at the same time: a process may have some ten thousand.
-        """
-        path, start = self._place(index)
-        record = self._records[index]
-        if not record.nbytes:
-            return record.views(torch.empty(0, dtype=torch.uint8))
-        pages = self._mapped.get((index, start))
-        if pages is None:
-            pages = self._mapped[index, start] = numpy.memmap(path, numpy.uint8, "c", start, (record.nbytes,))
-        return record.views(torch.from_numpy(pages))
-
-
 class Address(NamedTuple):
     """Where a record is: its tier, and its number there."""
 
@@ -138,7 +107,7 @@ class TieredRecords:
     """Owns all records of a rank, numbered through; in the order of their numbers they are needed first."""
 
     def __init__(self, addresses: Sequence[Address], slab: DiskSlab | None = None) -> None:
-        """Take over the tiers that the records are in; slab: of those on a disk that change in every step."""
+        """Take over the tiers that the records are in; slab: of those that are committed step by step."""
         self._addresses, self._slab = addresses, slab
         self._tiers = list({id(each.tier): each.tier for each in addresses}.values())
         self._open: dict[int, int] = {}
@@ -212,7 +181,7 @@ class TieredRecords:
     def clear(self) -> None:
         """Have the records of the slab be zeros, as those of a new file are."""
         for index, (tier, _) in enumerate(self._addresses):
-            if isinstance(tier, OnDisk) and tier.changes:
+            if tier.commits:
                 with self.opened(index) as fields:
                     for values in fields:
                         values.zero_()

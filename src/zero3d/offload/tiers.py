@@ -2,21 +2,24 @@
 
     records  of optimizer states, one a bucket; of shards of weights; of gradients      states.py, placement.py
       -> budget   host bytes of this rank, refused with the arithmetic before any are taken   memory/budget.py
-      -> store    one host slab, one file, rings                                              tiered_records.py
+      -> slab     one mapping of the host: its own records, and buffers of all                host_slab.py
+      -> tiers    each that a record is in, opened by what its row names (spec/tiers.py)      host_tier.py, disk_tier.py
+      -> store    all records, each in place or behind a ring                                 tiered_records.py
 
 All of it is made before the first unit, and nothing later. What it is made of comes from `Stores`, which maps memory,
-opens files and starts threads; a dry run has its own.
+opens tiers and starts threads; a dry run has its own, for any row.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
@@ -24,25 +27,23 @@ from torch import Tensor
 
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
-from zero3d.errors import CheckpointError
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.memory.blocks import padded
 from zero3d.memory.budget import HostBudget
 from zero3d.memory.threads import Threads, unwaited
-from zero3d.offload import commit_file
 from zero3d.offload.auto_place import ExecutorChoice
 from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor, OnHost
 from zero3d.offload.host_adam import HostExecutor, scratch_bytes
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
-from zero3d.offload.record_file import RecordFile
 from zero3d.offload.records import Record
-from zero3d.offload.ring import DiskStore, HostStore, Ring, ring_buffers
+from zero3d.offload.ring import ring_buffers
 from zero3d.offload.states import CATEGORY, WORDS, StateRecord, planned_bytes
-from zero3d.offload.tiered_records import Address, InPlace, OnDisk, ThroughRing, Tier, TieredRecords
+from zero3d.offload.tiered_records import Address, InPlace, Tier, TieredRecords
 from zero3d.offload.updates import RecordUpdates
-from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
+from zero3d.spec.offload import Offload
+from zero3d.spec.tiers import DEVICE, HOST, TIERS, TierRow, is_buffered
 from zero3d.zero.buckets import Bucket, UnitBuckets
 from zero3d.zero.optimizer import ShardedOptimizer
 
@@ -66,14 +67,53 @@ class Site(NamedTuple):
     budget: Callable[[], HostBudget]
 
 
-class Stores:
-    """Opens what records are kept in, on all ranks or none.
+class Opening(NamedTuple):
+    """Describes what a tier is opened for.
 
-    on_cpu    whether the device is a CPU
-    replaced  the step of another run that was on the disk; NEVER, or UNKNOWN
+    records  that are there, in the order of their numbers
+    folder   for a tier that has files
+    slab     of the host, which has the records of the host's own tier
     """
 
+    site: Site
+    records: Sequence[StateRecord]
+    folder: Path | None
+    slab: HostSlab
+
+
+class OpenTier(ABC):
+    """Owns what a rank has open of one tier. Each tier has a subclass in its file, which its row names.
+
+    A constructor that may fail does so on all ranks (`distributed.agreement.agree`); new records are zeros.
+
+    slab      the file whose steps are committed, of a tier whose records have slots that take turns
+    replaced  the step of another run that was there; NEVER, or UNKNOWN
+    """
+
+    slab: DiskSlab | None = None
     replaced = NEVER
+
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
+
+    def records(self, kind: str) -> list[Record]:
+        """Return the records of a kind that are here."""
+        return [each.record for each in self._opening.records if each.kind == kind]
+
+    @abstractmethod
+    def tier(self, kind: str, buffers: Sequence[Tensor], staging: Sequence[Tensor]) -> Tier:
+        """Return the records of a kind, as they are used.
+
+        buffers  of a ring through which they pass; none where they are used where they are
+        staging  as many of the host, where a ring's are on a device and the tier is not addressed
+        """
+
+
+class Stores:
+    """Opens what records are kept in.
+
+    on_cpu  whether the device is a CPU
+    """
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -89,44 +129,11 @@ class Stores:
 
         return agree(self._site.world, open_slab)
 
-    def disk(self, folder: Path, records: Mapping[str, int]) -> DiskSlab | None:
-        """Open the file of records that change, of so many bytes by name. Raises ConfigError, OutOfBudget."""
-        rank = self._site.world.rank
-        open_slab = partial(DiskSlab, folder, rank, records, self._site.owner)
-
-        def open_or_replace() -> DiskSlab:
-            try:
-                return open_slab()
-            except CheckpointError:  # of other records, or damaged: nothing to go on from, and all ranks say so
-                commit = (folder / f"rank-{rank:05d}").with_suffix(".commit")
-                self.replaced = commit_file.step_of(commit) or UNKNOWN
-                return open_slab(discard=True)
-
-        return agree(self._site.world, open_or_replace)
-
-    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tier:
-        """Return records of the host that pass through buffers."""
-        fields = [record.views(own) for record, own in zip(records, memory, strict=True)]
-        return ThroughRing(Ring(HostStore(memory), records, buffers), fields)
-
-    def disk_ring(
-        self,
-        records: Sequence[Record],
-        slab: DiskSlab | None,
-        first: int,
-        buffers: Sequence[Tensor],
-        staging: Sequence[Tensor],
-    ) -> Tier:
-        """Return records of a disk slab, from number `first` on, that pass through buffers."""
-        assert slab is not None
-        ring = Ring(DiskStore(slab, first), records, buffers, staging)
-        return OnDisk(ring, records, lambda index: slab.newest(first + index))
-
-    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Tier:
-        """Return records of frozen weights, in a file beside a disk slab, that pass through buffers."""
-        assert slab is not None
-        file = RecordFile(slab.path.with_suffix(".frozen"), [record.nbytes for record in records])
-        return OnDisk(Ring(DiskStore(file), records, buffers), records, file.newest, changes=False)
+    def open(self, row: TierRow, opening: Opening) -> OpenTier:
+        """Open a tier by what its row names, on all ranks or none."""
+        opened = resolve_name(row.call)(opening)
+        assert isinstance(opened, OpenTier)
+        return opened
 
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor
@@ -143,12 +150,12 @@ class Tiers:
 
     units     what each unit has in records, by name
     kept      memory of the host for units' reduced gradients, by name, where they leave the device
-    arenas    accounts of the host and of the disk
+    arenas    accounts of all tiers, by name
     executor  "device" | "host": where updates are made
     planned   bytes by (category, place), from layouts alone
     why       the arithmetic of the executor, where that was open
-    disk      the file of what changes in every step, if anything is on a disk
-    replaced  the step of another run that was on the disk; NEVER, or UNKNOWN
+    slab      the file whose steps are committed, if any tier has one
+    replaced  the step of another run that was there; NEVER, or UNKNOWN
     """
 
     units: Mapping[str, UnitBuckets]
@@ -161,7 +168,7 @@ class Tiers:
     ring_of_weights: bool
     staging: tuple[Tensor, Tensor] | None
     why: str
-    disk: DiskSlab | None
+    slab: DiskSlab | None
     replaced: int
 
     @property
@@ -183,7 +190,7 @@ class Tiers:
                 "where the host updates.",
                 stacklevel=6,
             )
-        # Of weights on a disk one ring serves gathers and updates, from one thread.
+        # Of weights behind a ring that one serves gathers and updates, from one thread.
         behind = self.executor == HOST and arena.device.type != "cpu" and not self.ring_of_weights
         thread = Threads(1, "updates") if behind else None
         return RecordUpdates(optimizer, executor, self.store, arena.device, thread)
@@ -201,29 +208,28 @@ class Builder:
         self._stores = stores
         self._executor, self._why = executor
         self._arena = site.arena
-        self._host_arena = Arena(torch.device("cpu"), HOST)
-        self._disk_arena = Arena(torch.device("cpu"), DISK)
+        self._arenas = {name: Arena(torch.device("cpu"), name) for name in TIERS}
         self._here = self._executor == HOST or stores.on_cpu  # records pass through memory of the host
 
     def tiers(self) -> Tiers:
         """Make them all, or raise on all ranks."""
         slab = self._open_slab()
-        disk = self._open_disk()
-        store = TieredRecords(self._addresses(slab, disk), disk)
-        names = [each.unit for each in self._records if each.kind == GRADIENTS]
+        opened = self._open_tiers(slab)
+        committed = next((each.slab for each in opened.values() if each.slab is not None), None)
+        store = TieredRecords(self._addresses(slab, opened), committed)
         tiers = Tiers(
             units=self._units(store),
-            kept={name: shard for name, (shard,) in zip(names, slab.views[WORDS[GRADIENTS]], strict=True)},
+            kept={each.unit: store.view(i)[0] for i, each in enumerate(self._records) if each.kind == GRADIENTS},
             store=store,
             stores=self._stores,
-            arenas={HOST: self._host_arena, DISK: self._disk_arena},
+            arenas=self._arenas,
             executor=self._executor,
             planned=planned_bytes(self._records),
-            ring_of_weights=self._offload.params == DISK,
+            ring_of_weights=is_buffered(self._offload.params),
             staging=self._staging(slab),
             why=self._why,
-            disk=disk,
-            replaced=self._stores.replaced,
+            slab=committed,
+            replaced=max((each.replaced for each in opened.values()), default=NEVER),
         )
         weakref.finalize(tiers, unwaited, store.close)
         return tiers
@@ -232,18 +238,28 @@ class Builder:
         """Map what all records and buffers on the host take. Raises OutOfBudget."""
         parts = self._parts()
         asked = {part: sum(padded(record.nbytes) for record in records) for part, records in parts.items()}
-        if self._executor == HOST and self._of(OPTIMIZER, HOST) + self._of(OPTIMIZER, DISK):
+        for row in self._used:
+            if row.on_host and row.name != HOST:
+                held = sum(each.placed.held for each in self._records if each.place == row.name)
+                asked[f"records {row.where}"] = held
+        if self._executor == HOST and any(e.kind == OPTIMIZER and e.place != DEVICE for e in self._records):
             asked["scratch of updates"] = scratch_bytes(torch.get_num_threads())
         return self._stores.host(parts, asked)
 
-    def _open_disk(self) -> DiskSlab | None:
-        """Open the file of what changes in every step, if anything is on a disk."""
-        if not self._offload.uses_disk:
-            return None
-        assert self._offload.directory is not None
-        changing = [each for each in self._records if each.place == DISK and each.kind != FROZEN]
-        records = {each.described: each.record.nbytes for each in changing}
-        return self._stores.disk(Path(self._offload.directory), records)
+    def _open_tiers(self, slab: HostSlab) -> dict[str, OpenTier]:
+        """Open what records are in, and what is asked for though nothing is there yet."""
+        folder = None if self._offload.directory is None else Path(self._offload.directory)
+        opened = {}
+        for row in self._used:
+            records = [each for each in self._records if each.place == row.name]
+            opened[row.name] = self._stores.open(row, Opening(self._site, records, folder, slab))
+        return opened
+
+    @property
+    def _used(self) -> list[TierRow]:
+        """Return the tiers that may have records, in the order of their rows."""
+        asked = {self._offload.optimizer, self._offload.params, self._offload.gradients}
+        return [row for row in TIERS.values() if row.name in asked]
 
     # --- memory of the host -----------------------------------------------------------------------
 
@@ -261,16 +277,20 @@ class Builder:
             parts[STAGING] = [Record(STAGING, ((torch.float32, longest), (self._site.compute, longest)))]
         return parts
 
+    def _place(self, kind: str) -> str:
+        """Return where records of a kind are, those that leave the device."""
+        offload = self._offload
+        return {OPTIMIZER: offload.optimizer, GRADIENTS: offload.gradients}.get(kind, offload.params)
+
     def _ring_records(self, kind: str) -> list[Record]:
         """Return the records of a kind that pass through a ring, those of one place."""
-        place = {OPTIMIZER: self._offload.optimizer, GRADIENTS: HOST}.get(kind, self._offload.params)
-        through = place == DISK or (place == HOST and kind == OPTIMIZER and self._executor == DEVICE)
-        return self._of(kind, place) if through else []
+        place = self._place(kind)
+        updated = place in TIERS and kind == OPTIMIZER and self._executor == DEVICE
+        return self._of(kind, place) if updated or is_buffered(place) else []
 
     def _rings_on_host(self, kind: str) -> bool:
         """Whether a kind's ring has buffers, or staging memory for them, on the host."""
-        disk = (self._offload.optimizer if kind == OPTIMIZER else self._offload.params) == DISK
-        return bool(self._ring_records(kind)) and (disk or self._here)
+        return bool(self._ring_records(kind)) and (self._here or is_buffered(self._place(kind)))
 
     def _staging(self, slab: HostSlab) -> tuple[Tensor, Tensor] | None:
         if STAGING not in slab.views:
@@ -280,10 +300,10 @@ class Builder:
 
     # --- records ------------------------------------------------------------------------------------
 
-    def _addresses(self, slab: HostSlab, disk: DiskSlab | None) -> list[Address]:
+    def _addresses(self, slab: HostSlab, opened: Mapping[str, OpenTier]) -> list[Address]:
         """Put every record in the tier of its kind and place, and on that place's account."""
         places = dict.fromkeys((each.kind, each.place) for each in self._records)
-        tiers = {key: self._tier(*key, slab, disk) for key in places}
+        tiers = {key: self._tier(*key, slab, opened) for key in places}
         numbers = dict.fromkeys(tiers, 0)
         found = []
         for each in self._records:
@@ -291,34 +311,25 @@ class Builder:
             found.append(Address(tiers[key], numbers[key]))
             numbers[key] += 1
             if each.place != DEVICE:
-                arena = self._host_arena if each.place == HOST else self._disk_arena
                 held = each.placed.held
                 used = each.used * Fraction(each.placed.slots * each.record.nbytes, held) if held else Fraction(0)
-                arena.hold(CATEGORY[each.kind], held, used)
+                self._arenas[each.place].hold(CATEGORY[each.kind], held, used)
         for part, memory in slab.memory.items():
             if part not in WORDS.values():
-                self._host_arena.hold("wire", sum(padded(each.numel()) for each in memory), Fraction(1))
+                self._arenas[HOST].hold("wire", sum(padded(each.numel()) for each in memory), Fraction(1))
         return found
 
-    def _tier(self, kind: str, place: str, slab: HostSlab, disk: DiskSlab | None) -> Tier:
-        records = self._of(kind, place)
+    def _tier(self, kind: str, place: str, slab: HostSlab, opened: Mapping[str, OpenTier]) -> Tier:
         if place == DEVICE:
             return InPlace(
                 [self._on_device(each) for each in self._records if (each.kind, each.place) == (kind, place)]
             )
-        if not self._ring_records(kind):
-            return InPlace(slab.views[WORDS[kind]])
+        ring = self._ring_records(kind)
         memory = slab.memory.get(f"{BUFFERS} of {WORDS[kind]}", [])
-        on_device = self._executor == DEVICE and kind == OPTIMIZER and not self._stores.on_cpu
-        buffers = memory
-        if on_device:
-            buffers = [self._arena.borrow("wire", each.nbytes, torch.uint8) for each in ring_buffers(records)]
-        if place == HOST:
-            return self._stores.host_ring(records, slab.memory[WORDS[kind]], buffers)
-        if kind == FROZEN:
-            return self._stores.frozen_ring(records, disk, buffers)
-        first = len(self._of(OPTIMIZER, DISK)) if kind == PARAMETERS else 0
-        return self._stores.disk_ring(records, disk, first, buffers, memory if on_device else ())
+        if ring and self._executor == DEVICE and kind == OPTIMIZER and not self._stores.on_cpu:
+            buffers = [self._arena.borrow("wire", each.nbytes, torch.uint8) for each in ring_buffers(ring)]
+            return opened[place].tier(kind, buffers, memory)
+        return opened[place].tier(kind, memory if ring else (), ())
 
     def _on_device(self, each: StateRecord) -> list[Tensor]:
         return [
@@ -341,5 +352,5 @@ class Builder:
                 buckets.setdefault(each.unit, []).append(bucket)
             if each.kind in (PARAMETERS, FROZEN):
                 shards[each.unit] = index
-        passes = self._offload.params == DISK
+        passes = is_buffered(self._offload.params)
         return {unit: UnitBuckets(store, own, shards.get(unit), passes) for unit, own in buckets.items()}

@@ -16,10 +16,10 @@ from zero3d.page.markup import tag
 from zero3d.page.plan_text import (
     Answer,
     costs,
-    disk_column,
     distinct,
     gpu_hours,
     heading,
+    held_apart,
     knob_rows,
     mesh,
     places_lines,
@@ -79,19 +79,22 @@ def _between(seconds: Seconds) -> str:
 
 def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
     title = f"Plans that fit {size(int(answer.target.limit))} of a GPU, {answer.target.goal} first"
-    disks = any(row.estimate.memory.disk for row in rows)
-    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", *disk_column(disks, "Disk GB"))
+    apart = held_apart(rows)
+    more = [f"{name.capitalize()} GB" for name in apart]
+    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", *more)
     remark = "The best plan of each mesh, ZeRO stage, schedule and place of states."
     return frame.card(
         title,
         frame.paragraph(remark, "dim"),
-        frame.table(title, (*head, "Step s", "Tokens/s per GPU", "Why"), _cells(rows), "><><=>>" + ">" * disks + ">>="),
+        frame.table(
+            title, (*head, "Step s", "Tokens/s per GPU", "Why"), _cells(rows), "><><=>>" + ">" * len(apart) + ">>="
+        ),
         *(frame.paragraph(f"{line[0].upper()}{line[1:]}.") for line in places_lines(answer.best.estimate.memory)),
     )
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
-    disks = any(row.estimate.memory.disk for row in rows)
+    apart = held_apart(rows)
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         yield (
@@ -102,7 +105,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
             settings(plan),
             f"{memory.device / GB:.1f}",
             f"{memory.host / GB:,.0f}",
-            *disk_column(disks, f"{memory.disk / GB:,.0f}"),
+            *(f"{memory.tiers[name] / GB:,.0f}" for name in apart),
             f"{_digits(seconds.mid)} ({_between(seconds)})",
             f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
             row.reason,
@@ -226,7 +229,7 @@ def _ladder(answer: Answer) -> Markup:
 
 
 def _what_if(answer: Answer) -> Markup:
-    rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster.host_memory)
+    rows = knob_rows(answer.knobs, answer.best, answer.target.limit, answer.cluster)
     title = "What if one setting of the best plan changed"
     remark = frame.paragraph("Those that free the most memory per second of a step come first.", "dim")
     head = ("Setting", "Memory", "Step", "")

@@ -9,10 +9,10 @@ from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import in_parts, on_host
 from zero3d.plan.ladder import Rung, differs
-from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, sequence_ways, ways
-from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
+from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
+from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.offload import HOST
+from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -107,8 +107,8 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
 
 def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     yield f"Plans that fit {size(int(target.limit))} of a GPU, {target.goal} first:"
-    disks = any(row.estimate.memory.disk for row in rows)
-    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", *disk_column(disks, "disk GB"))
+    apart = held_apart(rows)
+    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", *(f"{name} GB" for name in apart))
     table = [(*head, "step s", "tokens/s/GPU", "why")]
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
@@ -122,16 +122,16 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
                 settings(plan),
                 f"{memory.device / 1e9:.1f}",
                 f"{memory.host / 1e9:.0f}",
-                *disk_column(disks, f"{memory.disk / 1e9:.0f}"),
+                *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
                 _seconds(seconds),
                 f"{rate:,.0f}",
                 row.reason,
             )
         )
-    yield from columns(table, "><<<<>>" + ">" * disks + ">><")
+    yield from columns(table, "><<<<>>" + ">" * len(apart) + ">><")
     if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
-    elif rows and rows[0].plan.offload.activations == HOST:
+    elif rows and rows[0].plan.offload.activations_leave:
         yield "   With the inputs of recomputed blocks on the GPU none fits: those of these plans wait on the host."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 
@@ -159,9 +159,9 @@ def _way(row: Row) -> tuple[str, ...]:
     return mesh(row.plan), str(row.plan.zero.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
 
 
-def disk_column(there: bool, cell: str) -> list[str]:
-    """Return a cell of the column that a table has if anything in it is on a disk."""
-    return [cell] if there else []
+def held_apart(rows: Sequence[Row]) -> list[str]:
+    """Return the tiers that a table has a column for: those, beside the host, in which any of its plans has bytes."""
+    return [name for name in APART if any(row.estimate.memory.tiers[name] for row in rows)]
 
 
 def places_lines(memory: Memory) -> Iterator[str]:
@@ -190,26 +190,28 @@ def _rejected(result: SearchResult) -> Iterator[str]:
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
     yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
-    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster.host_memory)
+    rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
     yield from columns(rows, "<>><") if rows else ["   nothing to change"]
 
 
-def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, host: float) -> list[tuple[str, ...]]:
-    """Return rows of a table: change, memory, time of a step, and whether that fits a GPU's limit and a host."""
+def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, cluster: ClusterSpec) -> list[tuple[str, ...]]:
+    """Return rows of a table: change, memory, time of a step, and whether a GPU's limit and a node's tiers fit it."""
     mid = row.estimate.seconds.mid
     return [
         (
             knob.change,
             f"{knob.memory / 1e9:+.1f} GB",
             f"{100 * knob.seconds / mid:+.1f} %",
-            _misfit(knob.estimate.memory, limit, host),
+            _misfit(knob.estimate.memory, limit, cluster),
         )
         for knob in knobs
     ]
 
 
-def _misfit(memory: Memory, limit: float, host: float) -> str:
-    return "does not fit" if memory.device > limit else "the host has less" if memory.host > host else ""
+def _misfit(memory: Memory, limit: float, cluster: ClusterSpec) -> str:
+    if memory.device > limit:
+        return "does not fit"
+    return next((f"the {name} has less" for name in memory.lacks(cluster)), "")
 
 
 def _ladder(answer: Answer) -> Iterator[str]:
@@ -305,11 +307,18 @@ def nothing_fits(
         return f"{outcome}, {_reasons(result.rejected)}. {_other_batch(model, cluster, target)}"
     miss = f"{outcome}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
     if larger is None:
-        if "host" in nearest.reason:
-            held = f": {nearest.sum}" if nearest.sum else ""
-            return f"{miss}{held}. Pass more --nodes, --offload disk, or a --cluster file with more host_memory."
+        for name in tiers_of(OPTIMIZER):
+            if nearest.reason == memory_of(name):
+                return f"{miss}{f': {nearest.sum}' if nearest.sum else ''}. Pass more --nodes{_beyond(name)}."
         return f"{miss}. Pass a larger --gpu, a shorter --seq, or --lora."
     return f"{miss}. It fits on --gpus {larger[0]}: {short(larger[1].plan)}."
+
+
+def _beyond(tier: str) -> str:
+    """Say what else to pass where a tier is too small: the next with its own memory; the field that says its size."""
+    names, capacity = tiers_of(OPTIMIZER), TIERS[tier].capacity
+    further = [f", --offload {name}" for name in names[names.index(tier) + 1 :] if not TIERS[name].on_host]
+    return "".join(further[:1]) + (f", or a --cluster file with more {capacity}" if isinstance(capacity, str) else "")
 
 
 def _other_batch(model: ModelSpec, cluster: ClusterSpec, target: Target) -> str:
@@ -351,7 +360,7 @@ def memory_lines(memory: Memory) -> Iterator[str]:
             ("most allocated", f"{memory.allocated / 1e9:.2f} GB"),
             ("reserved for it", f"{memory.reserved / 1e9:.2f} GB"),
             ("of the fullest host", f"{memory.host / 1e9:.2f} GB"),
-            *([("of its disk", f"{memory.disk / 1e9:.2f} GB")] if memory.disk else []),
+            *((f"of its {name}", f"{held / 1e9:.2f} GB") for name, held in memory.tiers.items() if held),
         ],
         "<>",
     )

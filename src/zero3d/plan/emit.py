@@ -24,12 +24,14 @@ from zero3d.plan.inputs import in_parts
 from zero3d.plan.search import LONG
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.offload import AUTO, DISK, HOST, Offload
+from zero3d.spec.offload import AUTO, Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.sections import planned
+from zero3d.spec.tiers import DISK, HOST, TIERS
 from zero3d.spec.zero import Zero
 
-DEEPSPEED = {HOST: "cpu", DISK: "nvme"}
+NVME = "nvme"
+DEEPSPEED = {HOST: "cpu", DISK: NVME}  # tiers as its JSON names them; it has no others
 
 
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
@@ -128,12 +130,17 @@ def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": plan.zero.stage, "overlap_comm": True, "contiguous_gradients": True}
     for key, place in (("offload_optimizer", plan.offload.optimizer), ("offload_param", plan.offload.params)):
         if place != "none":
-            zero[key] = {"device": DEEPSPEED[place], "pin_memory": True} | (
-                {"nvme_path": "offload"} if place == DISK else {}
-            )
-    if plan.offload.optimizer == HOST and plan.offload.fraction < 1:
+            if place not in DEEPSPEED:
+                raise ConfigError(
+                    f"--emit-deepspeed: DeepSpeed's JSON has no states {TIERS[place].where}: pass --offload "
+                    f"{' or '.join(DEEPSPEED)}."
+                )
+            device = DEEPSPEED[place]
+            zero[key] = {"device": device, "pin_memory": True} | ({"nvme_path": "offload"} if device == NVME else {})
+    device = DEEPSPEED.get(plan.offload.optimizer, "none")
+    if device == "cpu" and plan.offload.fraction < 1:
         zero["offload_optimizer"]["ratio"] = plan.offload.fraction
-    if plan.offload.optimizer == DISK and plan.zero.stage != 3:
+    if device == NVME and plan.zero.stage != 3:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON has optimizer states on a disk at stage 3 alone, and the plan is of "
             f"stage {plan.zero.stage}: pass --offload host."

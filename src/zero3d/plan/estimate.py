@@ -19,6 +19,7 @@ from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
+from zero3d.spec.tiers import TIERS
 from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
@@ -80,8 +81,9 @@ def _notes(
         )
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
-    if memory.host > cluster.host_memory:
-        notes.append(f"host memory: {memory.host / 1e9:.0f} GB needed on a node of {cluster.host_memory / 1e9:.0f} GB")
+    for name in memory.lacks(cluster):
+        held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)
+        notes.append(f"{name} memory: {held / 1e9:.0f} GB needed on a node of {there / 1e9:.0f} GB")
     units = [unit for units in rank_model(model, plan, 0).units.values() for unit in units] if as_zero3d else []
     padded = padding_warning([unit.layout for unit in units]) if as_zero3d else None
     return (*notes, padded) if padded else tuple(notes)
@@ -107,7 +109,8 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
     if why is not None:
         raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
-    why = sp_refused(model, plan.dp, plan.tp, plan.sp) if plan.sp > 1 else None
+    heads = plan.mesh.sp_kind == "heads"
+    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads) if plan.sp > 1 else None
     if why is not None:
         raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
     if model.heads % plan.tp or model.hidden % plan.tp:

@@ -20,7 +20,6 @@ from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.plan.in_flight import moments
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Part
-from zero3d.spec.offload import HOST
 
 
 def in_parts(plan: ParallelPlan) -> bool:
@@ -35,7 +34,7 @@ def in_parts(plan: ParallelPlan) -> bool:
 
 def on_host(plan: ParallelPlan) -> bool:
     """Return whether inputs are kept on the host."""
-    return plan.offload.activations == HOST and plan.activations != "none"
+    return plan.offload.activations_leave and plan.activations != "none"
 
 
 def share_here(plan: ParallelPlan) -> float:

@@ -23,9 +23,11 @@ from zero3d.plan.search import LONG, Evaluate, shares
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.tiers import OPTIMIZER, tiers_of
 
 RULE = ("1", "2", "2 + offload", "3", "3 + offload")  # the practice report's order
-RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, "host"), "3": (3, "none"), "3 + offload": (3, "host")}
+AWAY = tiers_of(OPTIMIZER)[0]
+RUNGS = {"1": (1, "none"), "2": (2, "none"), "2 + offload": (2, AWAY), "3": (3, "none"), "3 + offload": (3, AWAY)}
 
 
 class Rung(NamedTuple):
@@ -59,7 +61,7 @@ def ladder(
             continue
         rung_plan = faster_reduction(model, plan.replace(stage=stage, offload=offload), cluster)
         estimate = evaluate(model, cluster, rung_plan)
-        fits = estimate.memory.device <= limit and estimate.memory.host <= cluster.host_memory
+        fits = estimate.memory.device <= limit and not estimate.memory.lacks(cluster)
         rungs.append(Rung(name, rung_plan, estimate, fits))
     return sorted(rungs, key=lambda rung: -rung.estimate.memory.states)
 

@@ -18,7 +18,7 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
     device     0.6 GB context of CUDA and libraries, 0.4 GB communicators where there is more than one rank
     host       of a node: 3 GB per process, the slice that it reads, its records there, buffers of records, inputs of
                recomputed blocks (inputs.py), the copy of saves behind training (saves.py)
-    disk       of a node: records there, in two slots each
+    tiers      of a node, those that take no memory of the host: records there, on a disk in two slots each
     ring       3 buffers of the longest record that is updated on the device and kept elsewhere: there all the time
 """
 
@@ -40,11 +40,11 @@ from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.saves import copy_bytes
-from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
+from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states
 from zero3d.plan.windows import Windows, backwards
-from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
@@ -88,11 +88,11 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
-    fullest = max(ranks, key=lambda each: each.shard.host.total + each.shard.disk.total).shard
+    fullest = max(ranks, key=lambda each: sum(held.total for held in each.shard.away.values())).shard
     on_host = {
         "process": PROCESS,
         "slice": 4.0 * largest,
-        "records": float(fullest.host.total),
+        "records": sum(float(fullest.at(name).total) for name, row in TIERS.items() if row.on_host),
         "buffers": float(buffer_bytes(plan, fullest)[HOST]),
         "inputs": max(each.inputs for each in ranks),
         "saves": max(float(copy_bytes(model, plan, each.stage)) for each in ranks),
@@ -105,7 +105,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
         on_node * sum(on_host.values()),
         {name: size for name, size in parts.items() if size},
         peak.instant + rank.name,
-        on_node * float(fullest.disk.total),
+        {name: on_node * float(fullest.at(name).total) for name in APART},
         _away(fullest),
         {name: size for name, size in on_host.items() if size},
     )
@@ -115,7 +115,7 @@ def _away(shard: States) -> dict[str, dict[str, float]]:
     """Return the bytes of states off the device, by place and category."""
     return {
         name: {category: float(size) for category, size in held.by_category.items() if size}
-        for name, held in ((HOST, shard.host), (DISK, shard.disk))
+        for name, held in shard.away.items()
         if held.total
     }
 
@@ -123,18 +123,19 @@ def _away(shard: States) -> dict[str, dict[str, float]]:
 def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     """Return what buffers of records take on the device and on the host: rings, and staging of updates on the host.
 
-    A ring is there for what is on a disk, and for states that are updated on the device. Its buffers are where records
-    are used, weights and updates on the host there; those on the device have as many on the host beside them, where
-    they are of a disk.
+    A ring is there for what is on a disk, or another tier that the host does not address, and for states that are
+    updated on the device. Its buffers are where records are used, weights and updates on the host there; those on the
+    device have as many on the host beside them, where they are of such a tier.
     """
     rings = {kind: ring_bytes(longest) for kind, longest in shard.longest.items()}
-    on_host = sum(size for kind, size in rings.items() if kind != "optimizer") if plan.offload.params == DISK else 0
+    weights = sum(size for kind, size in rings.items() if kind != "optimizer")
+    on_host = weights if is_buffered(plan.offload.params) else 0
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
-    return {DEVICE: on_device, HOST: on_host + (own if plan.offload.optimizer == DISK else 0)}
+    return {DEVICE: on_device, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
 
 
 def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
@@ -303,10 +304,10 @@ class _Rank:
     def _bucket_scratch(self) -> float:
         """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
         plan = self.plan
-        if plan.offload.executor == "host" and plan.offload.fraction == 1:
+        if plan.offload.executor == HOST and plan.offload.fraction == 1:
             return 0.0
         copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
-        copies += WIDTHS[plan.precision].reduced if plan.offload.gradients == HOST else 0
+        copies += WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
         splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
         scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
         return float(scratch + copies * self.shard.bucket)

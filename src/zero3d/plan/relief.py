@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zero3d.plan.search import Evaluate, Row
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.what_if import WhatIf, what_if
+from zero3d.spec.tiers import TIERS
 
 Bytes = Callable[[Memory], float]  # those that are short
 MOST = 4  # settings changed together
@@ -85,8 +86,11 @@ def _is_admissible(knob: WhatIf, row: Row, cluster: ClusterSpec) -> bool:
     """Return whether a knob rounds nothing more, and what it needs is there, or was needed before."""
     now, before = knob.estimate.memory, row.estimate.memory
     on_device = now.device <= max(cluster.gpu.memory, before.device)
-    on_host = now.host <= max(cluster.host_memory, before.host)
-    return on_device and on_host and not knob.change.startswith(ROUNDED)
+    held = before.by_tier()
+    off_it = all(
+        nbytes <= max(cluster.figure(TIERS[name].capacity), held[name]) for name, nbytes in now.by_tier().items()
+    )
+    return on_device and off_it and not knob.change.startswith(ROUNDED)
 
 
 def _is_better(one: Relief, other: Relief) -> bool:

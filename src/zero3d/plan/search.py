@@ -35,30 +35,41 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.sequence import sp_refused
+from zero3d.plan.sequence import masks_fit, sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.offload import DISK, HOST, Offload
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW
+from zero3d.spec.tiers import ACTIVATIONS as INPUTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 
 Tiers = tuple[Offload, ...]
 GOALS = ("fastest", "fewest-gpus", "largest-batch")
-OFFLOADS = ("auto", "none", "host", "disk")
+OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
-ON_HOST: Tiers = (Offload(HOST), Offload(HOST, params=HOST))
-ON_DISK: Tiers = (Offload(DISK), Offload(DISK, params=HOST), Offload(DISK, params=DISK))
-ROUNDS: dict[str, tuple[Tiers, ...]] = {  # each tried if those before it have found nothing
-    "auto": (NEAR, ON_HOST, ON_DISK),
-    "none": (NEAR,),
-    "host": (NEAR + ON_HOST,),
-    "disk": (NEAR + ON_HOST + ON_DISK,),
-}
+
 LONG = 16384  # tokens of a sequence from which it may be cut over sp
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
+
+
+def _rounds() -> dict[str, tuple[Tiers, ...]]:
+    """Return, by how far states may go, what is tried in turn: each if those before it have found nothing.
+
+    Weights leave the device for no tier beyond that of the states.
+    """
+    names, turns = list(TIERS), [NEAR]
+    up_to = {"none": NEAR}
+    for tier in tiers_of(OPTIMIZER):
+        near = [name for name in tiers_of(PARAMS) if names.index(name) <= names.index(tier)]
+        turns.append((Offload(tier), *(Offload(tier, params=name) for name in near)))
+        up_to[tier] = sum(turns, ())
+    return {"auto": tuple(turns), **{tier: (all_,) for tier, all_ in up_to.items()}}
+
+
+ROUNDS = _rounds()
 
 
 class Row(NamedTuple):
@@ -92,7 +103,7 @@ class Target(NamedTuple):
 
     sequences  of a step over all ranks
     limit      bytes of a GPU that may be used
-    offload    how far states may leave it: none, host, disk; auto where nothing fits otherwise
+    offload    how far states may leave it: none, or as far as a tier; auto where nothing fits otherwise
     optimizer  the name of its row (spec/optimizer.py)
     """
 
@@ -111,7 +122,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
     account = _Account(target.limit)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for tiers, gpus in product(list(_rounds(target.offload, model)), sizes):
+    for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
         here = resized(cluster, gpus)
         rows += [
             row
@@ -123,12 +134,12 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
     return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
 
 
-def _rounds(offload: str, model: ModelSpec) -> Iterator[Tiers]:
+def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
     """Yield what may leave the device, the least first: of long sequences first inputs of recomputed blocks."""
     for tiers in ROUNDS[offload]:
         yield tiers
         if model.length >= LONG:
-            yield tuple(replace(away, activations=HOST) for away in tiers)
+            yield tuple(replace(away, activations=place) for away in tiers for place in tiers_of(INPUTS))
 
 
 def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
@@ -195,7 +206,7 @@ def _groups(
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations, (ep, sp, sliced) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
-                    if target.sequences % (dp // sp) or (away.activations == HOST and activations != "full"):
+                    if target.sequences % (dp // sp) or (away.activations_leave and activations != "full"):
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
@@ -221,8 +232,9 @@ def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple
 
 
 def shares(model: ModelSpec, dp: int, tp: int) -> list[int]:
-    """Return the degrees of sp: short sequences are not cut."""
-    return [sp for sp in divisors(dp) if sp == 1 or (model.length >= LONG and sp_refused(model, dp, tp, sp) is None)]
+    """Return the degrees of sp: short sequences are not cut, nor those whose masks would be too large."""
+    fits = (sp for sp in divisors(dp)[1:] if model.length >= LONG and sp_refused(model, dp, tp, sp) is None)
+    return [1, *(sp for sp in fits if masks_fit(model, tp, sp))]
 
 
 def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:
@@ -322,15 +334,22 @@ def _fitting(
         plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
         estimate = evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
-        hosts = estimate.memory.host - cluster.host_memory
-        if excess > 0 or hosts > 0:
+        lacks = estimate.memory.lacks(cluster)
+        if excess > 0 or lacks:
             if excess > 0:
                 account.too_large("the GPU's memory", len(group) - i, plan, excess)
             else:
-                account.too_large("the host's memory", len(group) - i, plan, hosts, _on_host(estimate.memory, cluster))
+                tier, more = next(iter(lacks.items()))
+                parts = _on_host(estimate.memory, cluster) if tier == HOST else ""
+                account.too_large(memory_of(tier), len(group) - i, plan, more, parts)
             return
         account.tried += 1
         yield Row(plan, estimate)
+
+
+def memory_of(tier: str) -> str:
+    """Return a tier's memory as rejections name it."""
+    return f"the {tier}'s memory"
 
 
 def _on_host(memory: Memory, cluster: ClusterSpec) -> str:

@@ -26,6 +26,7 @@ from zero3d.pipeline.schedules import DEFAULT
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
+from zero3d.spec.tiers import HOST, TIERS, Figure
 from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
@@ -270,6 +271,10 @@ class ClusterSpec:
     host_bandwidth: float = 100e9
     provenance: Mapping[str, str] = field(default_factory=dict)
 
+    def figure(self, said: Figure) -> float:
+        """Return what a tier's row says of bytes or bytes per second: a field of this cluster, or the figure itself."""
+        return float(getattr(self, said)) if isinstance(said, str) else said
+
     @property
     def gpus(self) -> int:
         """Count all GPUs."""
@@ -387,6 +392,9 @@ def _defaults() -> Mapping[str, Any]:
 # --- estimate -----------------------------------------------------------------------------------
 
 
+APART = tuple(row.name for row in TIERS.values() if not row.on_host)  # tiers with memory of their own
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of the fullest rank.
@@ -398,7 +406,7 @@ class Memory:
     host       of the fullest node's memory
     parts      bytes by category at the instant of the peak; they add up to `allocated`
     instant    when that is, and on which rank class
-    disk       of the fullest node's disk
+    tiers      of the fullest node's other tiers, by name: those that take no memory of the host
     away       bytes of states that a rank has off the device: by place, then by category
     on_host    what `host` is made of, for each process
     """
@@ -410,9 +418,18 @@ class Memory:
     host: float
     parts: Mapping[str, float] = field(default_factory=dict)
     instant: str = ""
-    disk: float = 0.0
+    tiers: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(APART, 0.0))
     away: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     on_host: Mapping[str, float] = field(default_factory=dict)
+
+    def by_tier(self) -> dict[str, float]:
+        """Return the bytes of the fullest node by tier, with all else that the host's memory has in its own."""
+        return {HOST: self.host, **self.tiers}
+
+    def lacks(self, cluster: ClusterSpec) -> dict[str, float]:
+        """Return by how many bytes the fullest node's tiers are too small, those that are."""
+        over = {name: held - cluster.figure(TIERS[name].capacity) for name, held in self.by_tier().items()}
+        return {name: more for name, more in over.items() if more > 0}
 
 
 @dataclass(frozen=True)
@@ -443,5 +460,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+        """Return plain values for JSON; bytes of each tier under its name."""
+        tree = asdict(self)
+        tree["memory"] |= tree["memory"].pop("tiers")
+        return tree

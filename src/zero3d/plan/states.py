@@ -7,7 +7,7 @@ is as wide as one of these.
 
 Where states leave the device, optimizer states are records at every place (`offload.placement`), m and v of padding
 among them, and weights off the device are. What records take beyond parameters is padding, too: whole blocks off the
-device; on a disk each counts twice, for its two slots.
+device, and each as often as its tier has slots of it: on a disk two.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
-from zero3d.spec.offload import DEVICE, DISK, HOST, Offload
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import check
+from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 from zero3d.zero.state_spans import Span
@@ -40,15 +41,19 @@ from zero3d.zero.state_spans import Span
 class States(NamedTuple):
     """Bytes of one rank by place.
 
+    away     off the device, by tier
     longest  bytes of the longest record off the device, by kind
     bucket   elements of the longest record of optimizer states, wherever it is
     """
 
     device: Held
-    host: Held = NOTHING
-    disk: Held = NOTHING
+    away: Mapping[str, Held] = {}
     longest: Mapping[str, int] = {}
     bucket: int = 0
+
+    def at(self, tier: str) -> Held:
+        """Return those of a tier."""
+        return self.away.get(tier, NOTHING)
 
     @property
     def states(self) -> StateBytes:
@@ -113,9 +118,9 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     device = sum((on_device(unit, plan, tiers, dp_rank) for unit in units), NOTHING)
     if not tiers.states:
         return States(device)
-    if tiers.gradients == HOST and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
+    if tiers.gradients_leave and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
         raise ConfigError(
-            f"offload.gradients=host with stage {plan.zero.stage}, reduce {policies(plan)[1]} and exact "
+            f"offload.gradients={tiers.gradients} with stage {plan.zero.stage}, reduce {policies(plan)[1]} and exact "
             f"{plan.zero.exact}: those leave the device that are reduced after every micro-batch. Pass zero.stage=2 or "
             "3 with zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
         )
@@ -129,7 +134,7 @@ def _with_records(
     device: Held, units: Sequence[RankUnit], plan: ParallelPlan, tiers: Offload, bucket: int, dp_rank: int
 ) -> States:
     """Return a rank's bytes with those of records. device: what else is there."""
-    places, longest, elements = {DEVICE: device, HOST: NOTHING, DISK: NOTHING}, dict[str, int](), 0
+    places, longest, elements = {DEVICE: device, **dict.fromkeys(TIERS, NOTHING)}, dict[str, int](), 0
     sums: dict[tuple[int, str, str], list[int]] = {}  # bytes of records, and what these take
     states = [unit_states(unit, plan, tiers, dp_rank) for unit in units]
     for record in placed_records(states, tiers, bucket):
@@ -144,12 +149,12 @@ def _with_records(
         used = Fraction(layout.numel * nbytes, layout.total)
         bytes_ = bytes_._replace(**{category: getattr(bytes_, category) + used})
         places[place] = Held(bytes_, padding + held - used)
-    return States(places[DEVICE], places[HOST], places[DISK], longest, elements)
+    return States(places.pop(DEVICE), places, longest, elements)
 
 
 def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> Held:
     """Return what a rank's device holds of a unit, records apart."""
-    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients == HOST and tiers.states}
+    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients_leave and tiers.states}
     away = tuple(category for category, left in leaves.items() if left)
     share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away)
     optimizer = OptimizerBytes(0)

@@ -5,6 +5,7 @@
     the device      its record there and back: 2 x record / host_link
     the host        28 bytes / a GPU's share of host_bandwidth, its gradient down and its weight up: 6 / host_link
     either, a disk  its record read and written: 2 x record / a GPU's share of disk; at the same time as the above
+                    (another tier as its row says how fast it is, of which the host's own is not slower than the link)
 
 Updates run unit by unit behind the next forward, so that what a forward of one micro-batch takes less is seen. Weights
 off the device are read ahead for every gather, gradients go there after every micro-batch: seen is what all
@@ -13,6 +14,7 @@ computation takes less.
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from zero3d.account.optimizers import master_width, state_width, states_of
@@ -20,23 +22,27 @@ from zero3d.account.states import WIDTHS
 from zero3d.offload.auto_place import GRADIENT, UPDATE, ExecutorChoice, Rates as ExecutorRates, choose_executor
 from zero3d.offload.placement import record_widths
 from zero3d.plan.spec import ClusterSpec, ParallelPlan
-from zero3d.spec.offload import DEVICE, DISK, HOST
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.tiers import DEVICE, HOST, TIERS
 
 MANY = 10**9  # parameters for whose update an executor is chosen
 
 
 class Rates(NamedTuple):
-    """Bytes per second of one GPU: of its link to the host, its share of the host's memory, its share of the disk."""
+    """Bytes per second of one GPU: of its link to the host, its share of the host's memory, and of a tier's rates."""
 
     link: float
     memory: float
-    disk: float
+    read: float
+    write: float
 
     @classmethod
-    def of(cls, cluster: ClusterSpec) -> Rates:
-        """Return a GPU's share of its node's rates."""
-        return cls(cluster.host_link, cluster.host_bandwidth / cluster.per_node, cluster.disk / cluster.per_node)
+    def of(cls, cluster: ClusterSpec, place: str = "none") -> Rates:
+        """Return a GPU's share of its node's rates. place: the tier, if any, whose are asked for."""
+        rates = [inf, inf]
+        if place in TIERS:
+            rates = [cluster.figure(said) / cluster.per_node for said in (TIERS[place].read, TIERS[place].write)]
+        return cls(cluster.host_link, cluster.host_bandwidth / cluster.per_node, *rates)
 
 
 def record_width(plan: ParallelPlan, place: str) -> int:
@@ -49,15 +55,16 @@ def record_width(plan: ParallelPlan, place: str) -> int:
 
 
 def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, float]:
-    """Return seconds of one parameter's update by executor, records on a disk read and written meanwhile."""
-    rates, record, weight = Rates.of(cluster), record_width(plan, plan.offload.optimizer), WIDTHS[plan.precision].weight
-    disk = 2 * record / rates.disk if plan.offload.optimizer == DISK else 0.0
+    """Return seconds of one parameter's update by executor, records of a tier read and written meanwhile."""
+    place, weight = plan.offload.optimizer, WIDTHS[plan.precision].weight
+    rates, record = Rates.of(cluster, place), record_width(plan, place)
+    tier = record / rates.read + record / rates.write
     beside = 2 * weight if plan.offload.params != "none" else 0  # weights that come and go beside their records
-    beside += GRADIENT if plan.offload.gradients == HOST else 0
-    down = 0 if plan.offload.gradients == HOST else GRADIENT
+    beside += GRADIENT if plan.offload.gradients_leave else 0
+    down = 0 if plan.offload.gradients_leave else GRADIENT
     return {
-        DEVICE: max((2 * record + beside) / rates.link, disk),
-        HOST: max(UPDATE / rates.memory + (down + weight) / rates.link, disk),
+        DEVICE: max((2 * record + beside) / rates.link, tier),
+        HOST: max(UPDATE / rates.memory + (down + weight) / rates.link, tier),
     }
 
 
@@ -69,12 +76,12 @@ def chosen_executor(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
 
 def _choice(plan: ParallelPlan, cluster: ClusterSpec) -> ExecutorChoice:
-    """Choose by the engine's rule; a disk takes as long in both cases."""
+    """Choose by the engine's rule; a tier takes as long in both cases."""
     if not OPTIMIZERS[plan.optimizer].on_host or plan.precision == "fp64":
         what = f"the host updates fp32 states of AdamW alone, no {plan.precision} {plan.optimizer}"
         return ExecutorChoice(DEVICE, what)
     rates = Rates.of(cluster)
-    return choose_executor(MANY * record_width(plan, HOST), MANY, ExecutorRates(rates.link, rates.memory))
+    return choose_executor(MANY * record_width(plan, DEVICE), MANY, ExecutorRates(rates.link, rates.memory))
 
 
 def update_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
@@ -90,13 +97,13 @@ def read_seconds(plan: ParallelPlan, cluster: ClusterSpec, shard: float, gathers
     """Return seconds in which a rank's weights are read for gathers. shard: its bytes of them."""
     if plan.offload.params == "none":
         return 0.0
-    rates = Rates.of(cluster)
-    return gathers * shard / (min(rates.disk, rates.link) if plan.offload.params == DISK else rates.link)
+    rates = Rates.of(cluster, plan.offload.params)
+    return gathers * shard / min(rates.read, rates.link)
 
 
 def gradient_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
     """Return seconds of a rank's reduced gradients on their way to the host, and back where they are added to."""
-    ways = 2 * plan.accumulate - 1 if plan.offload.gradients == HOST and plan.offload.states else 0
+    ways = 2 * plan.accumulate - 1 if plan.offload.gradients_leave and plan.offload.states else 0
     return ways * GRADIENT * elements / Rates.of(cluster).link
 
 

@@ -42,6 +42,7 @@ from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width,
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.tiers import HOST
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -342,7 +343,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.offload.states else {}
-    on_device = updated * (1 - plan.offload.fraction) if plan.offload.executor == "host" else updated
+    on_device = updated * (1 - plan.offload.fraction) if plan.offload.executor == HOST else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
     records = plan.offload.states or plan.zero.master != "fp32" or OPTIMIZERS[plan.optimizer].coded
     touched = _touched(plan) + 32 * plan.averages

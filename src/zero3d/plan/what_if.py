@@ -13,7 +13,7 @@ from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pip
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
-from zero3d.spec.offload import HOST
+from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
 
 Settings = Mapping[str, Any]
 
@@ -78,7 +78,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         yield {"zero.master": "fp32" if plan.zero.master == "split" else "split"}
     yield from _tier_knobs(plan)
     if plan.activations != "none":
-        yield {"offload.activations": "none" if plan.offload.activations == HOST else HOST}
+        yield {"offload.activations": "none" if plan.offload.activations_leave else tiers_of(INPUTS)[0]}
         if plan.tp > 1 and not plan.mesh.sequence_parallel:
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
@@ -109,11 +109,12 @@ def _over(sp: int, plan: ParallelPlan) -> Settings:
 
 def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
     """Yield what the knobs of the section `offload` change."""
-    for place in ("none", "host", "disk"):
-        if place != plan.offload.optimizer:
+    for place in ("none", *TIERS):
+        if place != plan.offload.optimizer and place in ("none", *tiers_of(OPTIMIZER)):
             moved = {"offload.moments": "fp32", "offload.fraction": 1.0} if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
-        if place != plan.offload.params and plan.zero.stage == 3 and policies(plan)[0] != "every_step":
+        movable = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
+        if place != plan.offload.params and movable and place in ("none", *tiers_of(PARAMS)):
             yield {"offload.params": place}
     if plan.offload.optimizer != "none":
         yield {"offload.moments": "fp32" if plan.offload.moments == "bf16" else "bf16"}

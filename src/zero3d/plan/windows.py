@@ -21,7 +21,6 @@ from zero3d.account.transients import Reduction
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, sends_terms, states_key, wire_width
-from zero3d.spec.offload import HOST
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import WINDOW
 
@@ -117,7 +116,7 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(moving: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions under way come to, where they are kept on the host."""
-    wide = WIDTHS[plan.precision].reduced if plan.offload.gradients == HOST else 0
+    wide = WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
     return sum(unit.layout.shard * wide for unit in moving)
 
 

@@ -141,6 +141,7 @@ class SharedAttention:
         if bias is not None and bias.shape[2] == length:
             given["position_bias"] = F.pad(bias[:, :, own.start : own.stop], (0, 0, 0, more))
         if mask is None and _is_causal(module, options):
+            self._shares.check_mask(here * length, query.element_size() if self._additive else 1, length)
             mask = _causal_rows(own, length, query, self._additive)
         elif mask is not None and mask.shape[-2] == length:
             mask = mask[..., own.start : own.stop, :]

@@ -12,13 +12,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.errors import ConfigError
-from zero3d.sequence.shares import even_parts
+from zero3d.sequence.shares import Sharing, even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
@@ -29,18 +31,19 @@ class Entry:
     """Gives the language model this rank's rows, as a forward pre-hook with keywords.
 
     implementation  name of the model's own attention function, for which masks are made
+    sharing         how sequences are shared out over the ranks, of which this is number `rank`
     tell            is told how long the sequences of a forward are
     """
 
     def __init__(
-        self, decoder: nn.Module, implementation: str, rank: int, ranks: int, tell: Callable[[int], None]
+        self, decoder: nn.Module, implementation: str, rank: int, sharing: Sharing, tell: Callable[[int], None]
     ) -> None:
         self._signature = inspect.signature(decoder.forward)
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
-        self._ranks = ranks
+        self._sharing = sharing
         self._tell = tell
         self.open = True  # False: sequences go through whole
         self.inside = False  # a decoder has its rows
@@ -63,7 +66,7 @@ class Entry:
             given["position_ids"] = torch.arange(length, device=whole.device)[None]
         self._tell(length)
         given["attention_mask"] = self._masks(decoder, whole.shape[0], length, given)
-        rows = even_parts(length, self._ranks)[self._rank]
+        rows = even_parts(length, self._sharing.ranks)[self._rank]
         for name, dim in CUT.items():
             if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
                 given[name] = given[name].narrow(dim, rows.start, len(rows))
@@ -83,7 +86,7 @@ class Entry:
         self.inside = False
 
     def _check(self, length: int, given: Mapping[str, Any]) -> None:
-        ranks = self._ranks
+        ranks = self._sharing.ranks
         if length < ranks:
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be cut into mesh.sp={ranks} parts: pass longer ones, or sp=1."
@@ -100,14 +103,32 @@ class Entry:
             return mask
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
+        config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
         dtype = next(p.dtype for p in decoder.parameters() if p.is_floating_point())
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
-        made = make(
-            config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
-        )
-        return made
+        with _Within(self._sharing, length):
+            return make(
+                config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
+            )
+
+
+class _Within(TorchDispatchMode):
+    """Refuses, inside, what would make a mask that takes more than it may, before it is made."""
+
+    def __init__(self, sharing: Sharing, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sharing, self._length = sharing, length
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [t.shape for t in args if isinstance(t, Tensor)]
+        with suppress(RuntimeError):  # of a function that broadcasts nothing
+            shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+            elements = shape.numel()
+            if elements >= self._length**2 and not func.is_view:
+                self._sharing.check_mask(elements, 1, self._length)
+        return func(*args, **(kwargs or {}))
 
 
 def _of_text(positions: Tensor) -> Tensor | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from zero3d.account.traffic import Moved, Sent
+from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, model_of
@@ -22,6 +25,7 @@ from zero3d.sequence.entry import LENGTH, Entry
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
 from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
 from zero3d.sequence.trial import mixing_module
+from zero3d.tensor_parallel.vocabulary import calls_loss
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _numbers = count()  # of groups in this process: each registers its attention under a name of its own
@@ -60,6 +64,7 @@ class SequenceGroup:
 
         models: list[Any] = [model_of(chunk) for chunk in chunks]
         decoders = [decoder_of(model) for model in models]
+        self._sharing = sharing
         self._comm, self._configs = comm, {id(decoder.config): decoder.config for decoder in decoders}
         self._own = decoders[0].config._attn_implementation
         self._name = f"sequence_parallel_{next(_numbers)}"
@@ -71,12 +76,20 @@ class SequenceGroup:
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        self._entries = [Entry(each, self._own, comm.rank, comm.size, self._attention.tell) for each in decoders]
+        self._entries = [Entry(each, self._own, comm.rank, sharing, self._attention.tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
         self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
         self._set(self._name)
+
+    def describe(self, tp: int) -> str:
+        """Say how sequences are shared out, and attention."""
+        text = next(iter(self._configs.values())).get_text_config()
+        query = text.num_attention_heads // tp
+        key = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tp)
+        by = "heads" if self._sharing.by_heads(query, key) else "rows, to which keys are gathered"
+        return f"sequences over {self._sharing.ranks} ranks, attention by {by}"
 
     def _set(self, implementation: str) -> None:
         for config in self._configs.values():
@@ -137,8 +150,8 @@ class SequenceGroup:
         self._forget()
 
 
-def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
-    """Refuse a model whose sequences cannot be cut. Raises ConfigError."""
+def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
+    """Refuse a model whose sequences cannot be shared out over sp ranks, by heads or by rows. Raises ConfigError."""
     decoder, inner = decoder_of(model), inner_model(model)
     kind = type(inner).__name__
     if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
@@ -159,16 +172,21 @@ def check_sequence(model: nn.Module, sp: int, tp: int) -> None:
             f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
             f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
         )
+    if any(is_compiled(module) for module in decoder.modules()):
+        raise ConfigError(
+            f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
+            "train.compile=false, or mesh.sp=1."
+        )
     if getattr(inner.config, "output_router_logits", False):
         raise ConfigError(
             f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
             "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
         )
     heads = getattr(text, "num_attention_heads", None)
-    if heads is not None and tp * sp > heads:
+    if sharing == "heads" and heads is not None and tp * sp > heads:
         raise ConfigError(
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "
-            f"share: type mesh.sp={max(1, heads // tp)} or less."
+            f"share: type mesh.sp={max(1, heads // tp)} or less, or mesh.sp_kind=gather."
         )
     if (mixing := mixing_module(decoder)) is not None:
         raise ConfigError(
@@ -186,12 +204,22 @@ def _forget(name: str) -> None:
 
 
 def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
-    """Put the group's loss in the place of a model's loss of tokens; None for a model that has none."""
+    """Put the group's loss in the place of a model's loss of tokens; None, and no labels, for a model that has none."""
     loss: Any = getattr(inner, "loss_function", None)
-    if not hasattr(loss, "of_tokens") and getattr(loss, "__name__", "") not in LOSSES:
+    if not calls_loss(inner) or not (hasattr(loss, "of_tokens") or getattr(loss, "__name__", "") in LOSSES):
+        inner.register_forward_pre_hook(partial(_refuse_labels, inspect.signature(inner.forward)), with_kwargs=True)
         return None
     inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
     return taken
+
+
+def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
+    if signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} computes a loss of its own, not transformers' of tokens ({', '.join(LOSSES)}), of "
+            "labels that mesh.sp cannot cut for it: give no labels and a loss of rows, Engine(loss=...), or type "
+            "mesh.sp=1."
+        )
 
 
 def _function(decoder: Any, implementation: str) -> Any:

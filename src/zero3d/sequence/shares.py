@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved
+from zero3d.errors import ConfigError
+from zero3d.spec.sizes import decimal
 
 
 def even_parts(count: int, ranks: int) -> list[range]:
@@ -52,6 +54,7 @@ class Sharing(NamedTuple):
 
     ranks    of the sp group
     kind     auto, heads or gather, as asked for
+    masked   bytes that a mask may take
     repeats  keys and values are repeated for each query head in any case, as exact mode does: their gradients are then
              summed in one order at every sp
     """
@@ -59,6 +62,17 @@ class Sharing(NamedTuple):
     ranks: int
     kind: str
     repeats: bool
+    masked: int
+
+    def check_mask(self, elements: int, itemsize: int, length: int) -> None:
+        """Refuse a mask that takes more than it may. Raises ConfigError."""
+        if elements * itemsize > self.masked:
+            raise ConfigError(
+                f"attention over sequences of {length:,} tokens needs a mask of {decimal(elements * itemsize)} here "
+                f"({elements:,} x {itemsize} B), for padding, packing or a window, and mesh.sp_mask_budget is "
+                f"{decimal(self.masked)}: pass whole sequences without padding, shorter ones, or a larger "
+                "mesh.sp_mask_budget."
+            )
 
     def by_heads(self, query: int, key: int) -> bool:
         """Return whether ranks have heads of whole sequences, or else rows of queries and all keys and values.

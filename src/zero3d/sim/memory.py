@@ -231,7 +231,7 @@ class ObservedArena(Arena):
         return buffer
 
     def elsewhere(self, nbytes: int) -> Tensor:
-        """Return what stands for memory of the host or a disk."""
+        """Return what stands for memory of a tier."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._log.leave_out(memory)
         return memory

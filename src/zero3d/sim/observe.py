@@ -48,7 +48,7 @@ class Observation:
 
     @property
     def away(self) -> tuple[StateEntry, ...]:
-        """Return those on the host and on a disk."""
+        """Return those off it."""
         here = self.engine.arena.place
         return tuple(StateEntry(*entry) for entry in self._entries if entry[-1] != here)
 

@@ -112,7 +112,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
 
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     if mesh.sp > 1:
-        check_sequence(opened.module, mesh.sp, mesh.tp)  # while there are values to try it with
+        check_sequence(opened.module, mesh.sp, mesh.tp, config.mesh.sp_kind)  # while there are values to try it with
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_trial():
         _forget_buffers(opened.module, fake)
         models = [opened]

@@ -126,7 +126,7 @@ class RankResult:
     alike        dp ranks of the same pipeline stage that hold and do the same, this one's among them
     stands_for   ranks in all: those, each with all its tp ranks
     elements     parameters that this rank's units have, padding apart
-    states       on the device; `away`: on the host and on a disk
+    states       on the device; `away`: off it
     images       whether its sequences had images, of how many tokens; empty for a model that takes none
     seconds, resident  what the simulation took, and the most memory of its process in bytes
     """

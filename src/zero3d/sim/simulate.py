@@ -22,6 +22,7 @@ from zero3d import errors
 from zero3d.config import Config, asked_degrees, resolve_batch, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.offload.auto_place import PLACES
 from zero3d.pipeline.schedules import Schedule
 from zero3d.sim.request import Request
 from zero3d.sim.result import RankResult, Simulation, from_json
@@ -58,7 +59,8 @@ def simulate(
     if config.offload.optimizer == AUTO:
         raise ConfigError(
             "offload.optimizer=auto is chosen by the memory of the machine that a run starts on, which is not there: "
-            "pass offload.optimizer=none, host or disk. `zero3d plan explain` says which of them fits a card."
+            f"pass offload.optimizer={', '.join(PLACES[:-1])} or {PLACES[-1]}. `zero3d plan explain` says which of "
+            "them fits a card."
         )
     if nodes < 1 or world % nodes:
         raise ConfigError(f"{world} ranks on {nodes} nodes: pass --nodes as a divisor of the ranks, from 1.")

@@ -1,6 +1,6 @@
 """Stores of an engine that runs dry: no memory of the host is mapped, no file made, no thread started.
 
-    record on the host or a disk    a tensor without memory, which the log of the device does not count
+    record on a tier                a tensor without memory, which the log of the device does not count
     ring on the device              its buffers, one record after the other in them; nothing is copied
     update on the host              left out: it reads values, and changes no memory of the device
 
@@ -10,18 +10,17 @@ Bytes by place are the engine's own account (`offload.tiers`), which all of this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from zero3d.memory.arena import Arena
-from zero3d.offload.disk_slab import DiskSlab
 from zero3d.offload.executors import DeviceExecutor, Executor
 from zero3d.offload.host_slab import HostSlab
 from zero3d.offload.records import Record
 from zero3d.offload.tiered_records import InPlace, Tier
-from zero3d.offload.tiers import Site, Stores
+from zero3d.offload.tiers import Opening, OpenTier, Site, Stores
 from zero3d.sim.memory import ObservedArena
+from zero3d.spec.tiers import TierRow
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.updates import OpenBucket, Options
 
@@ -50,6 +49,20 @@ class Passing(InPlace):
         return self._records[index].views(self._buffers[index % len(self._buffers)])
 
 
+class DryTier(OpenTier):
+    """Stands for any tier."""
+
+    def __init__(self, opening: Opening, arena: ObservedArena) -> None:
+        super().__init__(opening)
+        self._arena = arena
+
+    def tier(self, kind: str, buffers: Sequence[Tensor], staging: Sequence[Tensor]) -> Tier:
+        """Return records that are used where they are, or in these buffers."""
+        records = self.records(kind)
+        fields = [record.views(self._arena.elsewhere(record.nbytes)) for record in records]
+        return Passing(records, buffers, fields) if buffers else InPlace(fields)
+
+
 class NoUpdate(Executor):
     """Stands for updates on the host."""
 
@@ -69,28 +82,9 @@ class DryStores(Stores):
         """Return what stands for the host's memory."""
         return DrySlab(parts, self._arena)
 
-    def disk(self, folder: Path, records: Mapping[str, int]) -> DiskSlab | None:
-        """Open nothing."""
-        return None
-
-    def host_ring(self, records: Sequence[Record], memory: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tier:
-        """Return records that are used in these buffers."""
-        return Passing(records, buffers, [r.views(own) for r, own in zip(records, memory, strict=True)])
-
-    def disk_ring(
-        self,
-        records: Sequence[Record],
-        slab: DiskSlab | None,
-        first: int,
-        buffers: Sequence[Tensor],
-        staging: Sequence[Tensor],
-    ) -> Tier:
-        """Return records that are used in these buffers."""
-        return Passing(records, buffers, [r.views(self._arena.elsewhere(r.nbytes)) for r in records])
-
-    def frozen_ring(self, records: Sequence[Record], slab: DiskSlab | None, buffers: Sequence[Tensor]) -> Tier:
-        """Return records that are used in these buffers."""
-        return self.disk_ring(records, slab, 0, buffers, ())
+    def open(self, row: TierRow, opening: Opening) -> OpenTier:
+        """Return what stands for a tier, whichever it is."""
+        return DryTier(opening, self._arena)
 
     def updates_on_host(
         self, optimizer: ShardedOptimizer, arena: Arena, staging: tuple[Tensor, Tensor] | None, near: DeviceExecutor

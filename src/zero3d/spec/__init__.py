@@ -5,6 +5,7 @@ mesh      degrees, and how pipeline, tensor and expert parallelism divide a mode
 offload   what leaves the device
 sections  all of them as one record, and the section that a keyword of a plan belongs to
 rules     what settings cannot be together, once for files, engines and plans
+tiers     a row for each place off the device: what may be kept there, its records, where it counts, how fast it is
 optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it
 declaring how a key says its default, meaning and range
 sizes     bytes as people write them

@@ -35,6 +35,13 @@ class Mesh:
         choices=SP_KINDS,
         axis="sp",
     )
+    sp_mask_budget: int | str = key(
+        "4GB",
+        "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, where padding, "
+        "packing or a window make attention need one",
+        axis="sp",
+        in_plan=False,
+    )
     experts: str = key(
         "exact",
         "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "

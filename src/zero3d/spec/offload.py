@@ -13,7 +13,7 @@
     executor     of updates: on the device, through which records pass, or on the host
     host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
 
-What cannot be together is in `rules`.
+What is known of a tier by its name is in `tiers`, what cannot be together in `rules`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from zero3d.errors import ConfigError, short
 from zero3d.spec.declaring import check_choices, in_file, key
 from zero3d.spec.sizes import parse_size
+from zero3d.spec.tiers import ACTIVATIONS, DEVICE, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 
-DEVICE, HOST, DISK = "device", "host", "disk"
 AUTO = "auto"
 HOST_BUDGET = "offload.host_budget"
 
@@ -40,17 +40,24 @@ class Offload:
 
     optimizer: str = key(
         "none",
-        "where masters and optimizer states are; auto: on the device as much as fits, the rest on the host, or else "
-        "on a disk, as a run says with the arithmetic",
-        choices=("none", HOST, DISK, AUTO),
+        "where masters and optimizer states are; auto: on the device as much as fits, the rest "
+        f"{', or else '.join(TIERS[name].where for name in tiers_of(OPTIMIZER))}, as a run says with the arithmetic",
+        choices=("none", *tiers_of(OPTIMIZER), AUTO),
         in_plan="offload",
     )
-    params: str = key("none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", HOST, DISK))
+    params: str = key(
+        "none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", *tiers_of(PARAMS))
+    )
     gradients: str = key(
-        "auto", "where reduced gradients wait for the update: host at stages 2 and 3", choices=(AUTO, DEVICE, HOST)
+        "auto",
+        "where reduced gradients wait for the update: host at stages 2 and 3",
+        choices=(AUTO, DEVICE, *tiers_of(GRADIENTS)),
     )
     activations: str = key(
-        "none", "where inputs of recomputed blocks are", choices=("none", HOST), in_plan="offload_activations"
+        "none",
+        "where inputs of recomputed blocks are",
+        choices=("none", *tiers_of(ACTIVATIONS)),
+        in_plan="offload_activations",
     )
     fraction: float = key(
         1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
@@ -117,6 +124,16 @@ class Offload:
         return "every_use" if asked == "auto" and self.params != "none" else asked
 
     @property
-    def uses_disk(self) -> bool:
-        """Return whether optimizer states or weights are kept on a disk."""
-        return DISK in (self.optimizer, self.params)
+    def gradients_leave(self) -> bool:
+        """Return whether reduced gradients leave the device, as is known once `auto` is a place."""
+        return self.gradients in TIERS
+
+    @property
+    def activations_leave(self) -> bool:
+        """Return whether inputs of recomputed blocks leave the device."""
+        return self.activations in TIERS
+
+    @property
+    def uses_folder(self) -> bool:
+        """Return whether optimizer states or weights are kept in files."""
+        return any(place in TIERS and TIERS[place].folder for place in (self.optimizer, self.params))

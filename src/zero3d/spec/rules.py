@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
-from zero3d.spec.offload import AUTO, DISK, HOST
+from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import SECTIONS, Spec
+from zero3d.spec.tiers import HOST, TIERS
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
 
@@ -34,10 +35,11 @@ class Rule(NamedTuple):
     text: str
 
 
-def _on_a_disk(name: str) -> Rule:
+def _in_files(name: str) -> Rule:
+    folders = tuple(row.name for row in TIERS.values() if row.folder)
     return Rule(
         f"offload.{name}",
-        lambda s: getattr(s.offload, name) == DISK and s.offload.directory is None,
+        lambda s: getattr(s.offload, name) in folders and s.offload.directory is None,
         f"{{offload.{name}}} needs a folder: type {{offload.directory=FOLDER}} on a local disk.",
     )
 
@@ -173,17 +175,17 @@ RULES = (
     ),
     Rule(
         "offload.gradients",
-        lambda s: s.offload.gradients == HOST and s.zero.stage in (0, 1),
+        lambda s: s.offload.gradients_leave and s.zero.stage in (0, 1),
         "{offload.gradients} with {zero.stage}, whose gradients are summed on the device once a step: type "
         "{zero.stage=2} or 3, or {offload.gradients=device}.",
     ),
-    _on_a_disk("optimizer"),
-    _on_a_disk("params"),
+    _in_files("optimizer"),
+    _in_files("params"),
     _of_states_that_stay("moments", "bf16"),
     _of_states_that_stay("executor", HOST),
     Rule(
         "offload.gradients",
-        lambda s: s.offload.gradients == HOST and s.offload.optimizer == "none",
+        lambda s: s.offload.gradients_leave and s.offload.optimizer == "none",
         "{offload.gradients} brings gradients to where states are updated, and offload.optimizer is none: type "
         "{offload.optimizer=host}, or {offload.gradients=device}.",
     ),

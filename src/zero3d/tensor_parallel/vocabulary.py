@@ -74,8 +74,11 @@ class Head:
 
 def has_causal_loss(model: Any) -> bool:
     """Return whether a model's own loss is Hugging Face's of the next token: some have that and compute another one."""
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
-        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss" and calls_loss(model)
+
+
+def calls_loss(model: Any) -> bool:
+    """Return whether a model's forward calls its `loss_function`."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
     return any("loss_function" in f.__code__.co_names for f in forwards if inspect.isfunction(f))
 

@@ -11,7 +11,7 @@ from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.errors import ConfigError
 from zero3d.offload.auto_place import PLACES
-from zero3d.spec.offload import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.criterion import Criterion, Waiting
 
 RUN = "run"  # beside the loop's state in a note: the number of the run that wrote it

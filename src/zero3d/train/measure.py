@@ -34,7 +34,7 @@ from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
 from zero3d.precision import NAMES
-from zero3d.spec.offload import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.unit import Unit
@@ -218,7 +218,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 def _to_host(engine: Engine) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host."""
     shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
-    return WINDOW * max(shards) * engine.policy.master.itemsize if engine.offload.gradients == HOST else 0
+    return WINDOW * max(shards) * engine.policy.master.itemsize if engine.offload.gradients_leave else 0
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:

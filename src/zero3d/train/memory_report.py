@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from zero3d.page.text import columns, size
 from zero3d.plan.relief import Relief
-from zero3d.spec.offload import DEVICE
+from zero3d.spec.tiers import DEVICE
 
 VERSION = 1
 SHOWN = 6  # settings

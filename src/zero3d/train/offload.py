@@ -34,8 +34,9 @@ from zero3d.offload.auto_place import Need, Room, auto_place
 from zero3d.page.text import size
 from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note
-from zero3d.spec.offload import AUTO, DEVICE, HOST
+from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
@@ -49,10 +50,10 @@ def is_open(config: Config) -> bool:
     return section.optimizer == AUTO or (section.executor == AUTO and section.optimizer != "none")
 
 
-def may_use_disk(config: Config) -> bool:
+def may_use_folder(config: Config) -> bool:
     """Return whether anything may be put into the output folder before the run claims it."""
     section = config.offload
-    return section.directory is None and ("disk" in (section.optimizer, section.params) or section.optimizer == AUTO)
+    return section.directory is None and (section.uses_folder or section.optimizer == AUTO)
 
 
 def choose(
@@ -97,7 +98,8 @@ def _by_plan(config: Config, mesh: Mesh, comm: Comm, plan: PlannedRun | str | No
     room = room_of(mesh, offload_of(config))
     rows = comm.exchange(torch.tensor([room.device, -1 if room.host is None else room.host])).tolist()
     device, host = (min(column) for column in zip(*rows, strict=True))
-    least = Room(device, None if room.host is None else host, disk=True)  # in the output folder, if nowhere else
+    host = None if room.host is None else host
+    least = room._replace(device=device, host=host, folder=True)  # in the output folder, if nowhere else
     choice: dict[str, Any] = {}
     lines: list[str] = []
 
@@ -180,7 +182,7 @@ def described(engine: Engine) -> str | None:
     parts = {
         f"optimizer states{share}{kind}": offload.optimizer,
         "weights": offload.params,
-        "gradients": offload.gradients if offload.gradients == HOST else "none",
+        "gradients": offload.gradients if offload.gradients_leave else "none",
         "inputs of recomputed blocks": offload.activations,
     }
     away = ", ".join(f"{name} on the {place}" for name, place in parts.items() if place != "none")
@@ -191,7 +193,7 @@ def described(engine: Engine) -> str | None:
         if entry.place != DEVICE:
             held[entry.place] = held.get(entry.place, 0) + entry.measured
     bytes_ = ", ".join(f"{size(nbytes)} on the {place}" for place, nbytes in held.items())
-    folder = f" in {offload.directory}" if offload.uses_disk else ""
+    folder = f" in {offload.directory}" if offload.uses_folder else ""
     updated = f", updated on the {offload.executor}" if offload.optimizer != "none" else ""
     held_now = f"; of rank 0 {bytes_}{folder}" if bytes_ else ""  # inputs of blocks are there from the first step on
     return f"offload: {away}{updated}{held_now}"
@@ -206,6 +208,6 @@ def drop_leftovers(folder: Folder, engine: Engine, ended: bool) -> None:
     Checkpoints hold all of it. One rank of each machine calls it; the output folder is locked.
     """
     own = engine.offload.directory
-    in_use = engine.offload.uses_disk and own is not None and Path(own).resolve() == folder.offload.resolve()
+    in_use = engine.offload.uses_folder and own is not None and Path(own).resolve() == folder.offload.resolve()
     if ended or not in_use:
         shutil.rmtree(folder.offload, ignore_errors=True)

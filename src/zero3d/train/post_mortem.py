@@ -34,7 +34,7 @@ from zero3d.errors import MemoryExhaustedError, OutOfBudget, Zero3dError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.relief import device_bytes, host_bytes, reliefs
 from zero3d.plan.search import Row
-from zero3d.spec.offload import DEVICE, HOST
+from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.callstack import doing, frames_of
 from zero3d.train.folder import Folder
 from zero3d.train.host_memory import HostWatch, LowMemory, rank_processes

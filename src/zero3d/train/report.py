@@ -15,7 +15,7 @@ from rich.text import Text
 from zero3d.config import to_dict
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.page.text import size
-from zero3d.spec.offload import DEVICE
+from zero3d.spec.tiers import DEVICE
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses

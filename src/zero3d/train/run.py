@@ -39,7 +39,7 @@ from zero3d.train.loop import Loop
 from zero3d.train.loop_state import LoopState
 from zero3d.train.measure import Activations, MemoryRow, memory_rows
 from zero3d.train.metrics import Metrics, Record, losses
-from zero3d.train.offload import choice_of, choose, described, drop_leftovers, may_use_disk
+from zero3d.train.offload import choice_of, choose, described, drop_leftovers, may_use_folder
 from zero3d.train.own_values import open_function
 from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_run
 from zero3d.train.post_mortem import PostMortem
@@ -133,7 +133,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         everyone = Comm(axis, Arena(torch.device("cpu")), Ledger())
         checkpoint = find_checkpoint(config, start, everyone)
         built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
-        fresh = _first_free(start, everyone) if config.output is None and may_use_disk(built) else None
+        fresh = _first_free(start, everyone) if config.output is None and may_use_folder(built) else None
     if fresh is not None:
         config, built = with_output(config, fresh.root), with_output(built, fresh.root)
     plan = plan_again(plan, built, inputs.mesh) if chosen else plan
@@ -207,7 +207,7 @@ def _finish(
                 if note := export_model(engine, place, tokenizer or model_tokenizer(base), base):
                     progress.say(note)
         text = sample(config, engine, tokenizer, progress)
-    if engine.offload.uses_disk:
+    if engine.offload.uses_folder:
         agree(engine.world, lambda: None)  # nobody reads it any more
         if inputs.mesh.local_rank == 0:
             drop_leftovers(folder, engine, ended=True)
@@ -295,6 +295,7 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings = [f"stage {config.zero.stage}", config.precision, devices]
     settings += [f"activations {config.activations}"] if config.activations != "none" else []
     settings += ["inputs of blocks in parts over tp"] if config.mesh.partition_activations else []
+    settings += [] if engine.sequence is None else [engine.sequence.describe(engine.mesh.tp)]
     settings += ["masters in halves"] if config.zero.master == "split" else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
     settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []

@@ -174,7 +174,7 @@ def _offload(reader: _Reader) -> None:
             continue
         if DEVICES[device] != "none":
             reader.put(ours, DEVICES[device], key)
-        if DEVICES[device] == "disk" and (folder := reader.given.get(f"{section}.nvme_path")) is not None:
+        if device == "nvme" and (folder := reader.given.get(f"{section}.nvme_path")) is not None:
             folders += [folder] if folder not in folders else []
             reader.take(f"{section}.nvme_path", "offload.directory")
     if len(folders) > 1:
