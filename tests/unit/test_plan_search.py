@@ -13,10 +13,11 @@ from zero3d.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import Target, divisors, resized, search, sequence_ways, tp_refused
+from zero3d.plan.search import Target, divisors, resized, search, sequence_ways, shares, tp_refused
 from zero3d.plan.shapes import gpt, llama
 from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
 from zero3d.plan.what_if import what_if
+from zero3d.sequence.shares import Sharing
 
 MODEL = gpt(8, 1024, 16, 50304, 1024)
 A100 = cluster("a100-80", 16, 2)
@@ -165,6 +166,15 @@ def test_inputs_of_long_sequences_leave_the_device_where_nothing_fits_otherwise(
         result = search(LONGER, A100, Target(16, 80e9, offload=offload), needs_room)
         assert {(row.plan.offload.activations, row.plan.activations) for row in result.rows} == {("host", "full")}
         assert {row.plan.offload.optimizer for row in result.rows} == {"none"}
+
+
+def test_queries_by_rows_are_not_tried_where_their_mask_is_too_large():
+    few = llama(2, 1024, 16, 1, 2048, 512, 1 << 15)
+    assert shares(few, 16, 1) == [1, 2, 4, 8, 16]
+    longer = replace(few, length=1 << 20)
+    gathered = [sp for sp in (2, 4, 8, 16) if not Sharing(sp, "auto", False, 0).by_heads(16, 1)]
+    assert gathered
+    assert shares(longer, 16, 1) == [sp for sp in (1, 2, 4, 8, 16) if sp not in gathered]
 
 
 def test_what_if_varies_sp_and_keeps_the_sequences_of_a_step():

@@ -343,6 +343,21 @@ def test_rows_go_to_their_experts_and_come_back_three_times_where_they_are_recom
     assert milliseconds(model, dp=2)["experts"] == milliseconds(dp=2)["experts"] == 0
 
 
+def test_an_attention_exchanges_queries_keys_values_and_output_there_and_back():
+    """Of 500 tokens 2 kB of each, in 4 exchanges; a half of it leaves the rank. Of a loss 4 bytes for each token."""
+    once, found = 4 * (1 + 1e6 / 2 / 1e9 * 1e3), {}
+    for activations in ("none", "full", "every:2", "selective"):
+        found[activations] = milliseconds(layers(), dp=2, sp=2, activations=activations)["sp"]
+    repeated = pytest.approx(3 * 2 * 3 * once)
+    assert found == {
+        "none": pytest.approx(3 * 2 * 2 * once),
+        **dict.fromkeys(("full", "every:2", "selective"), repeated),
+    }
+    with_loss = milliseconds(layers(ends=("head",)), dp=2, sp=2)["sp"]
+    assert with_loss == pytest.approx(3 * (2 * 2 * once + 1 + 4e3 / 2 / 1e9 * 1e3))
+    assert milliseconds(dp=2)["sp"] == 0
+
+
 def test_products_of_experts_take_as_long_as_the_busiest_rank_and_a_launch_for_each_source():
     """1e9 FLOP, and more for the busiest; 1e6 weights of a half of the experts for each of 2 sources; 3 kernels for each."""
     found = milliseconds(layers(stack=(EXPERTS,)), dp=2, ep=2)["matrices"]

@@ -12,7 +12,7 @@ from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.tiers import HOST, OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -133,7 +133,7 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
     yield from columns(table, "><<<<>>" + ">" * len(apart) + ">><")
     if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
-    elif rows and rows[0].plan.offload.activations == HOST:
+    elif rows and rows[0].plan.offload.activations_leave:
         yield "   With the inputs of recomputed blocks on the GPU none fits: those of these plans wait on the host."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 

@@ -202,6 +202,8 @@ OTHER_CONSTANTS = (
     assumed("zero3d", "context", 0.6e9, "bytes of CUDA and libraries", "a guess"),
     assumed("zero3d", "communicators", 0.4e9, "bytes of NCCL, on more than one rank", "a guess"),
     assumed("zero3d", "norm", 20.0, "bytes of a hidden element, backward of a norm", "five fp32, seen in dry runs"),
+    assumed("zero3d", "kept norm", 8.0, "bytes of a hidden element, last norm and head", "copies in fp32 and 16 bits"),
+    assumed("zero3d", "tile", 14.0, "bytes of a hidden element, backward of a loss in tiles", "seen in dry runs"),
     assumed("zero3d", "process", 3e9, "bytes of host memory per process", "a guess"),
     assumed("other systems", "spare", 1.1, SPARE, "a guess"),
     assumed("other systems", "context", 2e9, "bytes of CUDA and NCCL", "a guess"),

@@ -118,7 +118,8 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     why = ep_refused(model, plan.dp, plan.ep) if plan.ep > 1 else None
     if why is not None:
         raise ConfigError(f"ep={plan.ep} cannot be: {why}.")
-    why = sp_refused(model, plan.dp, plan.tp, plan.sp) if plan.sp > 1 else None
+    heads = plan.mesh.sp_kind == "heads"
+    why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads) if plan.sp > 1 else None
     if why is not None:
         raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
     if model.heads % plan.tp or model.hidden % plan.tp:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
+from zero3d.plan.constants import constant
 from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import itemsize
 from zero3d.plan.sequence import kept_more
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 
-NORM = 8.0  # bytes for an element of a hidden state that the last norm and the head keep, at most
-TILED = 14.0  # bytes for an element of a tile: its gradient in fp32, logits and theirs, a product's in 16 and 32 bits
+KEPT_NORM, TILE = constant("zero3d", "kept norm"), constant("zero3d", "tile")
 
 
 class Footprint(NamedTuple):
@@ -125,7 +125,7 @@ class _Run(NamedTuple):
             kept = self._divided(operations.kept_cut, operations.kept_whole)
             if part.kind == "head" and self.tiled:
                 without = max(0.0, kept - 4.0 * self.tokens * self.model.vocab / self.tp)
-                return min(without, NORM * self.tokens * self.model.hidden)
+                return min(without, KEPT_NORM * self.tokens * self.model.hidden)
             return kept
         gathered = 4.0 * self.model.hidden if self.sequence_parallel else 0.0  # inputs of attention and MLP
         whole = max(0.0, operations.kept_whole - gathered)
@@ -154,7 +154,7 @@ class _Run(NamedTuple):
         instants = operations.instants or (Instant(operations.transient, 0.0),)
         if part.kind == "head" and self.tiled:
             gradients = max(at.gradients for at in instants)
-            instants = (Instant(0.0, TILED * self.model.hidden, gradients),)
+            instants = (Instant(0.0, TILE * self.model.hidden, gradients),)
         tied = waiting * {"head": 0, "block": 1, "embedding": 2}[part.kind]
         return tuple(
             scale * self.tokens * (at.cut / self.tp + at.whole) + at.gradients * self.width / self.tp + tied

@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.sequence import sp_refused
+from zero3d.plan.sequence import masks_fit, sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import AUTO, Offload
 from zero3d.spec.optimizer import ADAMW
-from zero3d.spec.tiers import GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
+from zero3d.spec.tiers import ACTIVATIONS as INPUTS, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 
 Tiers = tuple[Offload, ...]
@@ -55,7 +55,7 @@ PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
 
 
-def _turns() -> dict[str, tuple[Tiers, ...]]:
+def _rounds() -> dict[str, tuple[Tiers, ...]]:
     """Return, by how far states may go, what is tried in turn: each if those before it have found nothing.
 
     Weights leave the device for no tier beyond that of the states.
@@ -69,7 +69,7 @@ def _turns() -> dict[str, tuple[Tiers, ...]]:
     return {"auto": tuple(turns), **{tier: (all_,) for tier, all_ in up_to.items()}}
 
 
-ROUNDS = _turns()
+ROUNDS = _rounds()
 
 
 class Row(NamedTuple):
@@ -122,7 +122,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
     account = _Account(target.limit)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for tiers, gpus in product(list(_rounds(target.offload, model)), sizes):
+    for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
         here = resized(cluster, gpus)
         rows += [
             row
@@ -134,12 +134,12 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
     return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
 
 
-def _rounds(offload: str, model: ModelSpec) -> Iterator[Tiers]:
+def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
     """Yield what may leave the device, the least first: of long sequences first inputs of recomputed blocks."""
     for tiers in ROUNDS[offload]:
         yield tiers
         if model.length >= LONG:
-            yield tuple(replace(away, activations=HOST) for away in tiers)
+            yield tuple(replace(away, activations=place) for away in tiers for place in tiers_of(INPUTS))
 
 
 def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
@@ -206,7 +206,7 @@ def _groups(
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
                 for activations, (ep, sp, sliced) in product(ACTIVATIONS, _inside(model, dp, tp, schedule)):
-                    if target.sequences % (dp // sp) or (away.activations == HOST and activations != "full"):
+                    if target.sequences % (dp // sp) or (away.activations_leave and activations != "full"):
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
                     plan = ParallelPlan(
@@ -232,8 +232,9 @@ def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple
 
 
 def shares(model: ModelSpec, dp: int, tp: int) -> list[int]:
-    """Return the degrees of sp: short sequences are not cut."""
-    return [sp for sp in divisors(dp) if sp == 1 or (model.length >= LONG and sp_refused(model, dp, tp, sp) is None)]
+    """Return the degrees of sp: short sequences are not cut, nor those whose masks would be too large."""
+    fits = (sp for sp in divisors(dp)[1:] if model.length >= LONG and sp_refused(model, dp, tp, sp) is None)
+    return [1, *(sp for sp in fits if masks_fit(model, tp, sp))]
 
 
 def ep_refused(model: ModelSpec, dp: int, ep: int) -> str | None:

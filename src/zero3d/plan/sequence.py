@@ -23,6 +23,10 @@ from zero3d.account.traffic import Moved
 from zero3d.plan.rank_model import chunks_of_rank
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sequence.shares import Attended, Heads, Sharing, loss_values
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.sizes import parse_size
+
+MASKED = parse_size(Mesh.sp_mask_budget, "mesh.sp_mask_budget")  # where a file says nothing else
 
 
 class _Widths(NamedTuple):
@@ -32,19 +36,29 @@ class _Widths(NamedTuple):
     value: int
 
 
-def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int) -> str | None:
-    """Say why an sp degree cannot be, None where it can."""
+def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = True) -> str | None:
+    """Say why an sp degree cannot be, None where it can. by_heads: attention is shared out by these alone."""
     if dp % sp:
         return f"sp does not divide dp {dp}"
-    if model.heads < tp * sp:
+    if by_heads and model.heads < tp * sp:
         return f"sp x tp = {sp * tp} is more than the {model.heads} attention heads, which they share"
     return f"a sequence of {model.length} tokens has no {sp} parts" if model.length < sp else None
+
+
+def masks_fit(model: ModelSpec, tp: int, sp: int) -> bool:
+    """Return whether an engine would take the masks that a model needs at an sp degree, by what is set for these.
+
+    Rows of queries need a byte for each token that they may see; heads of whole sequences where these are packed.
+    """
+    by_heads = Sharing(sp, "auto", False, MASKED).by_heads(model.heads // tp, max(1, model.kv_heads // tp))
+    rows = -(-model.length // sp) if not by_heads else model.length if "packed" in model.provenance else 0
+    return rows * model.length <= MASKED
 
 
 def attention(model: ModelSpec, plan: ParallelPlan) -> Attended:
     """Return the calls of a block's attention, alike in all blocks."""
     query, key = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-    sharing = Sharing(plan.sp, plan.mesh.sp_kind, plan.zero.exact, 0)
+    sharing = Sharing(plan.sp, plan.mesh.sp_kind, plan.zero.exact, MASKED)
     by_heads = sharing.by_heads(query, key)
     if by_heads:
         key *= Heads.of(query, key, plan.sp, sharing.repeats).repeat
