@@ -17,6 +17,7 @@ import loop_overhead
 import mesh as mesh_benchmark
 import optimizers
 import pipeline as pipeline_benchmark
+import sequence
 from recorded import load
 
 MIB = 2**20
@@ -175,6 +176,31 @@ def experts_layer() -> str:
     return table(["ranks", "a layer of", *(f"{count} experts" for count in counts), "growth"], rows)
 
 
+# --- sequence.py --------------------------------------------------------------------------------
+
+
+def sequences() -> str:
+    """Steps and memory of ranks that share sequences, beside one rank and others' ways."""
+    [run] = results("sequence")
+    return table(["sp 2", "", "target", ""], [
+        [what, f"{ratio:.2f}x", f"{limit:.2f}x", verdict([ratio], limit)] for what, ratio, limit in sequence.ratios(run)
+    ])  # fmt: skip
+
+
+def sequence_steps() -> str:
+    """Seconds of a step, and what failed; bytes of a rank."""
+    [run] = results("sequence")
+    rows = []
+    for name, found in run["variants"].items():
+        memory = run["memory"].get(name)
+        held = f"{memory['most'] / MIB:,.0f} MiB" if memory else ""
+        if "error" in found:
+            rows.append([name, found["error"], "", held])
+        else:
+            rows.append([name, seconds([median(found["seconds"])]), seconds([median(found["on_core"])]), held])
+    return table(["", "median step, s", "on a core, s", "a rank's memory"], rows)
+
+
 # --- optimizers.py, the demo with each -----------------------------------------------------------
 
 
@@ -303,6 +329,8 @@ MEASURED: dict[str, Callable[[], str]] = {
     "meshes-beside-torch": meshes_beside_torch,
     "experts": experts_beside,
     "experts-layer": experts_layer,
+    "sequences": sequences,
+    "sequence-steps": sequence_steps,
     "optimizers": optimizers_beside,
     "demo-curves": demo_curves_by_step,
     "loading": loading_speed,

@@ -225,7 +225,8 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Sequence[range], joined: Sequence[range], comm: Comm, name: str) -> Tensor:
-        ctx.parts, ctx.comm, ctx.name = (cut, joined), comm, name
+        ctx.comm, ctx.name = comm, name
+        ctx.parts = cut, joined
         return _swap(own, (1, cut), (2, joined), comm, name)
 
     @staticmethod
