@@ -221,8 +221,9 @@ def copied_by_the_device(folder, seeds, without):
 
     from zero3d.offload import tiers
     from zero3d.offload.disk_slab import DiskSlab
+    from zero3d.offload.disk_tier import DiskStore
     from zero3d.offload.records import Record
-    from zero3d.offload.ring import DiskStore, Ring, ring_buffers
+    from zero3d.offload.ring import Ring, ring_buffers
 
     device, cpu = accelerator.register(), torch.device("cpu")
     records = [Record(f"block.{number}", ((torch.float32, 1024),)) for number in range(6)]

@@ -113,7 +113,9 @@ def test_the_mean_of_the_held_out_part_is_read_with_patience_too(event):
     event.looks = 10**9
     mean = SimpleNamespace(view=lambda *shape: OnDevice(torch.ones(shape)))
     engine = SimpleNamespace(
-        evaluate=lambda batches: mean, dp=SimpleNamespace(size=1, rank=0), world=comm_that_waits(Ledger())
+        evaluate=lambda batches: mean,
+        mesh=SimpleNamespace(degrees=SimpleNamespace(rows=1), row=0),
+        world=comm_that_waits(Ledger()),
     )
     evaluations = Evaluations(load({}), engine, None, 1, dict)
     with pytest.raises(OrderError, match="for its device, where the last to begin"):

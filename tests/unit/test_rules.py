@@ -89,7 +89,7 @@ OF_FILES = [row for row in TABLE if not (row[0].offload.uses_folder or row[0].of
 OF_ENGINES = [
     row
     for row in TABLE
-    if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is None
+    if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is row[0].mesh.sp is None
     and not (row[0].linear and row[0].mesh.tp)
 ]
 

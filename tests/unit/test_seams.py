@@ -27,6 +27,8 @@ ARGUMENTS = {  # what each is called with besides self
     "_load_best_model": [],
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+    "get_total_train_batch_size": ["args"],
+    "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
 }
 
 
@@ -77,7 +79,7 @@ def test_what_ours_replaces_in_accelerate_is_there(name):
 def test_accelerates_other_ways_to_shard_are_known():
     given = set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     assert {name for name in given if name.endswith("_plugin") or "parallel" in name or "plugins" in name} == {
-        *OTHERS, "dynamo_plugin", "gradient_accumulation_plugin",
+        *OTHERS, "dynamo_plugin", "gradient_accumulation_plugin", "parallelism_config",
     }  # fmt: skip
     assert given >= {"mixed_precision", "cpu", "gradient_accumulation_steps"}
 

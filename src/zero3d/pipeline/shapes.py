@@ -30,7 +30,7 @@ class ChunkOutputs:
     router_logits   by number of a chunk, those that leave it, None where there are none yet
     """
 
-    def __init__(self, modules: Iterable[Any], own_shape: Callable[[Sequence[int]], Sequence[int]]) -> None:
+    def __init__(self, modules: Iterable[Any], own_shape: Callable[[Sequence[int]], Sequence[int]] = tuple) -> None:
         modules = list(modules)
         self._own_shape = own_shape
         weight = next(p for module in modules for p in module.parameters() if p.is_floating_point())
