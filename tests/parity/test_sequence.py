@@ -16,6 +16,7 @@ from zero3d.account.traffic import Moved
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
 from zero3d.sequence.loss import shifted
+from zero3d.sequence.trial import mixing_module
 
 LENGTH = 48
 
@@ -443,6 +444,17 @@ def compiled():
     model = tiny("llama")
     compile_blocks(model)
     return model
+
+
+def test_models_are_tried_without_their_weights_and_experts_in_their_usual_form():
+    with torch.device("meta"):
+        model = tiny("moe")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # loading fills its buffers
+    model.set_experts_implementation("grouped_mm")
+    assert mixing_module(model.model) is None
+    assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._attn_implementation == "sdpa"
+    assert mixing_module(smoothed().model) == "layers.3.mlp.mlp.gate_proj"
 
 
 def net():

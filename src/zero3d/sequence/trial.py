@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
@@ -42,20 +43,25 @@ def mixing_module(decoder: Any) -> str | None:
     own, functions = config._attn_implementation, ALL_ATTENTION_FUNCTIONS._global_mapping
     generator = torch.Generator().manual_seed(0)
     width = config.get_text_config().hidden_size
-    hidden = torch.randn(1, LENGTH, width, generator=generator)
+    device = next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
+    hidden = torch.randn(1, LENGTH, width, generator=generator).to(device)
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(_few_blocks(decoder))
-        state = {name: _random(p, generator) for name, p in decoder.named_parameters()}
+        state = {name: _random(p, generator, device) for name, p in decoder.named_parameters()}
         stack.enter_context(_watched(decoder, seen))
         functions[NAME] = seen.attend
         stack.callback(functions.pop, NAME)
         config._attn_implementation = NAME
         stack.callback(setattr, config, "_attn_implementation", own)
+        if (experts := getattr(config, "_experts_implementation", None)) is not None:
+            config._experts_implementation = "eager"  # the usual one takes no expanded weights
+            stack.callback(setattr, config, "_experts_implementation", experts)
+        stack.enter_context(_ByColumns())
         try:
             for rows in (range(LENGTH), range(CUT), range(CUT, LENGTH)):
                 seen.begin(rows)
                 part = {"inputs_embeds": hidden[:, rows.start : rows.stop], "use_cache": False}
-                positions = torch.arange(rows.start, rows.stop)[None]
+                positions = torch.arange(rows.start, rows.stop, device=device)[None]
                 functional_call(decoder, state, (), part | {"position_ids": positions})
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
             raise ConfigError(
@@ -63,6 +69,17 @@ def mixing_module(decoder: Any) -> str | None:
                 f"cannot be tried on {LENGTH} random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
             ) from error
     return seen.mixing
+
+
+class _ByColumns(TorchFunctionMode):
+    """Multiplies by weights that are a column, expanded, without making the matrix: of large ones that takes long."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and len(args) > 1 and args[1].dim() == 2 and args[1].stride(1) == 0:
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            made = args[0].sum(-1, keepdim=True) * args[1][:, 0]
+            return made if bias is None else made + bias
+        return func(*args, **(kwargs or {}))
 
 
 class _Seen:
@@ -119,9 +136,9 @@ def _near(made: Tensor, wanted: Tensor) -> bool:
     return bool((made - wanted).abs().max() <= NEAR * max(most, 1e-6))
 
 
-def _random(p: Tensor, generator: torch.Generator) -> Tensor:
+def _random(p: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
     """Return random values in the place of a parameter: its first dimension's, expanded over the others."""
-    first = torch.randn(p.shape[:1] + (1,) * (p.dim() - 1), generator=generator)
+    first = torch.randn(p.shape[:1] + (1,) * (p.dim() - 1), generator=generator).to(device)
     return (first / max(1, p[:1].numel()) ** 0.5).expand(p.shape) if p.dim() > 1 else first
 
 
