@@ -30,6 +30,7 @@ RANKS = 2
 BYTES = 16 << 20
 REPEATS = 5
 SLOW = 0.5  # of what was measured before
+LONGER = 30.0  # seconds that ranks wait beyond the parent's limit: it alone says that they hang, and ends them
 STARTED, JOINED, DONE = "started", "joined", "done"
 
 
@@ -175,9 +176,8 @@ def _reduce(say: Connection, store: str, rank: int, world: int, backend: str, se
     if backend != "gloo":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, store=FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
-    )
+    patience = timedelta(seconds=seconds + LONGER)
+    dist.init_process_group(backend, store=FileStore(store, world), rank=rank, world_size=world, timeout=patience)
     message = torch.empty(BYTES // 4, device=device)
     dist.barrier()
     say.send(JOINED)
