@@ -7,6 +7,7 @@ import pytest
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 
+import zero3d
 from zero3d.integrations.accelerate import Accelerator
 from zero3d.integrations.accelerate.accelerator import OTHERS
 from zero3d.integrations.accelerate.optimizer import EngineOptimizer
@@ -88,6 +89,13 @@ def test_the_prepared_optimizer_has_what_schedules_and_loops_use():
     replaced = {"__init__", "step", "zero_grad", "state_dict", "load_state_dict"}
     assert replaced <= set(vars(AcceleratedOptimizer)) & set(vars(EngineOptimizer))
     assert {"param_groups", "step_was_skipped"} <= set(vars(AcceleratedOptimizer))
+
+
+def test_a_patch_that_is_refused_changes_nothing():
+    with pytest.raises(zero3d.ConfigError, match="ZeRO stage 7"):
+        patch(stage=7)
+    assert {name: vars(transformers.Trainer)[name] for name in SEAMS} == PLAIN
+    assert not hasattr(transformers.Trainer, "zero3d_undo")
 
 
 def test_patching_is_undone_and_may_be_repeated():

@@ -61,9 +61,9 @@ def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) ->
     """Have transformers.Trainer and every subclass of it, such as TRL's, train on our engine; return what undoes it.
 
     stage, options  as of `Trainer`
-    A second call replaces the choice of the first.
+    A second call replaces the choice of the first; one that is refused changes nothing.
     """
-    base = transformers.Trainer
+    base, choice = transformers.Trainer, Choice(stage, options)
     undo: Callable[[], None] | None = getattr(base, "zero3d_undo", None)
     if undo is None:
         put_back = _put(base, SEAMS)
@@ -74,5 +74,5 @@ def patch(stage: int | None = None, options: Mapping[str, Any] | None = None) ->
                 del base.zero3d, base.zero3d_undo
 
         base.zero3d_undo = staticmethod(undo)
-    base.zero3d = Choice(stage, options)
+    base.zero3d = choice
     return undo
