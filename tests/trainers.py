@@ -30,6 +30,18 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "attention_mask": mask.long(), "labels": labels}
 
 
+class Seen(Rows):
+    """Rows that note which of them were asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.seen = []
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return super().__getitem__(index)
+
+
 @contextlib.contextmanager
 def launched():
     """The environment that torchrun gives a rank of the pool, inside."""

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from models import hf
-from trainers import Rows, launched
+from trainers import Rows, Seen, launched
 
 import zero3d
 
@@ -141,18 +141,6 @@ def test_a_loop_that_clips_one_step_clips_no_other():
     assert norm > 0.01
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, plain_weights[name], rtol=1e-4, atol=1e-6)
-
-
-class Seen(Rows):
-    """Knows which of its sequences were asked for."""
-
-    def __init__(self, rows):
-        super().__init__(rows)
-        self.seen = []
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return super().__getitem__(index)
 
 
 def one_epoch(kind, folder):

@@ -15,8 +15,8 @@ import zero3d
 from zero3d.account.traffic import Moved
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError
-from zero3d.sequence.loss import shifted
 from zero3d.sequence.trial import mixing_module
+from zero3d.tensor_parallel.vocabulary import shifted
 
 LENGTH = 48
 

@@ -6,23 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import hf
-from trainers import Rows, arguments, launched
+from trainers import Rows, Seen, arguments, launched
 
 import zero3d
 
 CLOSE = {"rel": 1e-5, "abs": 1e-7}
-
-
-class Seen(Rows):
-    """Rows that note which of them were asked for."""
-
-    def __init__(self, rows):
-        super().__init__(rows)
-        self.seen = []
-
-    def __getitem__(self, index):
-        self.seen.append(index)
-        return super().__getitem__(index)
 
 
 def degree(sp):

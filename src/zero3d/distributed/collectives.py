@@ -244,7 +244,7 @@ class Comm:
 
     @property
     def enqueues(self) -> bool:
-        """Whether to wait for an operation is to let a stream wait: gloo, which moves host memory, blocks the host."""
+        """Return whether a wait holds up a stream alone. On gloo, which moves host memory, it blocks the host."""
         return self._axis.backend != "gloo"
 
     # --- how ------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Mesh:
 
     @property
     def row(self) -> int:
-        """Which of `degrees.rows` parts of a batch this rank trains on: those of an sp group are handed the same."""
+        """Return which of `degrees.rows` parts of a batch this rank trains on; an sp group has one together."""
         return self.place.dp // self.sp
 
     @property
@@ -213,7 +213,7 @@ class Mesh:
 
     @property
     def threads_asked(self) -> int | None:
-        """How many threads the user asks for; None for 1 as well, which every launcher sets unasked."""
+        """Return the threads that OMP_NUM_THREADS asks for; None where it is unset or 1, which every launcher sets."""
         threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         return int(threads) if threads.isdecimal() and int(threads) > 1 else None
 

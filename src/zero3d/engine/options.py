@@ -45,7 +45,7 @@ from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the model computes, where its weights come from, which modules form a unit, what is compiled and in fp8."""
+    """Holds how the model computes, where its weights come from, its units, what is compiled and in fp8."""
 
     precision: str | Precision
     weights: Source | None

@@ -75,7 +75,7 @@ def check_linear(asked: Any, model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_device(device: torch.device) -> str | None:
-    """Say why a device has no products in fp8; None where it has."""
+    """Return why a device cannot multiply in fp8; None where it can."""
     if device.type != "cuda":
         return f"a {device.type} device has no such products"
     found = torch.cuda.get_device_capability(device)
@@ -86,7 +86,7 @@ def refuse_device(device: torch.device) -> str | None:
 
 
 def find_layers(model: nn.Module) -> Layers:
-    """Say of each linear layer of a model whether it multiplies in fp8."""
+    """Return which linear layers of a model multiply in fp8, and why others do not."""
     blocks = tuple(f"{name}." for name in find_blocks(model))
     cast_of = computed_in(model, torch.bfloat16)
     chosen: list[str] = []

@@ -137,7 +137,7 @@ def choose_executor(states: int, parameters: int, rates: Rates) -> ExecutorChoic
 
 
 class MeasuredRates(NamedTuple):
-    """What a rank's machine has shown (rates.py).
+    """Holds the rates that were measured on a rank's machine (rates.py).
 
     down, up  bytes per second from its device to the host and back, one way at a time
     both      of both ways together

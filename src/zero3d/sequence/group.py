@@ -22,10 +22,10 @@ from zero3d.models.bases import decoder_of, model_of
 from zero3d.models.packing import ATTENTION, inner_model
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.entry import LENGTH, Entry
-from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, shifted
+from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss
 from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
 from zero3d.sequence.trial import mixing_module
-from zero3d.tensor_parallel.vocabulary import calls_loss
+from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _numbers = count()  # of groups in this process: each registers its attention under a name of its own

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from zero3d.distributed.collectives import Comm
 from zero3d.sequence.shares import even_parts
+from zero3d.tensor_parallel.vocabulary import IGNORED, shifted
 
-IGNORED = -100
 SHIFTED = "ForCausalLMLoss"  # transformers' loss of the next token: a row's label is the one after it
 LOSSES = (SHIFTED, "ForMaskedLMLoss")
 
@@ -74,11 +74,6 @@ class GroupLoss:
             losses, counted, parts, self._comm, num_items_in_batch
         )
         return mean
-
-
-def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """Return the label of the token after each one, [.., S]; the last has none."""
-    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
 def _token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:

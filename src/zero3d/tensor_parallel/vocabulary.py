@@ -113,7 +113,7 @@ class CausalLoss:
             )
         if shift_labels is None:
             assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = shifted(labels, ignore_index)
         return cross_entropy(logits, shift_labels, self._channel, ignore_index, num_items_in_batch, self._name)
 
     def of_tokens(self, logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
@@ -124,6 +124,11 @@ class CausalLoss:
         args = targets, self._channel, ignored, self._name
         losses: Tensor = _CrossEntropy.apply(local, *args)  # type: ignore[no-untyped-call]
         return losses
+
+
+def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """Return the label of the token after each one, [.., S]; the last has none."""
+    return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
 def cross_entropy(

@@ -25,7 +25,7 @@ forward reads by itself is not seen as it is saved: its unit stays gathered unti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,18 @@ class SavedWeights:
             self.forget_functions()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.forget_functions)
-        left: list[Any] = [torch._C._current_autograd_node()]
+        for node in self._functions_from([torch._C._current_autograd_node()]):
+            self._begun += [node.register_prehook(self._begins_function), node.register_hook(self._ends_function)]
+
+    def _functions_from(self, left: list[Any]) -> Iterator[Any]:
+        """Yield the nodes of the caller's own Functions that these nodes lead to, each once in a backward."""
         while left:
             node = left.pop()
             if node is None or node in self._seen:
                 continue
             self._seen.add(node)
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                self._begun += [node.register_prehook(self._begins_function), node.register_hook(self._ends_function)]
+                yield node
             left += [following for following, _ in node.next_functions]
 
     def forget_functions(self) -> None:
@@ -125,17 +129,9 @@ class SavedWeights:
             self._put_in_force()
 
     def _ends_function(self, made: Sequence[Tensor | None], grads: Any) -> None:
-        left: list[Any] = [t.grad_fn for t in made if t is not None]
-        while left:
-            node = left.pop()
-            if node is None or node in self._seen:
-                continue
-            self._seen.add(node)
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                for unit in [unit for unit in self._units.values() if unit.users]:
-                    self._hold(unit)
-                return
-            left += [following for following, _ in node.next_functions]
+        if next(self._functions_from([t.grad_fn for t in made if t is not None]), None) is not None:
+            for unit in [unit for unit in self._units.values() if unit.users]:
+                self._hold(unit)
 
     def _put_in_force(self) -> None:
         """Put the hooks in force, inside of those that are."""

@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def alike(self) -> int:
-        """How many ranks in a row are handed the same data."""
+        """Return how many neighbouring ranks are handed the same data."""
         return self._alike
 
     # --- what is prepared -----------------------------------------------------------------------
@@ -280,13 +280,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are; of the data, how many parts."""
+        """Return the number of processes; while data are shared out, the number of parts of a batch."""
         processes: int = super().num_processes
         return processes // self._alike if self._counts_parts else processes
 
     @property
     def process_index(self) -> int:
-        """Which of them this one is."""
+        """Return this process's number; while data are shared out, that of its part."""
         index: int = super().process_index
         return index // self._alike if self._counts_parts else index
 

@@ -179,7 +179,7 @@ class Questions:
 
     @property
     def dp_world_size(self) -> int:
-        """How many parts a batch has: the data-parallel degree, over the ranks that share sequences."""
+        """Return the number of parts of a batch: the data-parallel degree divided by the ranks that share sequences."""
         return self.engine.mesh.degrees.rows
 
     @property
