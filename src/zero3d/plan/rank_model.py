@@ -55,7 +55,7 @@ class RankUnit(NamedTuple):
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
         if plan.zero.stage == 0:
             return self.layout.whole_pieces()
-        return self.layout.pieces(dp_rank // plan.ep if self.sources else dp_rank)
+        return self.layout.pieces(self.layout.rank_of(dp_rank))
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
