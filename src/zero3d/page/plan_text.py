@@ -68,6 +68,7 @@ def mesh(plan: ParallelPlan) -> str:
     """Name the degrees: pp 8 x dp 2 x tp 8."""
     text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
     folds = [f"{name} {degree}" for name, degree in (("ep", plan.ep), ("sp", plan.sp)) if degree > 1]
+    folds += [f"shard {plan.shard}"] if plan.shard < plan.dp else []
     return f"{text} ({', '.join(folds)})" if folds else text
 
 
@@ -101,7 +102,7 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan, away = row.plan, row.plan.offload
-        degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp
+        degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp, plan.shard
         places = away.optimizer, away.params, away.gradients
         kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
     return list(kept.values())
