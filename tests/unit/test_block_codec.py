@@ -121,3 +121,15 @@ def test_values_are_left_as_they_were(bits):
     before = values.clone()
     through(BlockCodec(bits), values)
     assert torch.equal(values, before)
+
+
+@BITS
+@pytest.mark.parametrize("room", [None, 2 * BLOCK, 7 * BLOCK])
+def test_messages_of_several_ranks_are_decoded_together(bits, room):
+    codec, values = BlockCodec(bits), values_of(5 * 3 * BLOCK).view(5, -1)
+    messages = torch.empty(5, codec.message_bytes(3 * BLOCK), dtype=torch.uint8)
+    for row, message in zip(values, messages, strict=True):
+        codec.encode(row, message)
+    found = torch.empty_like(values)
+    codec.decode(messages, found, None if room is None else torch.empty(room))
+    assert torch.equal(found, torch.stack([through(codec, row)[0] for row in values]))

@@ -18,6 +18,7 @@ Source: Wang et al., "ZeRO++: extremely efficient collective communication" (202
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -55,59 +56,65 @@ class BlockCodec(NamedTuple):
 
         noise  rounds up or down by chance, with numbers of this generator
         """
-        scales, codes = self._parts(message)
-        scratch = self._own(values, scratch)
-        for first, rows in self._groups(values, scratch):
-            part = values[first * BLOCK : first * BLOCK + rows.numel()]
-            rows.view(-1)[: part.numel()].copy_(part)
-            rows.view(-1)[part.numel() :].zero_()
-            within = slice(first, first + len(rows))
-            self._encode(rows, scales[within], codes[within], noise)
+        scales, codes = self._parts(message[None])
+        for wide, part, cells in self._groups(values[None], scratch):
+            flat = wide.view(1, -1)
+            flat[:, : part.shape[1]].copy_(part)
+            flat[:, part.shape[1] :].zero_()
+            self._encode(wide, scales[cells], codes[cells], noise)
 
-    def _encode(self, rows: Tensor, scales: Tensor, codes: Tensor, noise: torch.Generator | None) -> None:
-        torch.linalg.vector_norm(rows, float("inf"), dim=1, out=scales)
+    def _encode(self, wide: Tensor, scales: Tensor, codes: Tensor, noise: torch.Generator | None) -> None:
+        torch.linalg.vector_norm(wide, float("inf"), dim=2, out=scales)
         scales.add_(scales - scales)  # infinity, too, is NaN from here on
         scales.div_(self.most).clamp_(LEAST_SCALE, LARGEST / self.most)
-        rows.div_(scales[:, None])
+        wide.div_(scales[..., None])
         if noise is None:
-            rows.round_()
+            wide.round_()
         else:
-            rows.add_(torch.rand(rows.shape, generator=noise, device=rows.device)).floor_().clamp_(max=self.most)
-        rows.nan_to_num_(0.0)
+            wide.add_(torch.rand(wide.shape, generator=noise, device=wide.device)).floor_().clamp_(max=self.most)
+        wide.nan_to_num_(0.0)
         if self.bits == 8:
-            codes.view(torch.int8).copy_(rows)
+            codes.view(torch.int8).copy_(wide)
         else:
-            pairs = rows.to(torch.int8).view(torch.uint8)
-            torch.bitwise_or(pairs[:, ::2] & 15, pairs[:, 1::2] << 4, out=codes)
+            pairs = wide.to(torch.int8).view(torch.uint8)
+            torch.bitwise_or(pairs[..., ::2] & 15, pairs[..., 1::2] << 4, out=codes)
 
-    def decode(self, message: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
-        """Write the values of a message into `out` [n], some blocks at a time."""
-        scales, codes = self._parts(message)
-        scratch = self._own(out, scratch)
-        for first, rows in self._groups(out, scratch):
-            within = slice(first, first + len(rows))
+    def decode(self, messages: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
+        """Write the values of messages [R, bytes] into `out` [R, n], or those of one into [n], some blocks at a time."""
+        if messages.dim() == 1:
+            messages, out = messages[None], out[None]
+        scales, codes = self._parts(messages)
+        for wide, part, cells in self._groups(out, scratch):
+            signed = codes[cells].view(torch.int8)
             if self.bits == 8:
-                rows.copy_(codes[within].view(torch.int8))
+                wide.copy_(signed)
             else:
-                signed = codes[within].view(torch.int8)
-                rows[:, ::2].copy_((signed << 4) >> 4)
-                rows[:, 1::2].copy_(signed >> 4)
-            rows.mul_(scales[within, None])
-            part = out[first * BLOCK : first * BLOCK + rows.numel()]
-            part.copy_(rows.view(-1)[: part.numel()])
+                wide[..., ::2].copy_((signed << 4) >> 4)
+                wide[..., 1::2].copy_(signed >> 4)
+            wide.mul_(scales[cells][..., None])
+            part.copy_(wide.view(len(wide), -1)[:, : part.shape[1]])
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales [K] and the codes [K, bytes of a block] of a message."""
-        count = message.numel() // self.message_bytes(BLOCK)
-        return message[: SCALE * count].view(torch.float32), message[SCALE * count :].view(count, -1)
+    def _parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales [R, K] and the codes [R, K, bytes of a block's] of messages."""
+        blocks = messages.shape[1] // self.message_bytes(BLOCK)
+        return messages[:, : SCALE * blocks].view(torch.float32), messages[:, SCALE * blocks :].unflatten(
+            1, (blocks, -1)
+        )
 
-    def _own(self, values: Tensor, scratch: Tensor | None) -> Tensor:
-        if scratch is not None:
-            return scratch
-        elements = self.scratch(values.numel(), values.device.type)
-        return torch.empty(elements, dtype=torch.float32, device=values.device)
+    def _groups(self, values: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor, tuple[slice, slice]]]:
+        """Cut values [R, n] into what is coded at once: whole rows, or blocks of one.
 
-    def _groups(self, values: Tensor, scratch: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the first block of each group that fits into the scratch, and the group's rows [blocks, 256] of it."""
-        blocks, fits, rows = -(-values.numel() // BLOCK), scratch.numel() // BLOCK, scratch.view(-1, BLOCK)
-        return [(first, rows[: min(fits, blocks - first)]) for first in range(0, blocks, fits)]
+        Yields scratch [rows, blocks, 256] for it, the values themselves, and where its blocks are among all [R, K].
+        """
+        count, blocks = len(values), -(-values.shape[1] // BLOCK)
+        if scratch is None:
+            elements = self.scratch(count * blocks * BLOCK, values.device.type)
+            scratch = torch.empty(elements, dtype=torch.float32, device=values.device)
+        fits = scratch.numel() // BLOCK
+        rows, columns = max(1, fits // blocks), min(blocks, fits)
+        for row in range(0, count, rows):
+            for first in range(0, blocks, columns):
+                here, last = min(rows, count - row), min(first + columns, blocks)
+                wide = scratch[: here * (last - first) * BLOCK].view(here, last - first, BLOCK)
+                part = values[row : row + here, first * BLOCK : last * BLOCK]
+                yield wide, part, (slice(row, row + here), slice(first, last))
