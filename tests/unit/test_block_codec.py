@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero3d.distributed.block_bytes import BLOCK, SCALE, message_bytes
+from zero3d.distributed.block_bytes import BLOCK, SCALE, coding_scratch, message_bytes
 from zero3d.distributed.block_codec import LEAST_SCALE, BlockCodec
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -112,7 +112,7 @@ def test_bytes_are_a_scale_and_whole_blocks_of_codes(bits):
     codec = BlockCodec(bits)
     assert [codec.message_bytes(n) for n in (1, 256, 257)] == [4 + 32 * bits, 4 + 32 * bits, 2 * (4 + 32 * bits)]
     assert message_bytes(1 << 20, 8) / (2 << 20) == pytest.approx(0.5078, abs=1e-4)  # of bf16
-    assert codec.scratch(300, "cpu") == 512
+    assert coding_scratch(300, "cpu") == 512
 
 
 @BITS

@@ -9,8 +9,11 @@ The last block of a message is whole, too: codes behind the last element are zer
 
 from __future__ import annotations
 
+from zero3d.memory.scratch import cached_group
+
 BLOCK = 256  # elements that share a scale; where every slot of a unit begins at a multiple of it
 SCALE = 4  # bytes
+CODE_BITS = 8  # of weights that are gathered so
 
 
 def block_bytes(bits: int) -> int:
@@ -27,3 +30,8 @@ def message_bytes(elements: int, bits: int) -> int:
     264
     """
     return -(-elements // BLOCK) * block_bytes(bits)
+
+
+def coding_scratch(elements: int, device: str) -> int:
+    """Return the fp32 elements in which so many are coded on a device of this type."""
+    return min(-(-elements // BLOCK) * BLOCK, cached_group(device))

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero3d.distributed.block_bytes import BLOCK, SCALE, message_bytes
-from zero3d.memory.scratch import cached_group
+from zero3d.distributed.block_bytes import BLOCK, SCALE, coding_scratch, message_bytes
 
 LEAST_SCALE = 2.0**-126  # the least fp32 number that has all of its bits
 LARGEST = torch.finfo(torch.float32).max * (1 - 2.0**-23)  # so that the largest code's value is finite
@@ -44,10 +43,6 @@ class BlockCodec(NamedTuple):
     def message_bytes(self, elements: int) -> int:
         """Return the bytes of a message."""
         return message_bytes(elements, self.bits)
-
-    def scratch(self, elements: int, device: str) -> int:
-        """Return the fp32 elements that coding so many works in, on a device of this type."""
-        return min(-(-elements // BLOCK) * BLOCK, cached_group(device))
 
     def encode(
         self, values: Tensor, message: Tensor, scratch: Tensor | None = None, noise: torch.Generator | None = None
@@ -80,7 +75,7 @@ class BlockCodec(NamedTuple):
             torch.bitwise_or(pairs[..., ::2] & 15, pairs[..., 1::2] << 4, out=codes)
 
     def decode(self, messages: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
-        """Write the values of messages [R, bytes] into `out` [R, n], or those of one into [n], some blocks at a time."""
+        """Write the values of messages [R, bytes] into `out` [R, n], or those of one into [n], in groups."""
         if messages.dim() == 1:
             messages, out = messages[None], out[None]
         scales, codes = self._parts(messages)
@@ -97,9 +92,8 @@ class BlockCodec(NamedTuple):
     def _parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales [R, K] and the codes [R, K, bytes of a block's] of messages."""
         blocks = messages.shape[1] // self.message_bytes(BLOCK)
-        return messages[:, : SCALE * blocks].view(torch.float32), messages[:, SCALE * blocks :].unflatten(
-            1, (blocks, -1)
-        )
+        codes = messages[:, SCALE * blocks :].view(len(messages), blocks, -1)
+        return messages[:, : SCALE * blocks].view(torch.float32), codes
 
     def _groups(self, values: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor, tuple[slice, slice]]]:
         """Cut values [R, n] into what is coded at once: whole rows, or blocks of one.
@@ -108,7 +102,7 @@ class BlockCodec(NamedTuple):
         """
         count, blocks = len(values), -(-values.shape[1] // BLOCK)
         if scratch is None:
-            elements = self.scratch(count * blocks * BLOCK, values.device.type)
+            elements = coding_scratch(count * blocks * BLOCK, values.device.type)
             scratch = torch.empty(elements, dtype=torch.float32, device=values.device)
         fits = scratch.numel() // BLOCK
         rows, columns = max(1, fits // blocks), min(blocks, fits)

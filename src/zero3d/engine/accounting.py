@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes
-from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.account.traffic import UnitTraffic
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
@@ -128,9 +128,10 @@ class Accounts:
         """The units as `traffic.step_traffic` takes them."""
         reduced = self._policy.master.itemsize
         return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u))
+            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u), *gathered)
             for u in self._units
             for wire in [(reduced, u.grads.travels.itemsize) if u.grads is not None else (0, 0)]
+            for gathered in [(u.weights.coded, u.weights.node)]
         ]
 
     def _ranks(self, unit: Unit) -> int | None:
@@ -145,7 +146,9 @@ class Accounts:
     def _of_unit(self, unit: Unit) -> Held:
         away = unit.weights.records is not None and unit.weights.records.shard is not None
         gone = ("parameters",) * away + ("gradients",) * (unit.name in self._kept)
-        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, unit.grads is not None, unit.sources, gone)
+        second = second_shard_bytes(unit.dtype.itemsize, unit.weights.coded, unit.weights.node)
+        trainable = unit.grads is not None
+        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, trainable, unit.sources, gone, second)
         if unit.grads is None:
             return unit_bytes(share, Sums(self._policy.release), unit.layout, OptimizerBytes(0))
         sums = Sums(self._policy.release, self._policy.reduce, unit.grads.micro_batches, self._exact)
