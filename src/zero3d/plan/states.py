@@ -200,7 +200,7 @@ def sums_of(plan: ParallelPlan) -> Sums:
 
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
-    release = plan.offload.release(plan.zero.release)
+    release = plan.zero.release_of(plan.offload.release(plan.zero.release))
     return resolve_policies(stage_row(plan.zero.stage), *pipeline_policies(plan.pp, release, plan.zero.reduce))
 
 
