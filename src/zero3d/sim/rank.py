@@ -101,7 +101,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
-        check_packing(opened.module, batch.micro_batch)
+        check_packing(opened.module)
     options = forward_options(opened.module)
     images = find_images(opened.module, config.data.length, bool(config.data.packing))
     said = said_of(opened.module, images)
