@@ -312,7 +312,7 @@ class Loop:
                     progress.say(line)
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return a batch where the engine computes, as a row where attention needs one, with every forward's options."""
+        """Return a batch where the engine computes, a row where attention needs one, with every forward's options."""
         row, device = as_row(batch, self._options), self.engine.mesh.device
         return {**{name: to_device(tensor, device) for name, tensor in row.items()}, **self._options}
 
