@@ -39,7 +39,7 @@ def on_host(plan: ParallelPlan) -> bool:
 
 
 def without_effect(plan: ParallelPlan) -> set[str]:
-    """Return the keys of the sections `mesh` and `offload` that change nothing here: of axes and inputs that it has not."""
+    """Return the keys of sections that change nothing here: those of axes and inputs that a plan has not."""
     alone = {key for axis in Degrees._fields if getattr(plan, axis) == 1 for key in plan.mesh.options(axis)}
     used = {"experts": plan.ep > 1, "partition_activations": in_parts(plan), "activations": on_host(plan)}
     return alone | {key for key, there in used.items() if not there}
