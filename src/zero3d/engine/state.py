@@ -74,6 +74,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
+        "gradient_dtype": base.options.offload.gradient_dtype,
         "moments": base.options.offload.moments if base.resolved.groups.block == GROUP else "int8",
         "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss,
