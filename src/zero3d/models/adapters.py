@@ -53,7 +53,7 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_patterns("lora.train_also", choice.train_also or (), names)
     on_meta = any(p.is_meta for p in model.parameters())
-    with parameters_on_meta() if on_meta else _seeded(seed), _quiet():
+    with parameters_on_meta() if on_meta else _seeded(seed), without_advice():
         _inject(model, _options(choice, modules, stacked), choice)
     train_only(model, (f"*.{MARK}*", *(choice.train_also or ())))
     return replace(opened, weights=None if opened.weights is None else AdapterWeights(opened.weights, model, seed))
@@ -177,8 +177,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # PEFT's, on transposed layers and merging, which ask nothing of anybody
+def without_advice() -> Iterator[None]:
+    """Keep PEFT's warnings back, on names, transposed layers and merging: they ask nothing of anybody."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
