@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -115,8 +116,11 @@ def default_targets(model: nn.Module) -> tuple[str, ...]:
     """Return the names that PEFT's table has for this kind of model, else `all-linear`."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return tuple(TABLE.get(kind, (ALL,)))
+    found = TABLE.get(getattr(getattr(model, "config", None), "model_type", None), (ALL,))
+    if not isinstance(found, str):
+        return tuple(found)
+    named = (name for name, module in model.named_modules() if re.fullmatch(found, name) and _adaptable(module))
+    return tuple(named) or (ALL,)
 
 
 def all_linear(model: nn.Module) -> list[str]:
