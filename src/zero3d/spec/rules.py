@@ -232,9 +232,9 @@ RULES = (
     ),
     Rule(
         "offload.gradient_dtype",
-        lambda s: s.offload.gradient_dtype == "bf16" and max(s.tp, s.pp) > 1,
-        "{offload.gradient_dtype} with tp or pp above 1, which add gradients up once more when they are on the host: "
-        "type {offload.gradient_dtype=fp32}.",
+        lambda s: s.offload.gradient_dtype == "bf16" and (max(s.tp, s.pp) > 1 or s.shard < s.dp),
+        "{offload.gradient_dtype} with tp or pp above 1 or mesh.shard below dp, which add gradients up once more when "
+        "they are on the host: type {offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
