@@ -161,6 +161,12 @@ class AdapterForm:
         config.save_pretrained(folder)
 
 
+def streamed_name(name: str) -> str:
+    """Return the name under which a tensor of a form reaches those who load an adapter without its folder."""
+    whole = f"{WRAPPER}{name.removeprefix(WHOLE)}" if name.startswith(WHOLE) else name
+    return whole.removeprefix(BESIDE)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():  # PEFT's advice on names, which asks nothing of anybody
