@@ -34,7 +34,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss", "shard"),
 )
 
 
@@ -269,7 +269,7 @@ class ClusterSpec:
     host_link: float = 20e9
     disk: float = 2e9
     host_bandwidth: float = 100e9
-    provenance: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def figure(self, said: Figure) -> float:
         """Return what a tier's row says of bytes or bytes per second: a field of this cluster, or the figure itself."""
@@ -329,9 +329,20 @@ class ParallelPlan(Spec):
             made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
         vars(self).update(made)
 
+    def __hash__(self) -> int:
+        """Return the hash, computed once: a plan is the key of many caches."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
-        return replace(self, **by_section(settings, PLAN_KEYWORDS, vars(self)))
+        made = object.__new__(ParallelPlan)
+        now = {name: getattr(self, name) for name in _defaults()}
+        vars(made).update(now | by_section(settings, PLAN_KEYWORDS, now))
+        return made
 
     @property
     def schedule(self) -> str:
@@ -354,9 +365,15 @@ class ParallelPlan(Spec):
         return self.dp * self.tp * self.pp
 
     @property
-    def edp(self) -> int:
-        """Count the ranks that hold the same experts."""
-        return self.dp // self.ep
+    def degrees(self) -> Degrees:
+        """Return the degrees of its axes."""
+        shard = None if self.shard == self.dp else self.shard
+        return Degrees(self.pp, self.dp, self.tp, self.ep, self.sp, shard)
+
+    @property
+    def replicate(self) -> int:
+        """Count the copies of each shard of states."""
+        return self.dp // self.shard
 
     @property
     def rows(self) -> int:
