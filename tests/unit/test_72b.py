@@ -26,7 +26,6 @@ from zero3d.memory.arena import STATES
 from zero3d.models.open import Opened, open_model
 from zero3d.setup.build import build_engine
 from zero3d.setup.inputs import open_mesh
-from zero3d.tensor_parallel.regions import RankRandom
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "72b_128gpu.yaml"
 TP, DP, MICRO_BATCHES = 8, 2, 8
@@ -64,10 +63,9 @@ def check(engine, pp):
 
 
 def assume():
-    """What a fake group and tensors without values cannot tell."""
+    """What a fake group cannot tell."""
     yes = SimpleNamespace(item=lambda: 1)
     PipelineStage._warmup_forward_vote = PipelineStage._warmup_backward_result = lambda *_, **__: yes
-    RankRandom.begin = lambda *_, **__: None  # states of generators; the model has no dropout
 
 
 def one_rank(pp, dp, tp):
@@ -84,7 +82,7 @@ def one_rank(pp, dp, tp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(4, 1, 3), (0, 0, 0), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)])
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(4, 1, 3), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)])
 def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(alone, pp, dp, tp):
     """In a process of its own: a second build after such a step crashed torch 2.13 in one process."""
     alone(one_rank, pp, dp, tp)

@@ -39,6 +39,7 @@ ALWAYS = {
     "kernels": "they sum in other orders",
     "threads": "sums are cut among them",
     "moments": "moments are rounded otherwise from here on",
+    "gradient_dtype": "gradients are rounded otherwise on the host",
     "updates": "another kernel updates",
     "tiled_loss": "its sums are taken in another order",
     "gather_budget": "sums over tiles are taken in another order",
@@ -51,6 +52,7 @@ ALWAYS = {
 }
 USUAL = {
     "moments": "fp32",
+    "gradient_dtype": "fp32",
     "updates": "device",
     "tiled_loss": False,
     "gather_budget": None,

@@ -28,6 +28,7 @@ VERBS = {
     "ckpt": "checkpoints without ranks: ls, verify, show, diff, export as a Hugging Face folder, prune",
     "doctor": "what is wrong with this machine, a cluster's hosts or a run that died, and what to type",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
+    "models": "what a model supports: tp, pp, ep, sp, images, packing, LoRA; by the engine's checks, without weights",
     "completion": "print a script with which bash, zsh or fish completes verbs, options and keys",
 }
 IN_PYTHON = warnings.formatwarning

@@ -276,6 +276,14 @@ class Comm:
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
 
+    def send_to_first(self, buffer: Tensor, source: int, unit: str) -> None:
+        """Copy one rank's `buffer` into that of rank 0; the other ranks have no part in it."""
+        if self.rank not in (0, source) or source == 0:
+            return
+        sends = self.rank == source
+        self._ledger.record("send", self.axis, unit, buffer.numel() if sends else 0, buffer.dtype.itemsize)
+        messages(self._axis, "send", unit, {0: buffer} if sends else {}, {} if sends else {source: buffer})
+
     def leave_under_way(self, pending: Iterable[Pending]) -> None:
         """Leave operations under way when a step returns; this rank does not end before they are complete."""
         self._axis.under_way.update(operation for operation in pending if not operation.over)

@@ -15,6 +15,7 @@ from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
 from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
+from zero3d.precision import dtype_name
 from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import GROUP
 
@@ -65,7 +66,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         **mesh.degrees._asdict(),
         "experts": base.options.mesh.experts if mesh.ep > 1 else "exact",
         "precision": base.resolved.precision.name,
-        "wire": str(policy.wire).removeprefix("torch."),
+        "wire": dtype_name(policy.wire),
         "algorithm": base.axes.dp.algorithm,
         "torch": torch.__version__,
         "kernels": torch.backends.cpu.get_cpu_capability()
@@ -73,6 +74,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         else torch.get_device_module(device).get_device_name(device),
         "threads": torch.get_num_threads() if cpu else 1,
         "leaves": None if summands is None else summands.per_batch,
+        "gradient_dtype": base.options.offload.gradient_dtype,
         "moments": base.options.offload.moments if base.resolved.groups.block == GROUP else "int8",
         "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss,

@@ -125,7 +125,12 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
     """Yield what the knobs of the section `offload` change."""
     for place in ("none", *TIERS):
         if place != plan.offload.optimizer and place in ("none", *tiers_of(OPTIMIZER)):
-            here = {"offload.moments": "fp32", "offload.fraction": 1.0, "offload.gradients": AUTO}
+            here = {
+                "offload.moments": "fp32",
+                "offload.fraction": 1.0,
+                "offload.gradients": AUTO,
+                "offload.gradient_dtype": "fp32",
+            }
             moved = here if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
         movable = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
@@ -133,4 +138,6 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
             yield {"offload.params": place}
     if plan.offload.optimizer != "none":
         yield {"offload.moments": "fp32" if plan.offload.moments == "bf16" else "bf16"}
+        if plan.offload.gradients_leave:
+            yield {"offload.gradient_dtype": "fp32" if plan.offload.gradient_dtype == "bf16" else "bf16"}
         yield {"offload.fraction": plan.offload.fraction / 2}

@@ -269,6 +269,35 @@ RULES = (
         "moments are fp32: type {offload.optimizer=host}, or {offload.moments=fp32}.",
     ),
     Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
+        "{offload.gradient_dtype} is of gradients that wait off the device, and the training would depend on whether "
+        "they do: type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.zero.exact,
+        "{offload.gradient_dtype} rounds sums that {zero.exact} keeps to the bit: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.precision == "fp64",
+        "{offload.gradient_dtype} keeps 8 of the 53 binary digits of gradients in fp64: type "
+        "{offload.gradient_dtype=fp32}, which keeps them all.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and (max(s.tp, s.pp) > 1 or s.shard < s.dp),
+        "{offload.gradient_dtype} with tp or pp above 1 or mesh.shard below dp, which add gradients up once more when "
+        "they are on the host: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.orthogonal,
+        "{offload.gradient_dtype} with {optimizer.name}, whose momentum takes the place of gradients: type "
+        "{offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
         "offload.fraction",
         lambda s: s.offload.optimizer == AUTO and s.offload.fraction != 1,
         "{offload.fraction} with {offload.optimizer}, which finds the fraction itself: leave it out, or type "

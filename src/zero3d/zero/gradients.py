@@ -10,7 +10,8 @@ what a step has in the end is summed once more over the copies: `complete`, then
 Note 0, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
 back to it first where it adds: on the side stream, since the link has both ways at once, and a sum on the host would
 read and write its memory twice as often as two copies do. The bucket then goes to the host beside compute, and is let
-go of after the next one. The bits are those of a shard on the device.
+go of after the next one. The bits are those of a shard on the device. A shard that is narrower there, by choice, is
+rounded on the device and crosses in its own dtype, both ways: what is added is rounded after every micro-batch.
 
 Experts have gradients of several sources, the ranks of the ep axis, of which each has a row; the rows are summed in
 rank order, and that sum is reduced over the ranks that have the same experts. Others have one row.
@@ -66,6 +67,7 @@ class Gradients:
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
         self._incoming: Tensor | None = None  # Note 0
+        self._crossing: Tensor | None = None  # the same in the shard's own dtype, where that is narrower
         self._pending = DONE
         self._gathering: Pending | None = None  # stage 0, since the sum was there
         self._keep(dtype)
@@ -265,10 +267,10 @@ class Gradients:
         wire = self.travels if single else self._wire
         shard = self.shard
         if self._name in self._setting.kept:
-            shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+            shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self._wide)
             if add:
                 self.to_host.follow()
-                shard.copy_(self.shard, non_blocking=True)
+                self._bring_back(shard)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
 
@@ -293,8 +295,8 @@ class Gradients:
             return
         self._pending.wait()
         if self._incoming is not None:
-            incoming, self._incoming = self._incoming, None
-            self.to_host.copy(self.shard, incoming, partial(self._arena.give_back, "bucket", incoming))
+            leaving, self._incoming = self._rounded(self._incoming), None
+            self.to_host.copy(self.shard, leaving, partial(self._arena.give_back, "bucket", leaving))
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)
@@ -303,6 +305,25 @@ class Gradients:
         self._summed = True
         self._drop_bucket()
         self.state = State.REDUCED
+
+    def _bring_back(self, sums: Tensor) -> None:
+        """Copy what the host has of this step's sums into a bucket on the device."""
+        if self.shard.dtype == sums.dtype:
+            sums.copy_(self.shard, non_blocking=True)
+            return
+        self._crossing = self._arena.borrow("bucket", len(self.shard), self.shard.dtype)
+        sums.copy_(self._crossing.copy_(self.shard, non_blocking=True))
+
+    def _rounded(self, sums: Tensor) -> Tensor:
+        """Return sums in the dtype in which the host keeps them, and give up the wider ones."""
+        if self.shard.dtype == sums.dtype:
+            return sums
+        crossing, self._crossing = self._crossing, None
+        if crossing is None:
+            crossing = self._arena.borrow("bucket", len(self.shard), self.shard.dtype)
+        crossing.copy_(sums)
+        self._arena.give_back("bucket", sums)
+        return crossing
 
     def gather(self) -> None:
         """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
