@@ -177,6 +177,7 @@ ACCEPTED = {
     "zero++": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}), [],
                {"zero.stage": 3, "zero.second_shard": 8, "zero.gather_wire": "int8"}),
     "hpz of one": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "mics_shard_size": -1}), [], {"zero.stage": 3}),
+    "mics": (CHAT | zero({"stage": 3, "mics_shard_size": 8}), [], {"zero.stage": 3, "mesh.shard": 8}),
 }  # fmt: skip
 
 REFUSED = {
@@ -196,7 +197,7 @@ REFUSED = {
     "elasticity": (CHAT | {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, [], "DeepSpeed itself has removed it in 0.19.8; use health.min_ranks"),
     "quantised": (CHAT | zero({"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}), [], "zero_quantized_gradients=true is refused: gradients in 8 bits"),
     "hpz of no number": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": "host"}), [], "zero.second_shard=host is no number of ranks"),
-    "mics": (CHAT | zero({"stage": 3, "mics_shard_size": 8}), [], "mics_shard_size=8 is refused: DeepSpeed itself has removed it in 0.19.7"),
+    "mics in turns": (CHAT | zero({"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True}), [], "mics_hierarchical_params_gather=true is refused: DeepSpeed itself has removed it in 0.19.7"),
     "experts": (CHAT | {"expert_parallel": {"enabled": True, "autoep_size": 2}}, [], "expert_parallel=.* use mesh.ep=N beside"),
     "an unmanaged boundary": (CHAT | {"managed_gradient_accumulation": False}, [], "use engine.set_gradient_accumulation_boundary"),
     "universal": (CHAT | {"checkpoint": {"load_universal": True}}, [], "load_universal=true is refused: .* use zero3d ckpt import SOURCE FOLDER"),

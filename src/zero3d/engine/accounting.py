@@ -72,7 +72,7 @@ def describe_memory(entries: Sequence[MemoryEntry]) -> str:
 class Accounts:
     """Computes what an engine's units should cost, and reads what its arena says they do.
 
-    dp     the axis that cuts all units but experts that are shared out
+    shard  the axis that cuts all units but experts that are shared out
     exact  gradients are summed in the order of the global list, which keeps other buffers
     inputs of recomputed blocks on the host, if they are there
     """
@@ -83,7 +83,7 @@ class Accounts:
         optimizer: ShardedOptimizer,
         policy: Policy,
         arena: Arena,
-        dp: Comm,
+        shard: Comm,
         exact: bool,
         tiers: Tiers | None,
         inputs: HostSlots | None,
@@ -92,7 +92,7 @@ class Accounts:
         self._optimizer = optimizer
         self._policy = policy
         self._arena = arena
-        self._dp, self._exact = dp, exact
+        self._shard, self._exact = shard, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
         self._inputs = inputs
@@ -126,17 +126,26 @@ class Accounts:
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` takes them."""
-        reduced = self._policy.master.itemsize
-        return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u), *gathered)
-            for u in self._units
-            for wire in [(reduced, u.grads.travels.itemsize) if u.grads is not None else (0, 0)]
-            for gathered in [(u.weights.coded, u.weights.node)]
-        ]
+        return [self._traffic_of(unit) for unit in self._units]
+
+    def _traffic_of(self, unit: Unit) -> UnitTraffic:
+        trained, weights = unit.grads is not None, unit.weights
+        return UnitTraffic(
+            unit.name,
+            unit.layout.total,
+            unit.dtype.itemsize,
+            reduced=self._policy.master.itemsize if trained else 0,
+            wire=unit.gradients.travels.itemsize if trained else 0,
+            trainable=trained,
+            ranks=self._ranks(unit),
+            coded=weights.coded,
+            node=weights.node,
+            sums=unit.gradients.sums.itemsize if trained else None,
+        )
 
     def _ranks(self, unit: Unit) -> int | None:
-        """Return over how many ranks a unit of experts is cut; None for units that dp cuts."""
-        return None if unit.comm is self._dp else unit.comm.size
+        """Return over how many ranks a unit of experts is cut; None for all others."""
+        return None if unit.comm is self._shard else unit.comm.size
 
     @property
     def _on_device(self) -> Held:

@@ -168,7 +168,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
 def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
     policy, layout = base.resolved.policy, lay_out(base, spec)
-    comm = base.axes.edp if spec.experts else base.axes.dp
+    comm = base.axes.shard(spec.experts)
     sources = base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
     node, coded = base.axes.node, base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
     second = second_shard_bytes(spec.dtype.itemsize, coded, 1 if node is None else node.size)

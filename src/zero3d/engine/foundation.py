@@ -14,7 +14,7 @@ from torch import nn
 from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import FOLDS
+from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.options import Options, Resolved, resolve
@@ -37,8 +37,9 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
-    folds           those that fold dp, by name
+    folds           those that fold dp, by name: of shards dp itself where they are all of it
     complements     the complements of these, by name: dp itself where the degree is 1
+    eshard          the ranks of a shard group that hold the same experts
     node            the neighbours on dp who keep second shards together; None where nobody does
     """
 
@@ -51,6 +52,7 @@ class Axes:
     model_parallel: Comm
     folds: Mapping[str, Comm]
     complements: Mapping[str, Comm]
+    eshard: Comm
     node: Comm | None = None
 
     @classmethod
@@ -66,18 +68,27 @@ class Axes:
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
         per_host = ranks_per_host(mesh, world)
         on_host = mesh.degrees.dp_on_host(per_host)
-        dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
+        opened: dict[str, Comm] = {}
+
+        def of_states(name: str) -> Comm:
+            axis = mesh.axis(name)
+            if axis.name not in opened:
+                few = mesh.degrees.on_host(axis.name, on_host)
+                opened[axis.name] = Comm(axis, arena, ledger, mesh.debug, reduce_scatter, few)
+            return opened[axis.name]
+
+        dp = of_states(data.name)
         folds: dict[str, Comm] = {}
         complements: dict[str, Comm] = {}
         for fold in FOLDS:
-            folds[fold.name] = Comm(mesh.axis(fold.name), arena, ledger)
-            axis = mesh.axis(fold.complement)
-            some = None if on_host is None else max(1, on_host // folds[fold.name].size)
-            other = dp if axis is data else Comm(axis, arena, ledger, mesh.debug, reduce_scatter, some)
-            complements[fold.complement] = other
+            of_all = fold.usual is None
+            folds[fold.name] = of_states(fold.name) if of_all else Comm(mesh.axis(fold.name), arena, ledger)
+            complements[fold.complement] = of_states(fold.complement)
+        eshard = of_states(EXPERT_SHARD)
         together = mesh.degrees.second_shard(second_shard, per_host)
-        node = None if together == 1 else Comm(mesh.node(together), arena, ledger, mesh.debug, within=dp)
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements, node)
+        within = folds["shard"]
+        node = None if together == 1 else Comm(mesh.node(together), arena, ledger, mesh.debug, within=within)
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements, eshard, node)
 
     @property
     def ep(self) -> Comm:
@@ -85,9 +96,13 @@ class Axes:
         return self.folds["ep"]
 
     @property
-    def edp(self) -> Comm:
-        """Return the ranks that hold the same experts."""
-        return self.complements["edp"]
+    def replicate(self) -> Comm:
+        """Return the ranks that have the same shards; one alone where states are cut over all of dp."""
+        return self.complements["replicate"]
+
+    def shard(self, experts: bool = False) -> Comm:
+        """Return the ranks over which units are cut, or those of experts."""
+        return self.eshard if experts else self.folds["shard"]
 
 
 @dataclass(frozen=True)
@@ -148,8 +163,9 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
     block = max(base.resolved.groups.block, BLOCK if base.options.zero.gather_wire != "same" else GROUP)
     if spec.experts:
-        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size, block)
-    return UnitLayout(parameters, base.axes.dp.size, block)
+        dp, ep = base.axes.dp.size, base.axes.ep.size
+        return UnitLayout.for_experts(parameters, dp, ep, block, base.axes.replicate.size)
+    return UnitLayout(parameters, base.axes.dp.size, block, base.axes.replicate.size)
 
 
 def host_share(base: Foundation) -> HostBudget:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.distributed.choice import NATIVE, choose_algorithm
-from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, MeshError
 from zero3d.memory.scratch import update_bucket
 from zero3d.offload.placement import UnitStates, placed_records
@@ -201,7 +200,7 @@ def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
     if plan.zero.stage != 3:
         return 1
     try:
-        return Degrees(plan.pp, plan.dp, plan.tp).second_shard(plan.zero.second_shard, per_node)
+        return plan.degrees.second_shard(plan.zero.second_shard, per_node)
     except MeshError as error:
         raise ConfigError(f"zero.{error}") from error
 
@@ -263,12 +262,13 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 
     The one is no longer auto, the other no longer node.
     """
-    if plan.dp == 1:
+    if plan.shard == 1:
         return plan
-    on_host = Degrees(plan.pp, plan.dp, plan.tp).dp_on_host(cluster.per_node)
+    degrees = plan.degrees
+    on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
     ranks = node_of(plan, cluster.per_node)
     return plan.replace(
-        reduce_scatter=choose_algorithm("nccl", plan.dp, plan.zero.reduce_scatter, on_host),
+        reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host),
         second_shard=None if ranks == 1 else ranks,
     )
 

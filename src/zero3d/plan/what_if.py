@@ -10,7 +10,7 @@ from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.network import Groups
-from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments
+from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
@@ -73,6 +73,11 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     for sp in (plan.sp // 2, plan.sp * 2):
         if _takes(sp, plan, model):
             yield _over(sp, plan)
+    inside = cluster.per_node // plan.tp
+    if inside < plan.dp:
+        shard = None if plan.shard < plan.dp else inside
+        if shard is None or shard_refused(plan.dp, plan.ep, plan.sp, shard) is None:
+            yield {"mesh.shard": shard}
     if plan.ep > 1 and not plan.zero.exact:
         yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
     if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:
@@ -86,7 +91,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
     if plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step":
         yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
-        if Groups.of(plan, cluster).dp.nodes > 1 and plan.ep == 1:
+        if Groups.of(plan, cluster).shard.nodes > 1 and plan.ep == 1:
             yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}

@@ -54,6 +54,7 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         f"{PARAM}.nvme_path": "offload.directory",
         "tensor_parallel.autotp_size": "mesh.tp",
         "sequence_parallel_size": "mesh.sp",
+        f"{ZERO}.mics_shard_size": "mesh.shard",
         "tensorboard.enabled": "log.tensorboard",
         "wandb.enabled": "log.wandb",
         "wandb.project": "log.wandb",
@@ -215,8 +216,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
             "gradients in 8 bits between hosts are not here yet", "zero.reduce_dtype=bf16"
         ),
         f"{ZERO}.zeropp_loco_param": Refused(REMOVED_8, "null", (None,)),
-        f"{ZERO}.mics_shard_size": Refused(REMOVED_7, "-1", (-1, 0, None)),
-        f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "false"),
+        f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "mics_shard_size alone"),
         f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
     }
 )
