@@ -179,6 +179,20 @@ def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alo
     assert 0.97 <= ratio(alone, models, plan, packed=packed, layers=layers) <= 1.05
 
 
+@pytest.mark.parametrize(("plan", "layers"), [
+    (P(dp=8, stage=3, gather_wire="int8", second_shard=4, accumulate=2), 2),
+    *(pytest.param(*case, marks=long) for case in [
+        (P(dp=8, stage=3, gather_wire="int8"), LAYERS),
+        (P(dp=8, stage=3, second_shard=4, accumulate=2), LAYERS),
+        (P(dp=4, stage=3, second_shard=2, activations="full"), LAYERS),
+        (P(dp=4, stage=3, gather_wire="int8", params="host", offload="host"), LAYERS),
+        (P(dp=4, tp=2, stage=3, gather_wire="int8", second_shard=2), LAYERS),
+    ]),
+], ids=str)  # fmt: skip
+def test_a_plan_of_wires_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, layers):
+    assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_ranks_that_share_sequences_send_what_is_planned(alone, models, stage):
     plan = P(dp=2, sp=2, pp=2, stage=1, accumulate=4, activations="full")

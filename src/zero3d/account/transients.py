@@ -8,6 +8,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
                terms of 16 bits       a slot for each rank, added up by their owner
                a cast                 a slot for each rank, where gradients travel in another dtype than they have
 
+messages       of units that are gathered in blocks of 8 bits: one is decoded, WINDOW on their way
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
 scratch        fp32 of what an update or a cast works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
+from zero3d.distributed.block_bytes import CODE_BITS, coding_scratch, message_bytes
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.zero.layout import ROOT
@@ -29,17 +31,26 @@ STAGED = 2  # buckets' gradients on the device that are kept on the host: one is
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
-def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2) -> int:
+def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, ahead: int = WINDOW) -> int:
     """Return an upper bound of the bytes of units that are whole at the same time, from the name and bytes of each.
 
     at_once  units in use, or filling, at a hand-over
+    ahead    others that are on their way; none are whole where what travels is decoded when it is used
 
     >>> whole_units([("root", 1), ("a", 10), ("b", 20)])
     81
     """
     sizes = list(sizes)
     largest = max((size for name, size in sizes if name != ROOT), default=0)
-    return sum(size for name, size in sizes if name == ROOT) + (at_once + WINDOW) * largest
+    return sum(size for name, size in sizes if name == ROOT) + (at_once + ahead) * largest
+
+
+def coded_messages(elements: int, device: str) -> int:
+    """Return the bytes of gathers under way in blocks of 8 bits, and of scratch in which one is decoded.
+
+    elements  of the largest unit, padding among them
+    """
+    return (1 + WINDOW) * message_bytes(elements, CODE_BITS) + FP32 * coding_scratch(elements, device)
 
 
 class Reduction(NamedTuple):

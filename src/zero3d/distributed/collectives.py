@@ -95,6 +95,7 @@ class Comm:
     """Owns the collectives over one axis and a running hash of each kind of operation, `_order`.
 
     reduce_scatter, on_host  how gradients are reduced over it, if they are: `choose_algorithm`
+    within  the axis that its ranks are some of, whose hashes are of operations on both
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Comm:
         check_every_gather: bool = False,
         reduce_scatter: str = "",
         on_host: int | None = None,
+        within: Comm | None = None,
     ) -> None:
         self.axis = axis.name
         self.rank = axis.rank
@@ -115,7 +117,7 @@ class Comm:
         self._ledger = ledger
         self._check = check_every_gather
         self._last = "nothing yet"
-        self._order = {"all_gather": 0, "reduce_scatter": 0}
+        self._order: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0} if within is None else within._order
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
 

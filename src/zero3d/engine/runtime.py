@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
+from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.slots import Slots
@@ -66,6 +67,8 @@ def build_units(
     tiers, slots = open_tiers(base, specs, layouts)
     axes = base.axes
     setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
+    codec = BlockCodec(8) if base.options.zero.gather_wire == "int8" else None
+    setting = setting._replace(codec=codec, node=axes.node)
     if tiers is not None:
         to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
@@ -81,6 +84,7 @@ def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
     cut, policy = base.axes.shard(experts=True), setting.policy
     gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
+    gathers = gathers or setting.codec is not None  # what is decoded, the same at every degree
     if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1

@@ -79,6 +79,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "updates": _updates(assembly),
         "tiled_loss": base.options.step.tiled_loss,
         "gather_budget": base.options.gather_budget,
+        "gather_wire": base.options.zero.gather_wire,
         "attention": _attention(assembly),
         "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),

@@ -23,6 +23,7 @@ ROUNDED = (
     "offload.gradient_dtype",
     "zero.reduce_dtype",
     "zero.reduce_scatter",
+    "zero.gather_wire",
 )  # settings that round more than before
 
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
+from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
@@ -257,10 +258,11 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(part: float, width: float, seconds_of: Collective = gather_seconds) -> float:
-        """Time a collective of that part of all parameters."""
+    def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
+        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
         total = 0.0
-        for elements, group in zip(share, (step.groups.shard, step.groups.experts), strict=True):
+        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
                 hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
@@ -274,8 +276,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
-        gathers = collective(1.0, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
+        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else 2.0
+        uses = 2 * plan.accumulate if release != "every_step" else 1
+        gathers = uses * collective(1.0, width)
+        if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
+            gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
+        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -305,7 +311,9 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
         or step.groups.shard.size == 1
     ):
         return hashes
-    gathers = 2 * gather_seconds(width * numel, step.groups.shard, step.cluster) / pace.network
+    gathered = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else float(width)
+    group = step.groups.node if step.groups.node.size > 1 else step.groups.shard
+    gathers = 2 * gather_seconds(gathered * numel, group, step.cluster) / pace.network
     return hashes + _exposed(gathers, once, pace.hide_dp)
 
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.network import Groups
 from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
+from zero3d.spec.zero import NODE
 
 Settings = Mapping[str, Any]
 
@@ -45,10 +47,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
 def _change(settings: Settings) -> str:
     """Write the first setting as a configuration says it."""
     key, value = next(iter(settings.items()))
-    if value is None:
-        return f"{key}: all of dp"
     words = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-    return f"{key}: {words}"
+    return f"{key}: {'null' if value is None else words}"
 
 
 def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterator[Settings]:
@@ -89,6 +89,10 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         yield {"offload.activations": "none" if plan.offload.activations_leave else tiers_of(INPUTS)[0]}
         if plan.tp > 1 and not plan.mesh.sequence_parallel:
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
+    if plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step":
+        yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
+        if Groups.of(plan, cluster).shard.nodes > 1 and plan.ep == 1:
+            yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
     now = with_algorithm(plan, cluster)

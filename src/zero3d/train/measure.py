@@ -31,6 +31,7 @@ from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
     Reduction,
     arriving_bytes,
+    coded_messages,
     gradient_staging,
     master_scratch,
     record_scratch,
@@ -185,11 +186,14 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
-    wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
+    wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.
+              Scratch in which masters are cast, those in halves updated, or records. Besides, the ring of inputs of
+              recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
-    full = whole_units((unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units)
+    coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
+    sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units]
+    full = whole_units(sizes, ahead=0 if len(coded) == len(sizes) else WINDOW)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
     local_gradients = whole_units(
         ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in engine.units), 2 * parts
@@ -215,6 +219,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         if exact or policy.reduce == "every_micro_batch"
         else 0,
         "wire": ring
+        + (coded_messages(max(coded), device) if coded else 0)
         + max(
             WINDOW * moving + adding,
             master_scratch(masters, device, policy.split_master),

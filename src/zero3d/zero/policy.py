@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.zero.layout import Slot, UnitLayout
@@ -71,6 +72,8 @@ class Setting(NamedTuple):
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
     part        number of this rank's part of the experts, on the ep axis
+    codec       of weights on their way to a gather; None: they travel as they are (wires.py)
+    node        the neighbours who keep a second shard of gathered weights together, if any do
     """
 
     policy: Policy
@@ -83,6 +86,8 @@ class Setting(NamedTuple):
     to_host: ToHost | None = None
     sources: int = 1
     part: int = 0
+    codec: BlockCodec | None = None
+    node: Comm | None = None
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""
