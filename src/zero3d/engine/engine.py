@@ -129,6 +129,9 @@ class Engine:
                   the same on all ranks. Masters, checkpoints, exports and `full_params()` have the weights themselves
     second_shard  so many neighbours on dp ("node": the ranks of a host) keep a second shard of gathered weights at
                   stage 3: only the first gather of a unit after an update leaves them. The same bits
+    slow_wire     "same" | "bf16" | "int8" | "int4": how sums of gradients travel between copies of shards, where mesh
+                  has shard=; each rank's term is coded once, sums are in fp32 and equal on all ranks
+    slow_rounding "nearest" | "stochastic": how codes of int8 and int4 round
     replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
                   one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
                   differs; on a GPU after `zero3d.make_deterministic()`. 0: never
@@ -227,6 +230,8 @@ class Engine:
         gather_budget: int | str | None = None,
         gather_wire: str = "same",
         second_shard: int | str | None = None,
+        slow_wire: str = "same",
+        slow_rounding: str = "nearest",
         tiled_loss: bool = False,
         replay: int = 0,
         ema: float | None = None,
@@ -244,6 +249,8 @@ class Engine:
                 gather_budget=gather_budget,
                 gather_wire=gather_wire,
                 second_shard=second_shard,
+                slow_wire=slow_wire,
+                slow_rounding=slow_rounding,
                 exact=exact,
             ),
             spec.Offload.of(offload),

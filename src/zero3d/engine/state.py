@@ -80,6 +80,8 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "tiled_loss": base.options.step.tiled_loss,
         "gather_budget": base.options.gather_budget,
         "gather_wire": base.options.zero.gather_wire,
+        "slow_wire": base.options.zero.slow_wire,
+        "slow_rounding": base.options.zero.slow_rounding,
         "attention": _attention(assembly),
         "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),

@@ -24,6 +24,7 @@ ROUNDED = (
     "zero.reduce_dtype",
     "zero.reduce_scatter",
     "zero.gather_wire",
+    "zero.slow_wire",
 )  # settings that round more than before
 
 

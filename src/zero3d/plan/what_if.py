@@ -77,7 +77,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     if inside < plan.dp:
         shard = None if plan.shard < plan.dp else inside
         if shard is None or shard_refused(plan.dp, plan.ep, plan.sp, shard) is None:
-            yield {"mesh.shard": shard}
+            yield {"mesh.shard": shard, **({"slow_wire": "same", "slow_rounding": "nearest"} if shard is None else {})}
     if plan.ep > 1 and not plan.zero.exact:
         yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
     if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:
@@ -93,6 +93,8 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
         if Groups.of(plan, cluster).shard.nodes > 1 and plan.ep == 1:
             yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
+    if plan.shard < plan.dp and not plan.zero.exact:
+        yield {"zero.slow_wire": "int8" if plan.zero.slow_wire == "same" else "same", "slow_rounding": "nearest"}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
     now = with_algorithm(plan, cluster)

@@ -23,7 +23,7 @@ from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
-from zero3d.spec.zero import NODE
+from zero3d.spec.zero import NODE, SAME
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
 
@@ -142,6 +142,24 @@ RULES = (
         lambda s: s.zero.second_shard is not None and s.ep > 1,
         "{zero.second_shard} with {mesh.ep}, whose ranks share experts out among the neighbours that would keep it, is "
         "not built: type {zero.second_shard=null}, or {mesh.ep=1}.",
+    ),
+    Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
+        "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "
+        "copies: type {mesh.shard=RANKS}, those of a host, or {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.zero.exact,
+        "{zero.slow_wire} rounds sums of some ranks, which are others at every dp, and {zero.exact} wants the same "
+        "bits: type {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_rounding",
+        lambda s: s.zero.slow_rounding != "nearest" and not s.zero.sums_in_blocks,
+        "{zero.slow_rounding} is of codes, and {zero.slow_wire} has none: type {zero.slow_wire=int8} or "
+        "{zero.slow_wire=int4}, or {zero.slow_rounding=nearest}.",
     ),
     Rule(
         "mesh.experts",

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import ToHost
@@ -138,6 +139,11 @@ class Gradients:
     def sums(self) -> torch.dtype:
         """In which sums travel that are reduced over copies of shards."""
         return self._wire
+
+    @property
+    def slow(self) -> str:
+        """In which form they travel there."""
+        return SAME if self._setting.slow is None else self._setting.slow.form
 
     @property
     def accumulates(self) -> bool:
@@ -346,17 +352,17 @@ class Gradients:
         if self._setting.to_host is not None:
             self._setting.to_host.finish()
 
-    def sum_copies(self) -> Pending:
-        """Start summing the step's shard over the ranks that have a copy of it; the result must be waited for.
+    def sum_copies(self, step: int) -> Pending:
+        """Start summing the shard of a step, by its number, over the ranks that have a copy of it; wait for the result.
 
-        Moves 2 (R-1)/R Psi/N elements per rank, over R copies.
+        Moves 2 (R-1)/R Psi/N elements per rank, over R copies, or what a narrow form of terms takes.
         """
         across = self._setting.across
         if across.size == 1 or self.shard.device == across.device:
-            return across.all_reduce(self.shard, self._name, self._wire)
+            return self._sum_copies(self.shard, step)
         near = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
         near.copy_(self.shard)
-        summed = across.all_reduce(near, self._name, self._wire)
+        summed = self._sum_copies(near, step)
 
         def finish() -> None:
             summed.wait()
@@ -364,6 +370,16 @@ class Gradients:
             self._arena.give_back("bucket", near)
 
         return Pending(finish)
+
+    def _sum_copies(self, shard: Tensor, step: int) -> Pending:
+        across, slow = self._setting.across, self._setting.slow
+        if slow is None or across.size == 1:
+            return across.all_reduce(shard, self._name, self._wire)
+        gaps = self._layout.gaps(self._setting.comm.rank)
+        if gaps:  # of buckets nobody has written there, and a block has one scale
+            torch._foreach_zero_([shard[start:stop] for start, stop in gaps])
+        place = f"{step} {self._name} {self._setting.comm.rank} {across.rank} {self._setting.part}"
+        return across.all_reduce_coded(shard, self._name, slow.form, slow.noise(place, shard.device))
 
     def reset(self) -> None:
         """Forget this step's gradients."""

@@ -331,6 +331,11 @@ class ShardedOptimizer(OptimizerStates):
         """Return the norms of all dp ranks [N, k] in the order in which they are combined."""
         return norms.flatten()
 
+    @property
+    def applied(self) -> int:
+        """Return how many steps have been applied."""
+        return self._applied
+
     def count_from(self, applied: int, missed: Mapping[str, int]) -> None:
         """Go on after so many applied steps, of which parameters have missed some."""
         self._applied, self.missed = applied, Counter(missed)
