@@ -204,7 +204,8 @@ def most_held(action):
 def saved_and_loaded(folder, frozen):
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 17)  # what is freed goes back: pieces of it are not to be counted
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    layers = 6 if frozen else 3  # frozen ones have no moments
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for layer in model[1:] if frozen else ():
         layer.requires_grad_(False)
     offload = {**PLACES["all on disk"], "directory": f"{folder}/offload"}

@@ -124,6 +124,14 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    gather_wire   "same" | "int8": how weights travel when they are gathered at stage 3. "int8": in blocks of 256 with a
+                  scale each, 0.51 of bf16's bytes; forwards, evaluations and generation compute with what is decoded,
+                  the same on all ranks. Masters, checkpoints, exports and `full_params()` have the weights themselves
+    second_shard  so many neighbours on dp ("node": the ranks of a host) keep a second shard of gathered weights at
+                  stage 3: only the first gather of a unit after an update leaves them. The same bits
+    slow_wire     "same" | "bf16" | "int8" | "int4": how sums of gradients travel between copies of shards, where mesh
+                  has shard=; each rank's term is coded once, sums are in fp32 and equal on all ranks
+    slow_rounding "nearest" | "stochastic": how codes of int8 and int4 round
     replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
                   one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
                   differs; on a GPU after `zero3d.make_deterministic()`. 0: never
@@ -158,6 +166,9 @@ class Engine:
     tp = Exposed(lambda assembly: assembly.base.axes.tp)
     dp = Exposed(lambda assembly: assembly.base.axes.dp)
     world = Exposed(lambda assembly: assembly.base.axes.world)
+    second_shard_ranks = Exposed(
+        lambda assembly: 1 if assembly.base.axes.node is None else assembly.base.axes.node.size
+    )
     model_group = Exposed(lambda assembly: assembly.runtime.model_group)
     # this rank's share of the model
     module = Exposed(lambda assembly: assembly.base.partition.module)
@@ -217,6 +228,10 @@ class Engine:
         sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
+        gather_wire: str = "same",
+        second_shard: int | str | None = None,
+        slow_wire: str = "same",
+        slow_rounding: str = "nearest",
         tiled_loss: bool = False,
         replay: int = 0,
         ema: float | None = None,
@@ -224,7 +239,20 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units, compile, linear),
-            spec.Zero(stage, reduce_dtype, release, reduce, reduce_scatter, master, gather_budget, exact),
+            spec.Zero(
+                stage=stage,
+                reduce_dtype=reduce_dtype,
+                release=release,
+                reduce=reduce,
+                reduce_scatter=reduce_scatter,
+                master=master,
+                gather_budget=gather_budget,
+                gather_wire=gather_wire,
+                second_shard=second_shard,
+                slow_wire=slow_wire,
+                slow_rounding=slow_rounding,
+                exact=exact,
+            ),
             spec.Offload.of(offload),
             spec.Mesh(
                 experts=experts,

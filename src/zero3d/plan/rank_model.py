@@ -54,6 +54,7 @@ class RankUnit(NamedTuple):
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
         alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
+        alone = alone and plan.zero.gather_wire == "same"
         return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
@@ -122,7 +123,7 @@ class RankModel(NamedTuple):
 def partition_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
-        zero=Zero(exact=plan.zero.exact),
+        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
         mesh=Mesh(
             *(plan.dp, plan.tp, plan.pp, plan.ep),
             shard=plan.degrees.shard,

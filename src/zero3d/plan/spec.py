@@ -34,7 +34,8 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss", "shard"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
 )
 
 
@@ -354,7 +355,8 @@ class ParallelPlan(Spec):
     @property
     def block(self) -> int:
         """Return of how many elements together no shard has a part."""
-        return ALIGN if OPTIMIZERS[self.optimizer].coded else GROUP
+        in_blocks = self.zero.gather_wire != "same" or self.zero.sums_in_blocks
+        return ALIGN if OPTIMIZERS[self.optimizer].coded or in_blocks else GROUP
 
     @property
     def averages(self) -> int:

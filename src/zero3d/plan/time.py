@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
+from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
@@ -45,6 +46,7 @@ from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import HOST
+from zero3d.spec.zero import SAME
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -257,10 +259,11 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(part: float, width: float, seconds_of: Collective = gather_seconds) -> float:
-        """Time a collective of that part of all parameters."""
+    def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
+        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
         total = 0.0
-        for elements, group in zip(share, (step.groups.shard, step.groups.experts), strict=True):
+        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
                 hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
@@ -274,8 +277,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
-        gathers = collective(1.0, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
+        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else 2.0
+        uses = 2 * plan.accumulate if release != "every_step" else 1
+        gathers = uses * collective(1.0, width)
+        if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
+            gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
+        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -286,8 +293,14 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     plan, group = step.plan, step.groups.replicate
     width = WIDTHS["fp32"].reduced if plan.zero.exact or plan.zero.reduce_dtype == "fp32" else WIDTHS["bf16"].weight
     own = (share.dense + share.experts * plan.ep) / plan.shard
-    halves = [gather_seconds(own * each, group, step.cluster) for each in (width, WIDTHS["fp32"].reduced)]
-    return times * sum(halves) / step.pace.network
+    wide, slow = WIDTHS["fp32"].reduced, plan.zero.slow_wire
+    if slow == SAME:
+        sizes = [own * width, own * wide]
+    elif all_get_terms(group.size, BITS[slow]):
+        sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
+    else:
+        sizes = [own * term_bytes(BLOCK, slow) / BLOCK, own * wide]
+    return times * sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
 
 
 def _besides_replay(step: _Step, numel: float, once: float) -> float:
@@ -305,7 +318,9 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
         or step.groups.shard.size == 1
     ):
         return hashes
-    gathers = 2 * gather_seconds(width * numel, step.groups.shard, step.cluster) / pace.network
+    gathered = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else float(width)
+    group = step.groups.node if step.groups.node.size > 1 else step.groups.shard
+    gathers = 2 * gather_seconds(gathered * numel, group, step.cluster) / pace.network
     return hashes + _exposed(gathers, once, pace.hide_dp)
 
 

@@ -151,6 +151,10 @@ def _zero(reader: _Reader) -> None:
         reader.take(f"{ZERO}.stage", "zero.stage")
     else:
         reader.put("zero.stage", 0, f"{ZERO}.stage", strong=False)
+    if reader.switch(key := f"{ZERO}.zero_quantized_weights"):
+        reader.put("zero.gather_wire", "int8", key)
+    if reader.given.get(key := f"{ZERO}.zero_hpz_partition_size") not in (0, 1):
+        reader.take(key, "zero.second_shard")
 
 
 def _offload(reader: _Reader) -> None:
