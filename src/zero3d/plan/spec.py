@@ -168,6 +168,7 @@ class ModelSpec:
     heads   of queries
     experts of a layer, 0 for a dense model; chosen: those that a token meets
     chain   pipelines can cut it
+    mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
     """
 
     name: str
@@ -181,6 +182,7 @@ class ModelSpec:
     chosen: int = 0
     provenance: str = "closed form"
     chain: bool = True
+    mixing: str | None = None
 
     def __hash__(self) -> int:
         """Return the hash, computed once: plans by the thousand are priced for one model."""

@@ -23,11 +23,12 @@ from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import ALL
-from zero3d.models.bases import config_number, sees_images
+from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.search import LONG
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.sequence.trial import mixing_layers
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.images import find_images, said_of
@@ -100,6 +101,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         chosen=_setting(config, "num_experts_per_tok"),
         provenance="outline",
         chain=part_names.chain,
+        mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
     )
 
 
