@@ -238,6 +238,7 @@ FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master=
         P(dp=2, pp=2, stage=1, offload="disk", accumulate=4, schedule="zbv"),
         P(dp=4, stage=2, offload="host", gradients="host", activations="full"),
         P(dp=2, stage=3, offload="disk", params="host", gradients="host", accumulate=2, activations="full"),
+        P(dp=2, stage=3, offload="host", gradients="host", gradient_dtype="bf16", accumulate=2, activations="full"),
     ) for tied in (False, True)[: 1 + (plan.offload.fraction < 1)]),
 ])  # fmt: skip
 def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan, tied, layers):

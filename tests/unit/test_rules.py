@@ -21,6 +21,7 @@ from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
 ROOT = Path(__file__).parents[2]
+NARROW = Offload("host", gradients="host", gradient_dtype="bf16")
 TABLE = [  # for each rule in its place: what breaks it and no other, and how a file's refusal begins and ends
     (Spec(Zero(master="split"), precision="fp32"),
      "zero.master=split keeps masters", "precision=fp32 has no such weights: type precision=bf16, or zero.master=fp32."),
@@ -94,6 +95,16 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "offload.gradients=host brings", "type offload.optimizer=host, or offload.gradients=device."),
     (Spec(offload=Offload("auto", moments="bf16")),
      "offload.moments=bf16 with offload.optimizer=auto", "type offload.optimizer=host, or offload.moments=fp32."),
+    (Spec(offload=Offload("host", gradient_dtype="bf16")),
+     "offload.gradient_dtype=bf16 is of gradients", "type offload.gradients=host, or offload.gradient_dtype=fp32."),
+    (Spec(Zero(exact=True), NARROW),
+     "offload.gradient_dtype=bf16 rounds sums", "type offload.gradient_dtype=fp32."),
+    (Spec(offload=NARROW, precision="fp64"),
+     "offload.gradient_dtype=bf16 keeps 8 of the 53", "type offload.gradient_dtype=fp32, which keeps them all."),
+    (Spec(offload=NARROW, mesh=Mesh(tp=2)),
+     "offload.gradient_dtype=bf16 with tp or pp above 1", "type offload.gradient_dtype=fp32."),
+    (Spec(offload=NARROW, optimizer="muon"),
+     "offload.gradient_dtype=bf16 with optimizer.name=muon", "type offload.gradient_dtype=fp32."),
     (Spec(offload=Offload("auto", fraction=0.5)),
      "offload.fraction=0.5 with offload.optimizer=auto", "leave it out, or type offload.optimizer=host."),
 ]  # fmt: skip
@@ -102,7 +113,7 @@ OF_ENGINES = [
     row
     for row in TABLE
     if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is row[0].mesh.sp is None
-    and not (row[0].linear and row[0].mesh.tp)
+    and not (row[0].mesh.tp and (row[0].linear or row[0].offload == NARROW))
 ]
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
+from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
@@ -71,6 +72,7 @@ class UnitTraffic(NamedTuple):
     coded    its weights travel in blocks of 8 bits (zero.gather_wire)
     node     neighbours who keep a second shard of it together; 1: nobody does (zero.second_shard)
     sums     of a reduced gradient on its way to the sum over copies of shards; None: `reduced`
+    slow     the form in which it travels there (zero.slow_wire)
     """
 
     name: str
@@ -83,6 +85,7 @@ class UnitTraffic(NamedTuple):
     coded: bool = False
     node: int = 1
     sums: int | None = None
+    slow: str = SAME
 
     @property
     def as_gathered(self) -> tuple[int, int]:
@@ -146,10 +149,12 @@ def step_traffic(
 
     def add_copies(unit: UnitTraffic, calls: int) -> None:
         ranks = levels.shard if unit.ranks is None else unit.ranks
-        half = calls * unit.elements // ranks * (levels.replicate - 1) // levels.replicate
-        if half:
-            widths = (unit.reduced if unit.sums is None or exact else unit.sums) + unit.reduced
-            moved["all_reduce", unit.name] = Moved(calls, 2 * half, half * widths)
+        if levels.replicate > 1:
+            sent = sum_of_copies(unit.elements // ranks, levels.replicate, unit.reduced, unit.slow)
+            if unit.slow == SAME and not exact:
+                sent[0] = sent[0][0], unit.reduced if unit.sums is None else unit.sums
+            elements, nbytes = sum(n for n, _ in sent), sum(n * width for n, width in sent)
+            moved["all_reduce", unit.name] = Moved(1, elements, nbytes).times(calls)
 
     for unit in units:
         if row.shards_parameters:

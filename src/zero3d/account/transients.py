@@ -16,7 +16,7 @@ logits         of a loss that is not made in tiles: as computed, in fp32, and in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
@@ -24,7 +24,7 @@ from zero3d.distributed.block_bytes import CODE_BITS, coding_scratch, message_by
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
+from zero3d.zero.stages import LEAVING, WINDOW
 
 LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
 STAGED = 2  # buckets' gradients on the device that are kept on the host: one is used, one comes
@@ -80,9 +80,22 @@ def ring_bytes(longest: int) -> int:
     return DEPTH * padded(longest)
 
 
-def gradient_staging(elements: int, wide: int) -> int:
-    """Return the bytes in which gradients come back from the host, of buckets of so many elements: one ahead."""
-    return STAGED * wide * elements
+def gradient_staging(elements: int, held: int, wide: int) -> int:
+    """Return the bytes in which gradients come back from the host, of buckets of so many elements: one ahead.
+
+    held  bytes of an element there; narrow ones are widened for their update, in one more buffer
+    """
+    return (STAGED * held + wide * (held < wide)) * elements
+
+
+def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
+    """Return the bytes of sums on their way to the host, of shards in the order of their reductions.
+
+    The last ones are under way, with what is added to them in the dtype that the host has; those before are leaving.
+    """
+    narrow = held if held < wide else 0
+    under_way, leaving = shards[-WINDOW:], shards[-WINDOW - LEAVING : -WINDOW]
+    return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
 
 
 def record_scratch(elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False) -> int:

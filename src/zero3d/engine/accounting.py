@@ -19,6 +19,7 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
 from zero3d.spec.sizes import decimal
 from zero3d.spec.tiers import HOST
+from zero3d.spec.zero import SAME
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.state_spans import Span
@@ -141,6 +142,7 @@ class Accounts:
             coded=weights.coded,
             node=weights.node,
             sums=unit.gradients.sums.itemsize if trained else None,
+            slow=unit.gradients.slow if trained else SAME,
         )
 
     def _ranks(self, unit: Unit) -> int | None:

@@ -28,6 +28,7 @@ from zero3d.models.fp8 import use_fp8
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
+from zero3d.spec.zero import SAME
 from zero3d.zero.initial_weights import hollow
 from zero3d.zero.layout import GROUP, UnitLayout
 
@@ -161,7 +162,9 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     """Return the layout of a unit's parameters."""
     groups, owner = base.resolved.groups.group_of, base.partition.full_model.owner
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
-    block = max(base.resolved.groups.block, BLOCK if base.options.zero.gather_wire != "same" else GROUP)
+    zero = base.options.zero
+    coded = zero.gather_wire != SAME or zero.sums_in_blocks
+    block = max(base.resolved.groups.block, BLOCK if coded else GROUP)
     if spec.experts:
         dp, ep = base.axes.dp.size, base.axes.ep.size
         return UnitLayout.for_experts(parameters, dp, ep, block, base.axes.replicate.size)

@@ -123,7 +123,7 @@ class RankModel(NamedTuple):
 def partition_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
-        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire),
+        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
         mesh=Mesh(
             *(plan.dp, plan.tp, plan.pp, plan.ep),
             shard=plan.degrees.shard,

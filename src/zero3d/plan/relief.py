@@ -20,9 +20,11 @@ Bytes = Callable[[Memory], float]  # those that are short
 MOST = 4  # settings changed together
 ROUNDED = (
     "offload.moments",
+    "offload.gradient_dtype",
     "zero.reduce_dtype",
     "zero.reduce_scatter",
     "zero.gather_wire",
+    "zero.slow_wire",
 )  # settings that round more than before
 
 

@@ -35,7 +35,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
     *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
-    *("gather_wire", "second_shard", "shard"),
+    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
 )
 
 
@@ -353,7 +353,8 @@ class ParallelPlan(Spec):
     @property
     def block(self) -> int:
         """Return of how many elements together no shard has a part."""
-        return ALIGN if OPTIMIZERS[self.optimizer].coded or self.zero.gather_wire != "same" else GROUP
+        in_blocks = self.zero.gather_wire != "same" or self.zero.sums_in_blocks
+        return ALIGN if OPTIMIZERS[self.optimizer].coded or in_blocks else GROUP
 
     @property
     def averages(self) -> int:

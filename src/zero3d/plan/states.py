@@ -111,7 +111,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return replace(
         plan,
-        offload=Offload(gradients=plan.offload.gradients),
+        offload=Offload(gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype),
         mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
         micro_batch=1,
         accumulate=many,
@@ -219,7 +219,8 @@ def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int
     moment = state_width(wide, tiers.moments)
     elements, spans = updated(unit, plan, dp_rank)
     states = tuple((size, count * moment) for size, count in segments(plan.optimizer, spans, elements))
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, wide, unit.trainable)
+    gradient = state_width(wide, tiers.gradient_dtype)
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, gradient, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:

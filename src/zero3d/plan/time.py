@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
-from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
+from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
@@ -46,6 +46,7 @@ from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import HOST
+from zero3d.spec.zero import SAME
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -292,8 +293,14 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     plan, group = step.plan, step.groups.replicate
     width = WIDTHS["fp32"].reduced if plan.zero.exact or plan.zero.reduce_dtype == "fp32" else WIDTHS["bf16"].weight
     own = (share.dense + share.experts * plan.ep) / plan.shard
-    halves = [gather_seconds(own * each, group, step.cluster) for each in (width, WIDTHS["fp32"].reduced)]
-    return times * sum(halves) / step.pace.network
+    wide, slow = WIDTHS["fp32"].reduced, plan.zero.slow_wire
+    if slow == SAME:
+        sizes = [own * width, own * wide]
+    elif all_get_terms(group.size, BITS[slow]):
+        sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
+    else:
+        sizes = [own * term_bytes(BLOCK, slow) / BLOCK, own * wide]
+    return times * sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
 
 
 def _besides_replay(step: _Step, numel: float, once: float) -> float:

@@ -110,8 +110,8 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         wire = int(reduced_width(plan, unit.itemsize)) if plan.zero.exact else wire_width(plan, unit.itemsize, several)
         wire = wide if plan.zero.exact and several else wire
         ranks, sums = unit.layout.n if unit.sources else None, wire_width(plan, unit.itemsize, summed=True)
-        gathered = is_coded(unit, plan), node_of(plan), sums
-        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks, *gathered))
+        others = is_coded(unit, plan), node_of(plan), sums, plan.zero.slow_wire
+        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks, *others))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
     levels, axis_of = Levels(plan.shard, plan.replicate), plan.degrees.group

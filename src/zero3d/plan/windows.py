@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import Reduction
+from zero3d.account.transients import Reduction, arriving_bytes
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import is_coded, policies, sends_terms, states_key, wire_width
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import LEAVING, WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class Windows(NamedTuple):
@@ -121,8 +122,11 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
-    wide = WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
-    return sum(unit.layout.shard * wide for unit in reduced[-WINDOW - LEAVING :])
+    if not plan.offload.gradients_leave:
+        return 0
+    wide = WIDTHS[plan.precision].reduced
+    held = state_width(wide, plan.offload.gradient_dtype)
+    return arriving_bytes([unit.layout.shard for unit in reduced], held, wide)
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:

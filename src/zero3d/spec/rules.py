@@ -23,7 +23,7 @@ from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
-from zero3d.spec.zero import NODE
+from zero3d.spec.zero import NODE, SAME
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
 
@@ -144,6 +144,24 @@ RULES = (
         "not built: type {zero.second_shard=null}, or {mesh.ep=1}.",
     ),
     Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
+        "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "
+        "copies: type {mesh.shard=RANKS}, those of a host, or {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.zero.exact,
+        "{zero.slow_wire} rounds sums of some ranks, which are others at every dp, and {zero.exact} wants the same "
+        "bits: type {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_rounding",
+        lambda s: s.zero.slow_rounding != "nearest" and not s.zero.sums_in_blocks,
+        "{zero.slow_rounding} is of codes, and {zero.slow_wire} has none: type {zero.slow_wire=int8} or "
+        "{zero.slow_wire=int4}, or {zero.slow_rounding=nearest}.",
+    ),
+    Rule(
         "mesh.experts",
         lambda s: s.mesh.experts == FAST and s.zero.exact,
         "{mesh.experts} adds up what the tokens of several ranks give in one product, whose bits depend on ep, and "
@@ -249,6 +267,35 @@ RULES = (
         lambda s: s.offload.optimizer == AUTO and s.offload.moments == "bf16",
         "{offload.moments} with {offload.optimizer}: the training would depend on whether states fit the device, where "
         "moments are fp32: type {offload.optimizer=host}, or {offload.moments=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
+        "{offload.gradient_dtype} is of gradients that wait off the device, and the training would depend on whether "
+        "they do: type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.zero.exact,
+        "{offload.gradient_dtype} rounds sums that {zero.exact} keeps to the bit: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.precision == "fp64",
+        "{offload.gradient_dtype} keeps 8 of the 53 binary digits of gradients in fp64: type "
+        "{offload.gradient_dtype=fp32}, which keeps them all.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and (max(s.tp, s.pp) > 1 or s.shard < s.dp),
+        "{offload.gradient_dtype} with tp or pp above 1 or mesh.shard below dp, which add gradients up once more when "
+        "they are on the host: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.orthogonal,
+        "{offload.gradient_dtype} with {optimizer.name}, whose momentum takes the place of gradients: type "
+        "{offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.fraction",

@@ -82,6 +82,12 @@ class Spec:
         row = OPTIMIZERS.get(self.optimizer or "")
         return row is not None and row.coded
 
+    @cached_property
+    def orthogonal(self) -> bool:
+        """Return whether the optimizer makes matrices orthogonal, which travel in the gradients' place."""
+        row = OPTIMIZERS.get(self.optimizer or "")
+        return row is not None and row.orthogonal
+
 
 def keywords(spec: type[Spec]) -> Keywords:
     """Return the keywords of a plan that is such a record: for each the field, and the key of a section (or "")."""

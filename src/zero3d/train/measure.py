@@ -27,8 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
     Reduction,
+    arriving_bytes,
     coded_messages,
     gradient_staging,
     master_scratch,
@@ -230,7 +232,10 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 def _to_host(engine: Engine) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host."""
     shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
-    return (WINDOW + LEAVING) * max(shards) * engine.policy.master.itemsize if engine.offload.gradients_leave else 0
+    if not engine.offload.gradients_leave:
+        return 0
+    wide = engine.policy.master.itemsize
+    return arriving_bytes((WINDOW + LEAVING) * [max(shards)], state_width(wide, engine.offload.gradient_dtype), wide)
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
@@ -241,7 +246,9 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-    staging = gradient_staging(longest, engine.policy.master.itemsize) if engine.offload.gradients_leave else 0
+    wide = engine.policy.master.itemsize
+    held = state_width(wide, engine.offload.gradient_dtype)
+    staging = gradient_staging(longest, held, wide) if engine.offload.gradients_leave else 0
     if not buckets or engine.offload.executor != DEVICE:
         return staging, 0
     rounded = engine.offload.moments == "bf16"
