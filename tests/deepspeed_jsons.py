@@ -195,7 +195,7 @@ REFUSED = {
     "hybrid engine": (CHAT | {"hybrid_engine": {"enabled": True, "max_out_tokens": 512}}, [], "hybrid_engine=.* is refused: .*; use engine.generate"),
     "autotuning": (CHAT | {"autotuning": {"enabled": True}}, [], "autotuning=.* is refused: .*; use zero3d plan"),
     "elasticity": (CHAT | {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, [], "DeepSpeed itself has removed it in 0.19.8; use health.min_ranks"),
-    "quantised": (CHAT | zero({"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}), [], "zero_quantized_gradients=true is refused: gradients in 8 bits"),
+    "quantised": (CHAT | zero({"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}), [], "zero.slow_wire=int8 is how sums travel between copies of shards"),
     "hpz of no number": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": "host"}), [], "zero.second_shard=host is no number of ranks"),
     "mics in turns": (CHAT | zero({"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True}), [], "mics_hierarchical_params_gather=true is refused: DeepSpeed itself has removed it in 0.19.7"),
     "experts": (CHAT | {"expert_parallel": {"enabled": True, "autoep_size": 2}}, [], "expert_parallel=.* use mesh.ep=N beside"),

@@ -16,5 +16,6 @@ def engine_options(settings: Config) -> dict[str, Any]:
         "reduce_dtype": settings.zero.reduce_dtype,
         "gather_wire": settings.zero.gather_wire,
         "second_shard": settings.zero.second_shard,
+        "slow_wire": settings.zero.slow_wire,
         "offload": offload_of(settings),
     } | ({"compile": True} if settings.train.compile else {})

@@ -44,6 +44,7 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         f"{ZERO}.stage": "zero.stage",
         f"{ZERO}.zero_hpz_partition_size": "zero.second_shard",
         f"{ZERO}.zero_quantized_weights": "zero.gather_wire",
+        f"{ZERO}.zero_quantized_gradients": "zero.slow_wire",
         f"{ZERO}.cpu_offload": "offload.optimizer",
         f"{ZERO}.cpu_offload_params": "offload.params",
         f"{ZERO}.cpu_offload_param": "offload.params",
@@ -212,9 +213,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "optimizer.params.amsgrad": Refused(LATER, "false"),
         "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it, too", "gradient_clipping", (None, 0, 0.0)),
         f"{ZERO}.zero_quantized_nontrainable_weights": Refused(LATER, "false"),
-        f"{ZERO}.zero_quantized_gradients": Refused(
-            "gradients in 8 bits between hosts are not here yet", "zero.reduce_dtype=bf16"
-        ),
         f"{ZERO}.zeropp_loco_param": Refused(REMOVED_8, "null", (None,)),
         f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "mics_shard_size alone"),
         f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
