@@ -69,8 +69,8 @@ def _exported(engine: EngineState, model: nn.Module) -> Exported:
     """Return what a form is told of an engine's model."""
     full = engine.full_model
     names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
-    base = None if engine.base is None else engine.base.folder
-    return Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies)
+    base, matrices = (None, None) if engine.base is None else (engine.base.folder, engine.base.source)
+    return Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies, matrices)
 
 
 def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: Gathered) -> None:

@@ -1,4 +1,4 @@
-"""The model of a run as it is trained: opened, with adapters beside it, and frozen where the configuration says so."""
+"""The model of a run as it is trained: opened, with adapters, frozen and quantised as the configuration says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from zero3d.config import Config
 from zero3d.models.adapters import add_adapters
 from zero3d.models.freezing import freeze
 from zero3d.models.open import Opened, open_model
+from zero3d.models.quantised import quantise
+from zero3d.precision import Precision
 
 
 def open_trained(config: Config) -> Opened:
@@ -15,4 +17,6 @@ def open_trained(config: Config) -> Opened:
         opened = add_adapters(opened, config.lora, config.seed)
     if config.freeze:
         freeze(opened.module, config.freeze)
+    if config.model.quantize is not None:
+        opened = quantise(opened, config.model.quantize, Precision.of(config.precision).dtype)
     return opened
