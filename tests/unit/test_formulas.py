@@ -1,6 +1,7 @@
 """The formulas against the paper's printed figures and the textbook's counts."""
 
 from fractions import Fraction
+from random import Random
 
 import pytest
 
@@ -8,7 +9,16 @@ from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, pe
 from zero3d.account.traffic import UnitTraffic, step_traffic, traffic_elements
 from zero3d.errors import ConfigError
 from zero3d.zero.stages import resolve_policies, stage_row
-from zero3d.zero.tokens import TokenEvent, count_gathers, token_order
+from zero3d.zero.tokens import (
+    TokenEvent,
+    backward_gathers,
+    backward_tokens,
+    count_gathers,
+    forward_gathers,
+    forward_tokens,
+    left_by,
+    token_order,
+)
 
 
 def test_paper_figures_for_7_5b_on_64_gpus():
@@ -85,3 +95,22 @@ def test_unknown_stages_and_policies_are_refused():
         resolve_policies(stage_row(0), "auto", "every_micro_batch")
     with pytest.raises(ConfigError, match="every_use, every_step"):
         resolve_policies(stage_row(3), "sometimes", "auto")
+
+
+def played(before, action):
+    """Count the gathers of tokens that follow those of the forward `before`, if any, by playing all of them."""
+    left = forward_tokens(*before) if before else []
+    return count_gathers([*left, *action]) - count_gathers(left)
+
+
+def test_gathers_by_formula_are_those_of_the_tokens_played():
+    draw = Random(1)
+    for _ in range(300):
+        names = draw.sample("abcde", draw.randint(1, 5))
+        forward, root = [draw.choice(names) for _ in range(draw.randint(1, 7))], draw.choice([None, "root"])
+        no_backward = frozenset(name for name in names if draw.random() < 0.3)
+        before = draw.choice([None, (forward, root), ([draw.choice("abcxy")], draw.choice([None, "root", "other"]))])
+        there = left_by(*before) if before else set()
+        assert forward_gathers(forward, root) == played(None, forward_tokens(forward, root))
+        backward = backward_tokens(forward, root, no_backward)
+        assert backward_gathers(forward, root, no_backward, there) == played(before, backward)

@@ -10,6 +10,7 @@ from zero3d.account.states import engine_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import deepspeed_config, plan_of, train_config
+from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
@@ -265,3 +266,25 @@ def test_what_a_file_cannot_say_is_refused():
     assert json.loads(json.dumps(tree))["train_batch_size"] == 64
     assert tree["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert tree["tensor_parallel"] == {"autotp_size": 2}
+
+
+def test_no_plan_needs_less_than_its_bound_says_and_a_search_by_bounds_finds_what_one_of_every_plan_does():
+    model, place = gpt(4, 1024, 8, 50304, 1024), cluster("a100-80", 4)
+    priced = []
+
+    def every(*what):
+        priced.append((evaluate(*what), device_at_least(*what)))
+        return priced[-1][0]
+
+    skipped = 0
+    for limit in (3e9, 6e9):
+        target = Target(16, limit)
+        priced.clear()
+        brute = search(model, place, target, every)
+        assert all(0 < bound <= estimate.memory.device for estimate, bound in priced)
+        many = len(priced)
+        assert search(model, place, target, every, device_at_least) == brute
+        skipped += 2 * many - len(priced)
+        assert brute.rows
+        assert brute.rejected
+    assert skipped > 0

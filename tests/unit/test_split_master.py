@@ -274,7 +274,7 @@ def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():
     assert "master" not in train_config(model_of(), stored, "model", None)["zero"]
     share = model_of().trainable / 2
     assert states(model_of(), stored).states.optimizer - states(model_of(), plan).states.optimizer == 2 * share
-    assert [_Rank(model_of(), each, 0)._step().wire for each in (stored, plan)] == [2 * 4 * share, 4 * share]
+    assert [_Rank(model_of(), each, 0)._holding.step.wire for each in (stored, plan)] == [2 * 4 * share, 4 * share]
     assert update_scratch(10**9, "cuda") == update_bucket("cuda")
     seconds = [
         step_seconds(model_of(), each, cluster("a100-80", 2), Pace({})).parts["optimizer"] for each in (stored, plan)

@@ -60,6 +60,10 @@ class Held(NamedTuple):
     states: StateBytes
     padding: Fraction
 
+    def times(self, count: int) -> Held:
+        """Return the bytes of `count` such units."""
+        return Held(self.states.times(count), self.padding * count)
+
     @property
     def total(self) -> Fraction:
         """Return all that is held there for the engine's life."""

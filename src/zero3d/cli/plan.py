@@ -23,7 +23,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
 from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
-from zero3d.plan.estimate import evaluate
+from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
 from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
@@ -110,7 +110,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     target = Target(
         _sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload, arguments.optimizer
     )
-    result = search(model, cluster, target, evaluate)
+    result = search(model, cluster, target, evaluate, device_at_least)
     if not result.rows:
         if arguments.assert_fits:
             print(plan_text.nothing_fits(model, cluster, target, result, None))
@@ -174,7 +174,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
-        result = search(model, bigger, wanted, evaluate)
+        result = search(model, bigger, wanted, evaluate, device_at_least)
         if result.rows:
             return bigger.gpus, result.rows[0]
         times *= 2

@@ -12,7 +12,11 @@ from zero3d.precision import Precision
 
 def open_trained(config: Config) -> Opened:
     """Build the module of a run on this rank without its weights, trainable where it shall be. Raises ConfigError."""
-    opened = open_model(config.model, config.seed)
+    return as_trained(open_model(config.model, config.seed), config)
+
+
+def as_trained(opened: Opened, config: Config) -> Opened:
+    """Put adapters beside an opened model, freeze and quantise what the configuration says. Raises ConfigError."""
     if config.lora.rank is not None:
         opened = add_adapters(opened, config.lora, config.seed)
     if config.freeze:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zero3d.account.traffic import Moved
 from zero3d.pipeline.actions import Action
-from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent, backward_tokens, count_gathers, forward_tokens
+from zero3d.zero.tokens import backward_gathers, forward_gathers, left_by
 
 
 class ChunkUnits(NamedTuple):
@@ -55,28 +55,18 @@ def pipeline_gathers(actions: Iterable[Action], chunks: Mapping[int, ChunkUnits]
         there = chunk if kind == "F" else None
     gathers: Counter[str] = Counter()
     for (before, kind, chunk), times in met.items():
-        left = [] if before is None else forward_tokens(chunks[before].forward, chunks[before].root)
-        added = count_gathers(left + _tokens(kind, chunk, chunks, before)) - count_gathers(left)
-        gathers.update({unit: times * count for unit, count in added.items()})
+        held = set() if before is None else left_by(chunks[before].forward, chunks[before].root)
+        gathers.update({unit: times * count for unit, count in _of_action(kind, chunks[chunk], held).items()})
     return Counter(dict.fromkeys(gathers, 1)) if release == "every_step" else gathers
 
 
-def _tokens(kind: str, chunk: int, chunks: Mapping[int, ChunkUnits], before: int | None) -> list[TokenEvent]:
-    """Return the token events of one action, after a forward of chunk `before` whose last units are still there."""
-    kept: list[TokenEvent] = []
-    if before is not None:
-        last, root, _ = chunks[before]
-        kept = [TokenEvent(last[-1], TURN, False), *([TokenEvent(root, ROOT_TURN, False)] if root else [])]
-    forward, root, no_backward = units = chunks[chunk]
-    if kind == "F":
-        return kept + forward_tokens(forward, root)
-    whole = units.names if kind == "W" else []
-    return [
-        *(TokenEvent(unit, "whole", True) for unit in whole),
-        *backward_tokens(forward, root, no_backward),
-        *kept,
-        *(TokenEvent(unit, "whole", False) for unit in whole),
-    ]
+def _of_action(kind: str, units: ChunkUnits, there: set[str]) -> Counter[str]:
+    """Count the gathers of one action. there: units that the forward before it has left."""
+    if kind == "F":  # which lets go of them first
+        return forward_gathers(units.forward, units.root)
+    if kind == "W":
+        return Counter(unit for unit in units.names if unit not in there)
+    return backward_gathers(units.forward, units.root, units.no_backward, there)
 
 
 def pipeline_traffic(

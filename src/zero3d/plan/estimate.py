@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.kernels import IMBALANCE, digest
-from zero3d.plan.memory import memory as engine_memory
+from zero3d.plan.memory import memory as engine_memory, memory_at_least
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
 from zero3d.plan.search import ep_refused
 from zero3d.plan.sequence import sp_refused
-from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import check_rules, with_algorithm
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
@@ -39,6 +40,51 @@ TILED = (
 UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
 
 
+class Priced(Estimate):
+    """An estimate of a plan whose memory is known: all else is computed when it is first read.
+
+    A search reads the seconds of plans that fit alone, and what they send of those that it shows.
+    """
+
+    _of: tuple[ModelSpec, ClusterSpec, ParallelPlan, Profile]
+
+    @classmethod
+    def of(
+        cls, model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: Profile, memory: Memory
+    ) -> Estimate:
+        """Return the estimate of a plan. plan: with its algorithm and executor chosen."""
+        priced = object.__new__(cls)
+        tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
+        known = digest(model)
+        trained = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
+        vars(priced).update(memory=memory, tokens=tokens, flops=trained * tokens * _operations_per_token(model))
+        vars(priced).update(_of=(model, cluster, plan, system))
+        return priced
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Return the seconds of a step."""
+        model, cluster, plan, system = self._of
+        return step_seconds(model, plan, cluster, system.pace)
+
+    @cached_property
+    def traffic(self) -> Mapping[str, float]:
+        """Return what the busiest rank sends."""
+        model, _, plan, system = self._of
+        return busiest_traffic(model, plan) if system.pace.as_zero3d else {}
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader must know of these figures."""
+        model, cluster, plan, system = self._of
+        return _notes(model, cluster, plan, self.memory, system.pace.as_zero3d)
+
+
+@lru_cache(maxsize=8)
+def _operations_per_token(model: ModelSpec) -> float:
+    return sum(part.operations.matrices + part.operations.scores for part in model.parts)
+
+
 def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system: str | Profile = "zero3d") -> Estimate:
     """Estimate the memory of the fullest rank class and the seconds of a step. Raises ConfigError for what cannot be.
 
@@ -47,25 +93,24 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     """
     chosen = profile(system) if isinstance(system, str) else system
     as_zero3d = chosen.pace.as_zero3d
+    plan = _resolved(model, cluster, plan, as_zero3d)
+    memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
+    return Priced.of(model, cluster, plan, chosen, memory)
+
+
+def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> float:
+    """Return bytes below which `evaluate` does not find the device's, for less work. Raises ConfigError as it does."""
+    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True))
+
+
+def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, as_zero3d: bool) -> ParallelPlan:
+    """Return the plan with its algorithm and executor chosen. Raises ConfigError for what cannot be."""
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow
         check_rules(plan)
-        plan = replace(plan, virtual=Schedule.of(plan.schedule).chunks_per_rank)
+        virtual = Schedule.of(plan.schedule).chunks_per_rank
+        plan = plan if plan.virtual == virtual else plan.replace(virtual=virtual)
     check_degrees(model, cluster, plan)
-    plan = chosen_executor(with_algorithm(plan, cluster), cluster)
-    memory = engine_memory(model, plan, cluster) if as_zero3d else profile_memory(model, plan, cluster, chosen)
-    seconds = step_seconds(model, plan, cluster, chosen.pace)
-    tokens = plan.rows * plan.accumulate * plan.micro_batch * model.length
-    per_token = sum(part.operations.matrices + part.operations.scores for part in model.parts)
-    known = digest(model)
-    trained = 2.0 + known.trainable / known.params  # a frozen weight's gradient is not computed: 4 N, not 6 N
-    return Estimate(
-        memory,
-        seconds,
-        busiest_traffic(model, plan) if as_zero3d else {},
-        tokens,
-        trained * tokens * per_token,
-        _notes(model, cluster, plan, memory, as_zero3d),
-    )
+    return chosen_executor(with_algorithm(plan, cluster), cluster)
 
 
 def _notes(

@@ -14,7 +14,7 @@ sent lives until something acknowledges it (pipeline/acknowledgements.py); in gp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -81,18 +81,28 @@ def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
             waits = waits if schedule.splits_backward else (0,) * len(chunks)
             final = done[kind, turn] == count
             starts[Moment(action.chunk, kind, alive, waits, under_way[action], final)] = None
-    fullest: dict[tuple[int, str, bool], list[Moment]] = {}
+    alike: dict[tuple[int, str, bool], list[Moment]] = {}
     for start in starts:
-        rivals = fullest.setdefault((start.chunk, start.kind, start.final), [])
-        if not any(_no_more(start, other) for other in rivals):
-            rivals[:] = [other for other in rivals if not _no_more(other, start)] + [start]
-    return tuple(moment for rivals in fullest.values() for moment in rivals)
+        alike.setdefault((start.chunk, start.kind, start.final), []).append(start)
+    return tuple(moment for rivals in alike.values() for moment in _fullest(rivals))
 
 
-def _no_more(one: Moment, other: Moment) -> bool:
+def _fullest(rivals: Sequence[Moment]) -> list[Moment]:
+    """Return the moments than which no other one has as much of everything, in their order.
+
+    All are of one chunk and kind, and no two are equal: one that has less in all can only be below one with more.
+    """
+    had = {moment: (*moment.in_flight, *moment.waiting, moment.under_way) for moment in rivals}
+    found: dict[Moment, tuple[int, ...]] = {}
+    for moment, counts in sorted(had.items(), key=lambda item: -sum(item[1])):
+        if not any(_no_more(counts, other) for other in found.values()):
+            found[moment] = counts
+    return [moment for moment in rivals if moment in found]
+
+
+def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
     """Say whether one has no more of anything than the other."""
-    first, second = ((*moment.in_flight, *moment.waiting, moment.under_way) for moment in (one, other))
-    return all(a <= b for a, b in zip(first, second, strict=True))
+    return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:

@@ -24,7 +24,9 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
@@ -38,11 +40,11 @@ from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
-from zero3d.plan.rank_model import rank_model
+from zero3d.plan.rank_model import rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, policies, states
-from zero3d.plan.windows import Windows, backwards
+from zero3d.plan.states import States, policies, states, states_key
+from zero3d.plan.windows import Backward, Windows, backwards
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 from zero3d.zero.stages import WINDOW
@@ -71,7 +73,7 @@ class Peak(NamedTuple):
     @property
     def total(self) -> float:
         """Return the sum of all of them."""
-        return sum(self[1:])
+        return self.activations + self.temporary + self.passed + self.gathered + self.bucket + self.wire
 
 
 def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = None) -> Memory:
@@ -79,13 +81,13 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 
     Raises ConfigError for what the engine refuses.
     """
-    ranks = [_Rank(model, plan, stage) for stage in _stages(model, plan)]
-    peaks = [(rank, max(rank.peaks(), key=lambda peak: peak.total)) for rank in ranks]
-    rank, peak = max(peaks, key=lambda pair: sum(pair[0].base.values()) + pair[1].total)
+    ranks = [_rank(model, plan, stage) for stage in _stages(model, plan)]
+    rank = max(ranks, key=lambda rank: sum(rank.base.values()) + rank.peak.total)
+    peak = rank.peak
     parts = rank.base | {name: getattr(peak, name) for name in Peak._fields[1:]}
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
-    device = reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
+    device = _shown(reserved, plan)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
     largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
     fullest = max(ranks, key=lambda each: sum(held.total for held in each.shard.away.values())).shard
@@ -109,6 +111,20 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
         _away(fullest),
         {name: size for name, size in on_host.items() if size},
     )
+
+
+def memory_at_least(model: ModelSpec, plan: ParallelPlan) -> float:
+    """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage's fullest instant.
+
+    A part in 10^9 is left out, so that sums in another order are never below. Raises ConfigError as `memory` does.
+    """
+    rank = _rank(model, plan, 0)
+    return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + rank.peak.total), plan)
+
+
+def _shown(reserved: float, plan: ParallelPlan) -> float:
+    """Return what a device shows where so many bytes are reserved."""
+    return reserved + CONTEXT + (COMMUNICATORS if plan.world > 1 else 0)
 
 
 def _away(shard: States) -> dict[str, dict[str, float]]:
@@ -147,9 +163,79 @@ def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 
     Where backwards are whole, a stage whose chunks are like those of the one before holds less than that.
     """
-    signatures = [rank_model(model, plan, stage).signature for stage in range(plan.pp)]
     splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-    return [stage for stage in range(plan.pp) if splits or stage == 0 or signatures[stage] != signatures[stage - 1]]
+    return list(range(plan.pp)) if splits else unlike_stages(model, plan)
+
+
+class _Holding:
+    """What a rank of the pp axis holds of a model, and what moves with it, whatever its micro-batches keep.
+
+    shard     its model states
+    matrices  bytes of those that travel in a step
+    moving    buffers that come and go with units, by chunk
+    """
+
+    def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
+        self.plan = plan
+        self.chunks, self.units, _ = rank_model(model, plan, stage)
+        self.shard: States = states(model, plan, stage)
+        self.matrices = float(matrices_held(model, plan, stage))
+        self.moving = backwards(model, plan, stage)
+        self.still = {number: _without_wire(moving) for number, moving in self.moving.items()}
+        self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
+        self.held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
+
+    @cached_property
+    def step(self) -> Peak:
+        """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
+        if self.plan.offload.states:
+            return _step(max(self._bucket_scratch(), self.matrices))
+        width = WIDTHS[self.plan.precision].weight
+        units = [unit for units in self.units.values() for unit in units if unit.trainable]
+        share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
+        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
+        rounds, splits = self.plan.precision == "bf16", self.plan.zero.master == "split"
+        scratch = float(rounds * master_scratch(elements, "cuda", splits))
+        if OPTIMIZERS[self.plan.optimizer].coded:
+            decoded = IN_STEP * update_scratch(sum(share), "cuda")
+            scratch = scratch + decoded if splits else max(scratch, decoded)
+        if self.plan.averages:
+            longest = max(share, default=0)
+            scratch = max(scratch, average_scratch(longest, "cuda", WIDTHS[self.plan.precision].reduced))
+        return _step(max(scratch, self.matrices))
+
+    def _bucket_scratch(self) -> float:
+        """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
+        plan = self.plan
+        if plan.offload.executor == HOST and plan.offload.fraction == 1:
+            return 0.0
+        copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
+        splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
+        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
+        return float(scratch + copies * self.shard.bucket)
+
+
+def _without_wire(moving: Backward) -> Backward:
+    """Return the buffers of a backward in which nothing is reduced before its end."""
+    return Backward(tuple(windows._replace(wire=0.0) for windows in moving.turns), NOTHING)
+
+
+@lru_cache(maxsize=4096)
+def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
+    """Return what all plans with this key have alike. plan: a `_holding_key`."""
+    return _Holding(model, plan, stage)
+
+
+@lru_cache(maxsize=1 << 14)
+def _holding_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all whose ranks hold the same: states, and where they are."""
+    return replace(states_key(plan), offload=replace(plan.offload, activations="none"))
+
+
+@lru_cache(maxsize=256)
+def _rank(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Rank:
+    """Return a rank; for a while, so that who asked for the first one's bytes does not compute them again."""
+    return _Rank(model, plan, stage)
 
 
 class _Rank:
@@ -161,26 +247,25 @@ class _Rank:
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.plan, self.stage = plan, stage
-        self.chunks, self.units, _, _ = rank_model(model, plan, stage)
-        self.shard: States = states(model, plan, stage)
-        self._matrices = float(matrices_held(model, plan, stage))  # that travel in a step
+        self._holding = holding = _holding(model, _holding_key(plan), stage)
+        self.chunks, self.units = holding.chunks, holding.units
+        self.shard = holding.shard
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
         self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
-        self._moving = backwards(model, plan, stage)
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.tokens(model.length)
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
         self.inputs = slots_on_host(model, plan, stage, self.chunks)
-        self._ring_of_inputs = ring_here(model, plan)
-        self.base = self._base(16.0 * plan.micro_batch * model.length * plan.accumulate)
+        batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
+        self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}
 
-    def _base(self, batch: float) -> dict[str, float]:
-        ring = float(buffer_bytes(self.plan, self.shard)[DEVICE]) + self._ring_of_inputs
-        held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
-        return held | {"ring": ring, "batch": batch}
+    @cached_property
+    def peak(self) -> Peak:
+        """Return the fullest instant."""
+        return max(self.peaks(), key=lambda peak: peak.total)
 
     def _between(self, number: int) -> float:
         """Return a micro-batch's bytes between a chunk's two backwards; chunk 0 has but one, that of weights."""
@@ -209,9 +294,8 @@ class _Rank:
             if key not in fullest or fullest[key][0] < others + bytes_:
                 fullest[key] = others + bytes_, bytes_, moment
         for total, bytes_, moment in fullest.values():
-            for peak in self._of(moment, total - bytes_):
-                yield peak._replace(passed=bytes_)
-        yield self._step()
+            yield from self._of(moment, total - bytes_, bytes_)
+        yield self._holding.step
 
     def _passes(self) -> tuple[dict[int, int], dict[int, int]]:
         """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.
@@ -227,43 +311,46 @@ class _Rank:
         sends = {number: number < last and number + 1 not in chunks for number in chunks}
         return {number: receives[number] + sends[number] for number in chunks}, {n: int(sends[n]) for n in chunks}
 
-    def _of(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one."""
-        if moment.chunk > 0 and moment.kind == INPUTS:
-            return self._backward_of_inputs(moment, others)
-        if moment.chunk > 0 and moment.kind == WEIGHTS:
-            return self._backward_of_weights(moment, others)
-        return iter(()) if moment.kind == INPUTS else self._whole(moment, others)
+    def _of(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+        """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one.
 
-    def _whole(self, moment: Moment, others: float) -> Iterator[Peak]:
-        """Yield the instants of a backward that lets go of what it has used. others: what other micro-batches keep."""
+        others   bytes that other micro-batches keep
+        passed   of hidden states and gradients beside what is kept
+        """
+        if moment.chunk > 0 and moment.kind == INPUTS:
+            return self._backward_of_inputs(moment, others, passed)
+        if moment.chunk > 0 and moment.kind == WEIGHTS:
+            return self._backward_of_weights(moment, others, passed)
+        return iter(()) if moment.kind == INPUTS else self._whole(moment, others, passed)
+
+    def _whole(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+        """Yield the instants of a backward that lets go of what it has used."""
         order = self._backwards(moment)
         alive = others + sum(footprint.kept for _, footprint, _ in order)
         for at, (part, footprint, windows) in enumerate(order):
             inner = WINDOW + 2 < at < len(order) - 1 - WINDOW  # as much moves as one block before
             if not (inner and part.kind == "block" and footprint == order[at - 1][1]):  # and less is kept
-                yield from self._backward(part, footprint, alive, windows)
+                yield _backward(part, footprint, alive, passed, windows)
             alive -= footprint.kept
-        windows = self._moving[moment.chunk].end if self._reduces(moment) else NOTHING
-        yield _peak("end of the backward", others, 0.0, windows)
+        yield Peak("end of the backward", others, 0.0, passed, *self._moving(moment).end)
 
-    def _backward_of_inputs(self, moment: Moment, others: float) -> Iterator[Peak]:
+    def _backward_of_inputs(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
         order = self._backwards(moment)
         alive = others + sum(footprint.kept for _, footprint, _ in order)
         for at, (part, footprint, windows) in enumerate(order):
             if part.kind == "head" or at + 1 == len(order):
-                yield from self._backward(part, footprint, alive, windows)
+                yield _backward(part, footprint, alive, passed, windows)
             alive += footprint.skipped + footprint.for_weights - footprint.dropped
-        yield _peak("end of the backward of inputs", alive, self._norm, NOTHING)
+        yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING)
 
-    def _backward_of_weights(self, moment: Moment, others: float) -> Iterator[Peak]:
+    def _backward_of_weights(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         order = self._backwards(moment)
         given = sum(footprint.for_weights for _, footprint, _ in order)
         grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.chunk] if u.trainable)
         alive = others + self._between(moment.chunk) - given
-        yield _peak("backward of weights", alive, max(given, grads), order[0][2])
+        yield Peak("backward of weights", alive, max(given, grads), passed, *order[0][2])
 
     def _backwards(self, moment: Moment) -> list[tuple[Part, Footprint, Windows]]:
         """Return a chunk's parts in the order of backwards, with the buffers of units that move.
@@ -271,50 +358,29 @@ class _Rank:
         Nothing is reduced before the last micro-batch where gradients are summed here.
         """
         parts, footprints = self.chunks[moment.chunk][::-1], self._footprints[moment.chunk][::-1]
-        turns: Sequence[Windows] = self._moving[moment.chunk].turns
-        if not self._reduces(moment):
-            turns = [windows._replace(wire=0.0) for windows in turns]
-        return list(zip(parts, footprints, turns, strict=True))
+        return list(zip(parts, footprints, self._moving(moment).turns, strict=True))
+
+    def _moving(self, moment: Moment) -> Backward:
+        return (self._holding.moving if self._reduces(moment) else self._holding.still)[moment.chunk]
 
     def _reduces(self, moment: Moment) -> bool:
         return moment.final or self._every_micro_batch
 
-    def _backward(self, part: Part, footprint: Footprint, alive: float, windows: Windows) -> Iterator[Peak]:
-        """Yield the fullest instant of a part's backward. alive: bytes of activations that are kept as it begins."""
-        names = {"embedding": "backward of the embedding", "head": "logits and loss"}
-        again = " after its recomputation" if footprint.again else ""
-        name = names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{again}"
-        yield _peak(name, alive + footprint.again, max(footprint.transients), windows)
 
-    def _step(self) -> Peak:
-        """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
-        if self.plan.offload.states:
-            scratch = max(self._bucket_scratch(), self._matrices)
-            return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=scratch))
-        width = WIDTHS[self.plan.precision].weight
-        units = [unit for units in self.units.values() for unit in units if unit.trainable]
-        share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
-        elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
-        rounds, splits = self.plan.precision == "bf16", self.plan.zero.master == "split"
-        scratch = float(rounds * master_scratch(elements, "cuda", splits))
-        if OPTIMIZERS[self.plan.optimizer].coded:
-            decoded = IN_STEP * update_scratch(sum(share), "cuda")
-            scratch = scratch + decoded if splits else max(scratch, decoded)
-        if self.plan.averages:
-            longest = max(share, default=0)
-            scratch = max(scratch, average_scratch(longest, "cuda", WIDTHS[self.plan.precision].reduced))
-        return _peak("optimizer step", 0.0, 0.0, NOTHING._replace(wire=max(scratch, self._matrices)))
-
-    def _bucket_scratch(self) -> float:
-        """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
-        plan = self.plan
-        if plan.offload.executor == HOST and plan.offload.fraction == 1:
-            return 0.0
-        copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
-        splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
-        return float(scratch + copies * self.shard.bucket)
+def _backward(part: Part, footprint: Footprint, alive: float, passed: float, windows: Windows) -> Peak:
+    """Return the fullest instant of a part's backward. alive: bytes of activations that are kept as it begins."""
+    instant = _instant(part, footprint.again > 0)
+    return Peak(instant, alive + footprint.again, max(footprint.transients), passed, *windows)
 
 
-def _peak(instant: str, kept: float, transient: float, windows: Windows) -> Peak:
-    return Peak(instant, kept, transient, 0.0, *windows)
+@lru_cache(maxsize=4096)
+def _instant(part: Part, again: bool) -> str:
+    """Name the instant. again: the part was recomputed for it."""
+    names = {"embedding": "backward of the embedding", "head": "logits and loss"}
+    after = " after its recomputation" if again else ""
+    return names.get(part.kind) or f"backward of {part.units[0].name if part.units else 'a block'}{after}"
+
+
+def _step(scratch: float) -> Peak:
+    """Return the instant of the optimizer's step."""
+    return Peak("optimizer step", 0.0, 0.0, 0.0, *NOTHING._replace(wire=scratch))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.errors import ConfigError
@@ -46,6 +46,11 @@ class RankUnit(NamedTuple):
     forms: tuple[tuple[int, Form], ...] = ()
     degrees: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Return what units have in common that are alike in all but names: the key of their bytes."""
+        return self.layout.shape, *self[2:]
+
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
         alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
@@ -68,18 +73,22 @@ def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
     return _cut(model, plan.pp, plan.schedule)
 
 
-@lru_cache(maxsize=256)
 def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
-    schedule, blocks = Schedule.of(name), model.blocks
-    schedule.check_blocks(len(blocks), pp, "the model's list")
+    schedule = Schedule.of(name)
+    schedule.check_blocks(len(model.blocks), pp, "the model's list")
+    return _chunks(model, pp * schedule.chunks_per_rank)
+
+
+@lru_cache(maxsize=256)
+def _chunks(model: ModelSpec, count: int) -> list[list[Part]]:
+    blocks = model.blocks
     before, after = ([p for p in model.parts if p.kind == kind] for kind in ("embedding", "head"))
     weights = [Weights(_numel([block]), block.active) for block in blocks]
     costs = chain_costs(_numel(before), weights, _numel(after), TOKENS, model.hidden, model.vocab)
-    counts = cut(costs.blocks, pp * schedule.chunks_per_rank, costs.before, costs.after)
     parts, start = [], 0
-    for count in counts:
-        parts.append(list(blocks[start : start + count]))
-        start += count
+    for length in cut(costs.blocks, count, costs.before, costs.after):
+        parts.append(list(blocks[start : start + length]))
+        start += length
     return [before + parts[0], *parts[1:-1], parts[-1] + after]
 
 
@@ -102,15 +111,14 @@ class RankModel(NamedTuple):
     chunks      parts of each of its model chunks, by the chunk's number
     units       the engine's units of each chunk
     part_units  units of each part of each chunk, in the order of parts
-    signature   the same number for ranks whose chunks are alike
     """
 
     chunks: dict[int, list[Part]]
     units: dict[int, list[RankUnit]]
     part_units: dict[int, list[list[RankUnit]]]
-    signature: int
 
 
+@lru_cache(maxsize=1 << 14)
 def partition_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
@@ -141,8 +149,19 @@ def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankMode
             by_owner.setdefault(unit.owner, []).append(unit)
         owners = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in parts]
         part_units[number] = [[unit for name in names for unit in by_owner.get(name, ())] for names in owners]
-    signature = hash(tuple(tuple((p.kind, p.numel, p.operations) for p in parts) for parts in chunks.values()))
-    return RankModel(chunks, units, part_units, signature)
+    return RankModel(chunks, units, part_units)
+
+
+def unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
+    """Return the ranks of the pp axis whose chunks are not like those of the one before."""
+    return _unlike_stages(model, partition_key(plan))
+
+
+@lru_cache(maxsize=1024)
+def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
+    stages = [chunks_of_rank(model, plan, stage).values() for stage in range(plan.pp)]
+    signatures = [[[(p.kind, p.numel, p.operations) for p in parts] for parts in chunks] for chunks in stages]
+    return [stage for stage in range(plan.pp) if stage == 0 or signatures[stage] != signatures[stage - 1]]
 
 
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
@@ -50,9 +51,11 @@ GOALS = ("fastest", "fewest-gpus", "largest-batch")
 OFFLOADS = ("auto", "none", *tiers_of(OPTIMIZER))
 NEAR: Tiers = (Offload(),)
 LONG = 16384  # tokens of a sequence from which it may be cut over sp
+DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
+AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan], float]
 
 
 def _rounds() -> dict[str, tuple[Tiers, ...]]:
@@ -114,12 +117,18 @@ class Target(NamedTuple):
     optimizer: str = ADAMW
 
 
-def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate) -> SearchResult:
-    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload."""
+def search(
+    model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate, at_least: AtLeast | None = None
+) -> SearchResult:
+    """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload.
+
+    at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found
+    """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
             raise ConfigError(f"{option} {value!r} is unknown: pass one of {', '.join(choices)}.")
     account = _Account(target.limit)
+    price = _Price(evaluate, at_least)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
     for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
@@ -127,7 +136,7 @@ def search(model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Eva
         rows += [
             row
             for group in _groups(model, here, target, tiers, account)
-            for row in _fitting(group, model, here, evaluate, account)
+            for row in _fitting(group, model, here, price, account)
         ]
         if rows:
             break
@@ -185,6 +194,10 @@ class _Account:
         self.reject(reason, count)
         if reason not in self._nearest or excess < self._nearest[reason][0]:
             self._nearest[reason] = excess, plan, arithmetic
+
+    def misses_by(self, reason: str) -> float:
+        """Return the bytes by which the nearest plan missed, infinite before there is one."""
+        return self._nearest[reason][0] if reason in self._nearest else inf
 
     def rejected(self) -> list[Rejection]:
         """Return the reasons, the most frequent first."""
@@ -324,18 +337,32 @@ def divisors(number: int) -> list[int]:
 # --- judgement ----------------------------------------------------------------------------------
 
 
+class _Price(NamedTuple):
+    """What tells the price of a plan, and its least memory where that is known for less."""
+
+    evaluate: Evaluate
+    at_least: AtLeast | None
+
+
 def _fitting(
-    group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate, account: _Account
+    group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account
 ) -> Iterator[Row]:
-    """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory."""
+    """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory.
+
+    One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
+    """
     for i, candidate in enumerate(group):
         plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
-        estimate = evaluate(model, cluster, plan)
+        least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
+        if least - account.limit > max(0.0, account.misses_by(DEVICE_MEMORY)):
+            account.reject(DEVICE_MEMORY, len(group) - i)
+            return
+        estimate = price.evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
         lacks = estimate.memory.lacks(cluster)
         if excess > 0 or lacks:
             if excess > 0:
-                account.too_large("the GPU's memory", len(group) - i, plan, excess)
+                account.too_large(DEVICE_MEMORY, len(group) - i, plan, excess)
             else:
                 tier, more = next(iter(lacks.items()))
                 parts = _on_host(estimate.memory, cluster) if tier == HOST else ""

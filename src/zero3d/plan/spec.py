@@ -269,7 +269,7 @@ class ClusterSpec:
     host_link: float = 20e9
     disk: float = 2e9
     host_bandwidth: float = 100e9
-    provenance: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def figure(self, said: Figure) -> float:
         """Return what a tier's row says of bytes or bytes per second: a field of this cluster, or the figure itself."""
@@ -330,9 +330,20 @@ class ParallelPlan(Spec):
             made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
         vars(self).update(made)
 
+    def __hash__(self) -> int:
+        """Return the hash, computed once: a plan is the key of many caches."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
-        return replace(self, **by_section(settings, PLAN_KEYWORDS, vars(self)))
+        made = object.__new__(ParallelPlan)
+        now = {name: getattr(self, name) for name in _defaults()}
+        vars(made).update(now | by_section(settings, PLAN_KEYWORDS, now))
+        return made
 
     @property
     def schedule(self) -> str:

@@ -13,10 +13,10 @@ device, and each as often as its tier has slots of it: on a disk two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, unit_bytes
@@ -32,6 +32,7 @@ from zero3d.spec.declaring import in_file
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import check
+from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
@@ -71,11 +72,15 @@ class States(NamedTuple):
         return self.device.total
 
 
-@lru_cache(maxsize=1 << 12)
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    with_folder = replace(plan.offload, directory="FOLDER")  # whoever runs the plan says where a disk's is
-    check(replace(plan, offload=with_folder), in_file)
+    _check_rules(Spec(**{each.name: getattr(plan, each.name) for each in fields(Spec)}))
+
+
+@lru_cache(maxsize=1 << 12)
+def _check_rules(settings: Spec) -> None:
+    with_folder = replace(settings.offload, directory="FOLDER")  # whoever runs the plan says where a disk's is
+    check(replace(settings, offload=with_folder), in_file)
 
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
@@ -85,6 +90,12 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
     """
     if plan.pp > 1:
         Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+    return _states(model, states_key(plan), _tiers(plan), update_bucket(device), pp_stage, dp_rank)
+
+
+@lru_cache(maxsize=1 << 14)
+def _tiers(plan: ParallelPlan) -> Offload:
+    """Return what leaves the device, whoever updates it. Raises ConfigError for what an engine refuses."""
     tiers = replace(plan.offload, executor="auto")
     check_rules(plan)
     if tiers.params != "none" and policies(plan)[0] == "every_step":
@@ -92,9 +103,10 @@ def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int
             f"offload.params={tiers.params} with release every_step: weights leave the device that are released after "
             "every use. Pass zero.release=every_use, or offload.params=none."
         )
-    return _states(model, states_key(plan), tiers, update_bucket(device), pp_stage, dp_rank)
+    return tiers
 
 
+@lru_cache(maxsize=1 << 14)
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
@@ -117,7 +129,10 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
 def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, pp_stage: int, dp_rank: int) -> States:
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
     units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
-    device = sum((on_device(unit, plan, tiers, dp_rank) for unit in units), NOTHING)
+    alike: dict[tuple[Any, ...], list[RankUnit]] = {}
+    for unit in units:
+        alike.setdefault(unit.alike, []).append(unit)
+    device = sum((on_device(same[0], plan, tiers, dp_rank).times(len(same)) for same in alike.values()), NOTHING)
     if not tiers.states:
         return States(device)
     if tiers.gradients_leave and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
@@ -200,6 +215,7 @@ def sums_of(plan: ParallelPlan) -> Sums:
     return Sums(*policies(plan), summands, plan.zero.exact)
 
 
+@lru_cache(maxsize=1 << 14)
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
     release = plan.offload.release(plan.zero.release)

@@ -23,7 +23,8 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -308,14 +309,22 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
+    alike = replace(plan, micro_batch=1, accumulate=min(2, plan.accumulate), activations="none", tiled_loss=False)
+    choice = _fastest_reduction(model, alike, cluster)
+    return plan if choice == plan.zero.reduce_scatter else plan.replace(reduce_scatter=choice)
+
+
+@lru_cache(maxsize=4096)
+def _fastest_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> str:
+    """Return the choice; the first of those that are as fast."""
     group = Groups.of(plan, cluster).dp
     elements = model.trainable / plan.tp / max(1, len(model.blocks))
 
-    def seconds(plan: ParallelPlan) -> float:
-        width, seconds_of = _reduction(plan, cluster)
+    def seconds(choice: str) -> float:
+        width, seconds_of = _reduction(plan.replace(reduce_scatter=choice), cluster)
         return seconds_of(elements * width, group, cluster)
 
-    return min((plan.replace(reduce_scatter=choice) for choice in REDUCTIONS), key=seconds)
+    return min(REDUCTIONS, key=seconds)
 
 
 def _exposed(communication: float, computation: float, hide: float) -> float:

@@ -47,7 +47,7 @@ from zero3d.plan.states import policies, reduced_width, states_key, wire_width
 from zero3d.spec.mesh import Mesh
 from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
 from zero3d.zero.layout import ROOT
-from zero3d.zero.tokens import backward_tokens, count_gathers, forward_tokens
+from zero3d.zero.tokens import backward_gathers, forward_gathers, left_by
 
 
 def busiest_traffic(model: ModelSpec, plan: ParallelPlan) -> dict[str, float]:
@@ -138,8 +138,9 @@ def _gathers(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batches: in
         gathers = pipeline_gathers(actions_of_rank(plan.schedule, plan.pp, micro_batches, stage), units, "every_use")
     else:
         (first, rest), root = used[0], _name(0, ROOT)
-        events = forward_tokens([*first, *rest], root) + backward_tokens(rest, root, frozenset())
-        gathers = Counter({unit: micro_batches * count for unit, count in count_gathers(events).items()})
+        forward = [*first, *rest]
+        once = forward_gathers(forward, root) + backward_gathers(rest, root, (), left_by(forward, root))
+        gathers = Counter({unit: micro_batches * count for unit, count in once.items()})
     for number, parts in chunks.items():
         blocks = [_owners(part)[0] for part in parts if part.kind == "block" and part.units]
         for i, owner in enumerate(blocks):

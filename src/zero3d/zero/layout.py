@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import cached_property
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -121,7 +122,12 @@ class UnitLayout:
         self.shard = self.total // self.n
         assert self.total % (self.n * block) == 0
 
-    @property
+    @cached_property
+    def shape(self) -> tuple[int, tuple[tuple[int, ...], ...], int]:
+        """Ranks, places of slots and elements: equal in layouts that differ in names alone."""
+        return self.n, tuple((slot.start, slot.numel, slot.runs, slot.stride) for slot in self.slots), self.total
+
+    @cached_property
     def numel(self) -> int:
         """Parameters in the unit, padding apart."""
         return sum(slot.numel for slot in self.slots)

@@ -1,13 +1,14 @@
 """Tokens by which units are in use, in the order of a forward and a backward, and the gathers that follow. No torch.
 
-A unit is gathered when its set of users becomes non-empty. The engine's hooks take these tokens; formulas of traffic
-count them.
+A unit is gathered when its set of users becomes non-empty. The engine's hooks take these tokens, and `count_gathers`
+plays them; `forward_gathers` and `backward_gathers` give the same counts without a token, which is what plans need.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 TURN, ROOT_TURN = "turn", "root turn"  # tokens that the units used last in a forward, and the root, keep
@@ -65,3 +66,29 @@ def backward_tokens(forward: Sequence[str], root: str | None, no_backward: froze
         if unit not in no_backward:
             events += [TokenEvent(unit, ("backward", i), True), TokenEvent(unit, ("backward", i), False)]
     return events + ([TokenEvent(root, "backward", False)] if root else [])
+
+
+def forward_gathers(forward: Sequence[str], root: str | None) -> Counter[str]:
+    """Count the gathers of `forward_tokens` where nothing is gathered before: one for each run of a unit, one of root.
+
+    What it used last, and the root, are there behind it: `left_by`.
+    """
+    gathers = Counter(unit for unit, _ in groupby(forward) if unit != root)
+    if root:
+        gathers[root] = 1
+    return gathers
+
+
+def left_by(forward: Sequence[str], root: str | None) -> set[str]:
+    """Return the units that are gathered behind a forward."""
+    return {*forward[-1:], *([root] if root else [])}
+
+
+def backward_gathers(
+    forward: Sequence[str], root: str | None, no_backward: Collection[str], there: Collection[str]
+) -> Counter[str]:
+    """Count the gathers of `backward_tokens`: one for each use of a unit that is not there till its end."""
+    gathers = Counter(unit for unit in forward if unit not in no_backward and unit not in there and unit != root)
+    if root and root not in there:
+        gathers[root] = 1
+    return gathers
