@@ -7,6 +7,7 @@ import pytest
 import torch
 from bases import base_folder
 from models import adamw, batch, train_engine
+from pool import RankFailure
 from safetensors.torch import load_file
 
 import zero3d
@@ -23,7 +24,7 @@ LORA = {"rank": 4, "targets": ["all-linear"]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return base_folder(tmp_path_factory.mktemp("base") / "llama", inner=96)
+    return base_folder(tmp_path_factory.mktemp("base") / "llama", intermediate_size=96)
 
 
 def opened_of(folder, name="nf4", **lora):
@@ -87,6 +88,31 @@ def test_stages_on_two_ranks_have_the_bits_of_one_another_and_of_the_decoded_bas
     assert all(each == found[0] for each in found)
 
 
+def over_tp(folder, name):
+    """Steps of both bases, cut over two tp ranks, and what a merged export of the quantised one has."""
+    found = []
+    for opened in (opened_of(folder, name), decoded_of(folder, name)):
+        engine = engine_of(opened, mesh=zero3d.Mesh(tp=2), stage=3)
+        found.append(train_engine(engine, BATCHES)[:2])
+    return found
+
+
+@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.long)])
+def test_matrices_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name):
+    wide = 128 if name == "nf4" else 256
+    folder = base_folder(tmp_path / "wide", hidden_size=wide, intermediate_size=2 * wide, num_key_value_heads=4)
+    for packed, decoded in ranks(2, over_tp, str(folder), name):
+        assert packed == decoded
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("nf4", r"q_proj: tp cannot cut the outputs .* over the end of a row"), ("int8", r"o_proj: tp cannot cut the inputs of .* in int8, whose scales are of rows"),
+])  # fmt: skip
+def test_a_cut_through_groups_is_refused(ranks, folder, name, words):
+    with pytest.raises(RankFailure, match=words):
+        ranks(2, over_tp, str(folder), name)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bytes_are_those_of_the_formula(folder, stage):
     opened = opened_of(folder)
@@ -114,7 +140,7 @@ def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_pa
     assert not any("packed" in name for name in saved)
     with pytest.raises(CheckpointError, match="packed"):
         engine_of(opened_of(folder, "int8"), stage=3).load(step)
-    other = base_folder(tmp_path / "other", seed=1, inner=96)
+    other = base_folder(tmp_path / "other", seed=1, intermediate_size=96)
     with pytest.raises(CheckpointError, match="digest"):
         engine_of(opened_of(other), stage=3).load(step)
 
@@ -151,7 +177,7 @@ def test_a_released_layer_reads_as_nan(folder):
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"mesh": {"tp": 2}, "lora": LORA}, r"model\.quantize=nf4 with mesh\.tp=2, .* is not built"),
+    ({"model": {"linear": "fp8"}, "lora": LORA}, r"model\.quantize=nf4 decodes .* type model\.linear=null"),
     ({"model": {"quantize": "int4"}}, r"model\.quantize"),
     ({"model": {"quantize": "nf4"}}, r"model\.quantize=nf4 packs frozen linear layers of blocks, .* lora\.rank=16"),
 ])  # fmt: skip

@@ -103,7 +103,7 @@ def test_any_part_of_a_matrixs_records_is_made_of_its_own_weights_alone(name, sh
         return weights[slices(box)]
 
     packed = packed_of(name, weights)
-    given = PackedSource(source, CODECS[name], {"up.weight": shape})
+    given = PackedSource(source, CODECS[name], {"up.weight": shape}, torch.float32)
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         start, stop = sorted(torch.randint(packed.numel() + 1, (2,), generator=generator).tolist())
@@ -121,6 +121,6 @@ def test_any_part_of_a_matrixs_records_is_made_of_its_own_weights_alone(name, sh
 def test_weights_that_are_not_finite_are_refused_by_name(name, bad):
     weights = matrix((8, 64))
     weights[3, 4] = bad
-    source = PackedSource(lambda name, box: weights[slices(box)], CODECS[name], {"up.weight": (8, 64)})
+    source = PackedSource(lambda name, box: weights[slices(box)], CODECS[name], {"up.weight": (8, 64)}, torch.float32)
     with pytest.raises(ConfigError, match=rf"model\.quantize={name}: up\.weight is refused: .* NaN or infinite"):
         source("up.packed", tuple((0, size) for size in FORMATS[name].packed_shape((8, 64))))

@@ -43,12 +43,14 @@ class QuantisedLinear(nn.Module):
 
     packed  what `Format.packed_shape` says of [out, in], uint8
     dtype   of `weight`, the decoded matrix for others to read
+    full    the shape of the matrix before tp cut it
     """
 
     def __init__(self, linear: nn.Linear, codec: Codec, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.codec, self.dtype = codec, dtype
+        self.full = self.shape
         values = linear.weight.detach()
         self.packed = nn.Parameter(_packed_of(codec, values), requires_grad=False)
         self.register_parameter("bias", linear.bias)
@@ -69,12 +71,41 @@ class QuantisedLinear(nn.Module):
         return decode(self.codec, packed, self.shape, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind, bias = x.device.type, self.bias
+        kind, bias = x.device.type, self._parameters["bias"]
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            return self.product(x.to(dtype), None if bias is None else bias.to(dtype))
+        return self.product(x, bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W' + bias."""
         product: Tensor = _Product.apply(x, self.packed, bias, self)  # type: ignore[no-untyped-call]
         return product
+
+    def check_cut(self, dim: int, size: int) -> None:
+        """Refuse a cut of outputs (0) or inputs (1) that would go through groups. Raises ConfigError."""
+        form, length = self.codec.format, self.full[dim]
+        unit = (form.rows, form.columns)[dim]
+        flat = form.columns is not None and len(form.grid(self.full)) == 1
+        if unit is None or flat:
+            raise ConfigError(
+                f"tp cannot cut the {'inputs' if dim else 'outputs'} of a matrix {self.full} in {form.name}, whose "
+                f"scales are of {f'{form.columns} weights that go over the end of a row' if flat else 'rows'}: type "
+                "mesh.tp=1, another model.quantize, or 'none' for this module in the tensor-parallel plan."
+            )
+        if length % (unit * size):
+            raise ConfigError(
+                f"tp {size} cannot cut {length} {'inputs' if dim else 'outputs'} of a matrix in {form.name} at borders "
+                f"of its groups of {unit}: {length} / {size} must be a multiple of {unit}. Type a smaller mesh.tp, or "
+                "'none' for this module in the tensor-parallel plan."
+            )
+
+    def take_part(self, dim: int, size: int) -> None:
+        """Take note that this rank has a part of the outputs (0) or of the inputs (1)."""
+        if dim == 0:
+            self.out_features //= size
+        else:
+            self.in_features //= size
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.codec.format.name}"
@@ -127,8 +158,8 @@ def quantise(opened: Opened, name: str, dtype: torch.dtype) -> Opened:
     if opened.weights is None:
         return opened
     if isinstance(opened.weights, AdapterWeights):
-        return replace(opened, weights=opened.weights.over(PackedSource(opened.weights.source, codec, shapes)))
-    return replace(opened, weights=PackedSource(opened.weights, codec, shapes))
+        return replace(opened, weights=opened.weights.over(PackedSource(opened.weights.source, codec, shapes, dtype)))
+    return replace(opened, weights=PackedSource(opened.weights, codec, shapes, dtype))
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -175,9 +206,9 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
         if layer is None or matrix is None:
             found[name] = values
         elif base is None:
-            found[matrix] = layer.decoded(values, layer.dtype)
+            found[matrix] = decode(layer.codec, values, layer.full, layer.dtype)
         else:
-            found[matrix] = to_compute(base(matrix, whole(layer.shape)).float(), layer.dtype)
+            found[matrix] = to_compute(base(matrix, whole(layer.full)).float(), layer.dtype)
     return found
 
 
@@ -185,11 +216,12 @@ class PackedSource:
     """A `Source` that makes groups of another's weights; by a matrix's own name it gives the matrix as it was.
 
     shapes  of the matrices, by the names that the other knows
+    dtype   that forward decodes them to
     """
 
-    def __init__(self, source: Source, codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, source: Source, codec: Codec, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._source, self._shapes = source, shapes
-        self._codec = codec
+        self._codec, self._dtype = codec, dtype
 
     def __call__(self, name: str, box: Box) -> Tensor:
         """Return the values in a box of the parameter."""
@@ -204,7 +236,7 @@ class PackedSource:
             return self(name, box)
         shape = self._shapes[name]
         packed = self._packed(name, whole(self._codec.format.packed_shape(shape)))
-        return decode(self._codec, packed, shape, torch.float32)[slices(box)]
+        return decode(self._codec, packed, shape, self._dtype)[slices(box)]
 
     @property
     def folder(self) -> Path | None:

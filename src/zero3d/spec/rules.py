@@ -192,12 +192,6 @@ RULES = (
         "{model.linear=null}, or {model.quantize=null}.",
     ),
     Rule(
-        "model.quantize",
-        lambda s: s.quantize is not None and s.tp > 1,
-        "{model.quantize} with {mesh.tp}, which would cut groups of weights, is not built: type {mesh.tp=1}, or "
-        "{model.quantize=null}.",
-    ),
-    Rule(
         "offload.params",
         lambda s: s.offload.params != "none" and s.zero.stage != 3,
         "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "
