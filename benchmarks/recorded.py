@@ -17,10 +17,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -203,7 +204,7 @@ def record(name: str, folders: Mapping[str, Path] | None = None) -> Path:
     recipe = RECIPES[name]
     with _package(recipe.source) as package:
         header = _header(name) | ({"commit": recipe.source} if recipe.source else {})
-        runs = [run(command, folders, package) for command in recipe.commands]
+        runs = [run(command, folders, partial(started, package=package)) for command in recipe.commands]
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**header, "runs": runs}, indent=1) + "\n")
     return path
@@ -223,8 +224,19 @@ def _package(commit: str) -> Iterator[Path]:
             _git("worktree", "remove", "--force", folder)
 
 
-def run(command: str, folders: Mapping[str, Path] | None = None, package: Path = ROOT / "src") -> dict[str, Any]:
-    """One command in an empty folder: what it printed, or wrote where OUT stands."""
+def started(words: Sequence[str], folder: str, package: Path = ROOT / "src") -> subprocess.CompletedProcess[str]:
+    """Run a command, `zero3d` or `python`, in a folder with a package."""
+    start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
+    return subprocess.run([*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment(package))
+
+
+def run(
+    command: str, folders: Mapping[str, Path] | None = None, start: Callable[[Sequence[str], str], Any] = started
+) -> dict[str, Any]:
+    """One command in an empty folder: what it printed, or wrote where OUT stands.
+
+    start   (words, folder) -> its exit code and what it said, in the words of subprocess.CompletedProcess
+    """
     begun = time.monotonic()
     with TemporaryDirectory(prefix="zero3d-tables-") as folder:
         out = Path(folder) / "out.json"
@@ -233,10 +245,7 @@ def run(command: str, folders: Mapping[str, Path] | None = None, package: Path =
             raise RuntimeError(f"{command}: pass --{missing[0].lower()}, the folder of {FOLDERS[missing[0]]}")
         places = {"OUT": str(out), "EXAMPLES": str(ROOT / "examples"), **{name: str(given[name]) for name in given}}
         words = [_word(word, places) for word in shlex.split(command)]
-        start = [sys.executable, "-m", "zero3d.cli.main"] if words[0] == "zero3d" else [sys.executable]
-        done = subprocess.run(
-            [*start, *words[1:]], cwd=folder, capture_output=True, text=True, env=_environment(package)
-        )
+        done = start(words, folder)
         if done.returncode:
             raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}")
         result = _parsed(out.read_text() if out.exists() else done.stdout)

@@ -39,8 +39,10 @@ def pairs():
 
 @cache
 def triples():
-    """Likewise for every three settings' values."""
-    return covering(SETTINGS, is_possible, together=3, cost=cost_of)
+    """Likewise for every three settings' values; those of the dearest mesh are its pairs."""
+    dearest = max(MESHES, key=COSTS.get)
+    found = covering(SETTINGS, lambda case: is_possible(case) and case[1] != dearest, together=3, cost=cost_of)
+    return found + [case for case in pairs() if case[1] == dearest]
 
 
 def layers_of(mesh):

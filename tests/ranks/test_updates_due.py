@@ -110,7 +110,7 @@ def between(case, places, folder):
                 engine.load(saved)
                 record.append(engine.fingerprint())
             record.append(scaled(engine))
-            for n in (3, 5, 6):
+            for n in (3, 5):
                 step(engine, case, n)
             record += [engine.fingerprint(), float(engine.evaluate([{"ids": batch(0), "factor": torch.tensor(1.0)}]))]
             del engine
@@ -133,7 +133,7 @@ def test_states_are_written_and_loaded_between_steps(ranks, tmp_path, case, plac
     check_between(ranks, tmp_path, case, places)
 
 
-CASES = [Case(2, 0, master="split"), Case(1, 1), Case(2, 3, precision="fp32", optimizer="momentum"), Case(4, 3),
+CASES = [Case(2, 0, master="split"), Case(1, 1), Case(2, 3, precision="fp32", optimizer="momentum"),
          Case(2, 3, precision="fp16", optimizer="Adagrad", frozen=True)]  # fmt: skip
 
 
@@ -142,3 +142,9 @@ CASES = [Case(2, 0, master="split"), Case(1, 1), Case(2, 3, precision="fp32", op
 def test_states_are_written_and_loaded_between_steps_at_every_place(ranks, tmp_path, case):
     places = [place for place in PLACES if place != RESIDENT and is_possible(case, place)]
     check_between(ranks, tmp_path, case, places)
+
+
+@pytest.mark.long
+def test_states_of_four_ranks_are_written_and_loaded_between_steps(ranks, tmp_path):
+    places = ["all on disk", "host, device updates", "part of states on host, weights on disk", "gradients on host"]
+    check_between(ranks, tmp_path, Case(4, 3), places)

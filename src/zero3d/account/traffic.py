@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
@@ -66,7 +68,11 @@ class UnitTraffic(NamedTuple):
     weight   of a compute weight
     reduced  of a reduced gradient
     wire     of a gradient on its way to the reduction
-    ranks    over which experts are cut, where an ep axis shares them out; None: all of dp
+    ranks    over which experts are cut, where an ep axis shares them out; None: as all other units
+    coded    its weights travel in blocks of 8 bits (zero.gather_wire)
+    node     neighbours who keep a second shard of it together; 1: nobody does (zero.second_shard)
+    sums     of a reduced gradient on its way to the sum over copies of shards; None: `reduced`
+    slow     the form in which it travels there (zero.slow_wire)
     """
 
     name: str
@@ -76,6 +82,34 @@ class UnitTraffic(NamedTuple):
     wire: int
     trainable: bool
     ranks: int | None = None
+    coded: bool = False
+    node: int = 1
+    sums: int | None = None
+    slow: str = SAME
+
+    @property
+    def as_gathered(self) -> tuple[int, int]:
+        """Return what travels of it when it is gathered: elements, and bytes of each; of blocks every byte is one."""
+        return (message_bytes(self.elements, CODE_BITS), 1) if self.coded else (self.elements, self.weight)
+
+    def gathers_across(self, gathers: int) -> int:
+        """Return how many of so many gathers in a step are over all ranks: of second shards one, after an update."""
+        return gathers if self.node == 1 else min(gathers, int(self.trainable))
+
+
+class Levels(NamedTuple):
+    """Counts the ranks of a dp axis: those that states are cut over, and the copies of each shard.
+
+    shard x replicate = dp
+    """
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def axes(self) -> int:
+        """Count the axes of which a step compares the orders of operations: dp, and those of both levels."""
+        return 1 if self.replicate == 1 else 2 if self.shard == 1 else 3
 
 
 ORDERS = 2  # values per rank and axis of units: the orders of gathers and reductions
@@ -84,7 +118,7 @@ ORDERS = 2  # values per rank and axis of units: the orders of gathers and reduc
 def step_traffic(
     stage: int,
     units: Sequence[UnitTraffic],
-    n: int,
+    n: int | Levels,
     gathers: Mapping[str, int],
     micro_batches: int = 1,
     reduce: str = "auto",
@@ -94,33 +128,62 @@ def step_traffic(
     """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
+    n        ranks of dp, over all of which states are cut; else of both levels
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
     exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
              the norms of a rank's cells are exchanged, those of experts apart if there are any (`cells_of_experts`)
 
-    A step exchanges each rank's weight with its orders, and its norms.
+    A step exchanges each rank's weight with its orders, and its norms. Where shards have copies, it sums what it
+    reduced over these, in exact mode behind every reduction. What gathers from second shards send is `node_traffic`.
     """
-    row = stage_row(stage)
+    row, levels = stage_row(stage), n if isinstance(n, Levels) else Levels(n)
+    dp = levels.shard * levels.replicate
     _, reduce = resolve_policies(row, "auto", reduce)
     moved: dict[tuple[str, str], Moved] = {}
 
-    def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
-        ranks = n if unit.ranks is None else unit.ranks
+    def add(operation: str, unit: UnitTraffic, calls: int, width: int, elements: int | None = None) -> None:
+        ranks = levels.shard if unit.ranks is None else unit.ranks
         if calls and ranks > 1:
-            elements = calls * unit.elements * (ranks - 1) // ranks
-            moved[operation, unit.name] = Moved(calls, elements, elements * width)
+            sent = calls * ((unit.elements if elements is None else elements) * (ranks - 1) // ranks)
+            moved[operation, unit.name] = Moved(calls, sent, sent * width)
+
+    def add_copies(unit: UnitTraffic, calls: int) -> None:
+        ranks = levels.shard if unit.ranks is None else unit.ranks
+        if levels.replicate > 1:
+            sent = sum_of_copies(unit.elements // ranks, levels.replicate, unit.reduced, unit.slow)
+            if unit.slow == SAME and not exact:
+                sent[0] = sent[0][0], unit.reduced if unit.sums is None else unit.sums
+            elements, nbytes = sum(n for n, _ in sent), sum(n * width for n, width in sent)
+            moved["all_reduce", unit.name] = Moved(1, elements, nbytes).times(calls)
 
     for unit in units:
         if row.shards_parameters:
-            add("all_gather", unit, gathers.get(unit.name, 0), unit.weight)
+            elements, width = unit.as_gathered
+            add("all_gather", unit, unit.gathers_across(gathers.get(unit.name, 0)), width, elements)
         elif unit.trainable:
             add("all_gather", unit, 1, gathered_width(row, unit.weight, unit.reduced))
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
-            add("all_to_all" if exact and n > 1 else "reduce_scatter", unit, calls, unit.wire)
-    orders = ORDERS * (1 + any(unit.ranks is not None for unit in units))
-    norms = CANONICAL // n * (2 if cells_of_experts else 1) if exact else 1
+            add("all_to_all" if exact and dp > 1 else "reduce_scatter", unit, calls, unit.wire)
+            add_copies(unit, calls if exact else 1)
+    orders = ORDERS * (levels.axes + any(unit.ranks is not None for unit in units))
+    norms = CANONICAL // levels.shard * (2 if cells_of_experts else 1) if exact else 1
     exchanged = ((micro_batches if exact else 1) + orders, norms)
-    values = sum(exchanged) * (n - 1)
+    values = sum(exchanged) * (dp - 1)
     moved["exchange", "-"] = Moved(len(exchanged), values, 8 * values)
+    return moved
+
+
+def node_traffic(units: Sequence[UnitTraffic], gathers: Mapping[str, int]) -> dict[tuple[str, str], Moved]:
+    """Return what a rank sends to its neighbours in one step of stage 3, by (operation, unit): second shards.
+
+    gathers  as of `step_traffic`; the first of a trainable unit was over all ranks
+    """
+    moved = {}
+    for unit in units:
+        calls = gathers.get(unit.name, 0) - unit.gathers_across(gathers.get(unit.name, 0))
+        if calls and unit.node > 1:
+            elements, width = unit.as_gathered
+            sent = calls * (elements * (unit.node - 1) // unit.node)
+            moved["all_gather", unit.name] = Moved(calls, sent, sent * width)
     return moved

@@ -39,24 +39,33 @@ ALWAYS = {
     "kernels": "they sum in other orders",
     "threads": "sums are cut among them",
     "moments": "moments are rounded otherwise from here on",
+    "gradient_dtype": "gradients are rounded otherwise on the host",
     "updates": "another kernel updates",
     "tiled_loss": "its sums are taken in another order",
     "gather_budget": "sums over tiles are taken in another order",
+    "gather_wire": "weights are rounded otherwise on their way",
+    "slow_wire": "sums of gradients are rounded otherwise between copies of shards",
+    "slow_rounding": "sums of gradients are rounded otherwise between copies of shards",
     "compiled": "fused kernels round otherwise",
     "attention": "its kernels round otherwise",
     "linear": "factors of products are rounded otherwise",
 }
 USUAL = {
     "moments": "fp32",
+    "gradient_dtype": "fp32",
     "updates": "device",
     "tiled_loss": False,
     "gather_budget": None,
+    "gather_wire": "same",
+    "slow_wire": "same",
+    "slow_rounding": "nearest",
     "compiled": False,
     "attention": "sdpa",
     "linear": None,
     "experts": "exact",
-    **{fold.name: 1 for fold in FOLDS},
+    **{fold.name: fold.usual for fold in FOLDS},
 }  # where none is said
+ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
 PLAIN = {
     "dp": "other sums over ranks; exact=True would not mind",
     "algorithm": "",
@@ -155,4 +164,5 @@ def _never(live: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _change(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], why: str = "") -> str:
-    return f"{name} {saved.get(name, 'unknown')} -> {live[name]}{f' ({why})' if why else ''}"
+    was, is_ = (ALL.get(name, value) if value is None else value for value in (saved.get(name, "unknown"), live[name]))
+    return f"{name} {was} -> {is_}{f' ({why})' if why else ''}"

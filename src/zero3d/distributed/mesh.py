@@ -50,6 +50,8 @@ class Mesh:
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     ep          experts of mixtures are shared out among so many neighbours on the dp axis, which it divides
     sp          sequences are cut into so many parts, one for each of as many neighbours on dp, which it divides
+    shard       states are cut over so many neighbours on dp, which it divides, and repeated over dp / shard; left out,
+                they are cut over all of dp
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
                 that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
                 Where nobody has, it decides with what torch.distributed starts
@@ -66,6 +68,7 @@ class Mesh:
         pp: int | None = None,
         ep: int | None = None,
         sp: int | None = None,
+        shard: int | None = None,
         *,
         device: str | torch.device | None = None,
         debug: bool = False,
@@ -77,7 +80,7 @@ class Mesh:
             _of_one_process.add(self)
         check_carries(self.device)
         self.world = dist.get_world_size()
-        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp)
+        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp, shard)
         self.pp = self.degrees.pp
         self.dp = self.degrees.dp
         self.tp = self.degrees.tp
@@ -87,6 +90,7 @@ class Mesh:
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
+        self._node = 1  # ranks of the axis "node"
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
@@ -126,6 +130,11 @@ class Mesh:
         return self.place.dp // self.sp
 
     @property
+    def shard(self) -> int:
+        """Return over how many neighbours on dp states are cut."""
+        return self.degrees.size("shard")
+
+    @property
     def data(self) -> Axis:
         """The dp axis as this rank sees it: the ranks that hold the same layers."""
         return self.axis("dp")
@@ -143,7 +152,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return pp, dp, tp, world, replica (the model-parallel group), a fold or its complement, and make its groups.
 
-        The complement of a degree of 1 is dp itself.
+        An axis that is all of another one is that one: the complement of a degree of 1 is dp itself.
         """
         name = self.degrees.group(name)
         if name not in self._axes:
@@ -152,6 +161,13 @@ class Mesh:
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
         return self._axes[name]
+
+    def node(self, ranks: int) -> Axis:
+        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group."""
+        if ranks != self._node:
+            self._axes.pop("node", None)
+            self._node = ranks
+        return self.axis("node")
 
     def open_axis(self, name: str) -> Axis:
         """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
@@ -164,7 +180,7 @@ class Mesh:
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
             first = second = dist.group.WORLD
-        elif name == "replica":
+        elif name in ("replica", "node"):
             first = second = make()
         else:  # on the host a group has no options, and every pair of its ranks a connection
             first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
@@ -179,6 +195,8 @@ class Mesh:
         """Return the ranks of this rank's axis, in its order."""
         if name == "world":
             return range(self.world)
+        if name == "node":
+            return self.degrees.neighbours(self.rank, self._node)
         return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:

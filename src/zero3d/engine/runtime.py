@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
+from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.slots import Slots
@@ -21,6 +22,7 @@ from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
 from zero3d.spec.mesh import EXACT
+from zero3d.spec.zero import SAME
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
@@ -29,7 +31,7 @@ from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.policy import Setting
+from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import stage_row
 from zero3d.zero.streams import SideStream, ToHost
@@ -64,9 +66,14 @@ def build_units(
     """Build all units, and before them what holds their records where states leave the device."""
     layouts = {spec.name: lay_out(base, spec) for spec in specs}
     tiers, slots = open_tiers(base, specs, layouts)
-    setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
+    axes = base.axes
+    setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
+    codec = BlockCodec(8) if base.options.zero.gather_wire == "int8" else None
+    zero = base.options.zero
+    slow = None if zero.slow_wire == SAME else SlowWire(zero.slow_wire, zero.slow_rounding == "stochastic")
+    setting = setting._replace(codec=codec, node=axes.node, slow=slow)
     if tiers is not None:
-        to_host = ToHost(base.axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
+        to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
     of_experts = _setting_of_experts(base, setting)
     settings = [of_experts if spec.experts else setting for spec in specs]
@@ -78,12 +85,13 @@ def build_units(
 
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
-    edp, policy = base.axes.edp, setting.policy
+    cut, policy = base.axes.shard(experts=True), setting.policy
     gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
-    if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
+    gathers = gathers or setting.codec is not None  # what is decoded, the same at every degree
+    if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
-    return setting._replace(policy=policy, comm=edp, sources=sources, part=base.axes.ep.rank)
+    return setting._replace(policy=policy, comm=cut, sources=sources, part=base.axes.ep.rank)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
@@ -92,7 +100,8 @@ def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: S
     owner = {name: partition.full_model.owner(name) for name in spec.params}
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
     if source is None:
-        fill = from_module(layout, spec.params, setting.comm, wide)
+        everyone = base.axes.complements["edp"] if spec.experts else base.axes.dp
+        fill = from_module(layout, spec.params, everyone, wide, setting.comm.rank)
     else:
         tiles = partition.full_model.tiles
         fill = from_source(
@@ -134,9 +143,10 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
-    everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
+    final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
+    everywhere = model_group.untouched(units) if final else []
     reductions = Reductions(units, SideStream("reduce", axes.arena), order.closes, everywhere)
-    reductions.updates = optimizer.updates
+    reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
     per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw
     accumulation = Accumulation(base.options.step.accumulate, per_micro_batch, precision.scales_loss, draw)

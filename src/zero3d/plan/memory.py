@@ -29,6 +29,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
@@ -151,7 +152,8 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     staging = 0
     if plan.offload.gradients_leave and (plan.offload.executor != HOST or plan.offload.fraction < 1):
-        staging = gradient_staging(shard.bucket, WIDTHS[plan.precision].reduced)
+        wide = WIDTHS[plan.precision].reduced
+        staging = gradient_staging(shard.bucket, state_width(wide, plan.offload.gradient_dtype), wide)
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)

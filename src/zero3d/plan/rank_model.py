@@ -54,13 +54,14 @@ class RankUnit(NamedTuple):
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
         alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
+        alone = alone and plan.zero.gather_wire == "same"
         return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
         if plan.zero.stage == 0:
             return self.layout.whole_pieces()
-        return self.layout.pieces(dp_rank // plan.ep if self.sources else dp_rank)
+        return self.layout.pieces(self.layout.rank_of(dp_rank))
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
@@ -122,8 +123,13 @@ class RankModel(NamedTuple):
 def partition_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
     return ParallelPlan(
-        zero=Zero(exact=plan.zero.exact),
-        mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, experts=plan.mesh.experts, schedule=plan.schedule),
+        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
+        mesh=Mesh(
+            *(plan.dp, plan.tp, plan.pp, plan.ep),
+            shard=plan.degrees.shard,
+            experts=plan.mesh.experts,
+            schedule=plan.schedule,
+        ),
         accumulate=plan.pp,
         precision=plan.precision,
         optimizer=plan.optimizer,
@@ -185,7 +191,7 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
     for weight in weights:
         check_experts(weight, plan.ep)
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
-    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block)
+    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block, plan.replicate)
     sources = plan.ep if plan.mesh.experts == "exact" else 1
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
@@ -195,7 +201,7 @@ def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], pl
     for weight in weights:
         check_cut(weight, plan.tp)
     local = [(weight.name, weight.local(plan.tp), weight.group) for weight in weights]
-    layout = UnitLayout(local, plan.dp, plan.block)
+    layout = UnitLayout(local, plan.dp, plan.block, plan.replicate)
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, 0, *_matrices(layout, weights, plan.tp))
 

@@ -35,6 +35,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
     *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
 )
 
 
@@ -353,7 +354,8 @@ class ParallelPlan(Spec):
     @property
     def block(self) -> int:
         """Return of how many elements together no shard has a part."""
-        return ALIGN if OPTIMIZERS[self.optimizer].coded else GROUP
+        in_blocks = self.zero.gather_wire != "same" or self.zero.sums_in_blocks
+        return ALIGN if OPTIMIZERS[self.optimizer].coded or in_blocks else GROUP
 
     @property
     def averages(self) -> int:
@@ -366,9 +368,15 @@ class ParallelPlan(Spec):
         return self.dp * self.tp * self.pp
 
     @property
-    def edp(self) -> int:
-        """Count the ranks that hold the same experts."""
-        return self.dp // self.ep
+    def degrees(self) -> Degrees:
+        """Return the degrees of its axes."""
+        shard = None if self.shard == self.dp else self.shard
+        return Degrees(self.pp, self.dp, self.tp, self.ep, self.sp, shard)
+
+    @property
+    def replicate(self) -> int:
+        """Count the copies of each shard of states."""
+        return self.dp // self.shard
 
     @property
     def rows(self) -> int:

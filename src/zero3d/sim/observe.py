@@ -85,8 +85,8 @@ class Observation:
 
         ranks = self.engine.dp.size
 
-        def updates(rank: int) -> list[bool]:  # experts are cut over fewer ranks, each some neighbours on dp
-            return [bool(unit.layout.pieces(rank // (ranks // unit.comm.size))) for unit in units]
+        def updates(rank: int) -> list[bool]:
+            return [bool(unit.layout.pieces(unit.layout.rank_of(rank))) for unit in units]
 
         return tuple(rank for rank in range(ranks) if updates(rank) == updates(dp))
 
@@ -162,8 +162,8 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
     for unit in engine.units:
         grads = [] if unit.grads is None else unit.grads.buffers
         stored = unit.weights.masters.stored
-        of_masters = [] if stored is None else [stored]
-        for tensor in (unit.weights.full, unit.weights.shard, *of_masters, *grads):
+        beside = [tensor for tensor in (stored, unit.weights.second_shard) if tensor is not None]
+        for tensor in (unit.weights.full, unit.weights.shard, *beside, *grads):
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for state in engine.optimizer.torch.state[owned.master].values():

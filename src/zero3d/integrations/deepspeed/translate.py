@@ -151,6 +151,10 @@ def _zero(reader: _Reader) -> None:
         reader.take(f"{ZERO}.stage", "zero.stage")
     else:
         reader.put("zero.stage", 0, f"{ZERO}.stage", strong=False)
+    if reader.switch(key := f"{ZERO}.zero_quantized_weights"):
+        reader.put("zero.gather_wire", "int8", key)
+    if reader.given.get(key := f"{ZERO}.zero_hpz_partition_size") not in (0, 1):
+        reader.take(key, "zero.second_shard")
 
 
 def _offload(reader: _Reader) -> None:
@@ -292,6 +296,8 @@ def _others(reader: _Reader) -> None:
         reader.take("tensor_parallel.autotp_size", "mesh.tp")
     if reader.given.get("sequence_parallel_size") not in (None, 1):
         reader.take("sequence_parallel_size", "mesh.sp")
+    if reader.given.get("zero_optimization.mics_shard_size") not in (None, -1, 0):
+        reader.take("zero_optimization.mics_shard_size", "mesh.shard")
     every = reader.given.get("steps_per_print")
     if every is not None and not (isinstance(every, float) and math.isinf(every)):
         reader.take("steps_per_print", "log.every")
