@@ -85,6 +85,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "model.linear=fp8 with mesh.tp=2", "type mesh.tp=1, or model.linear=null."),
     (Spec(Zero(gather_budget="64MB"), linear="fp8"),
      "model.linear=fp8 multiplies by whole matrices", "type zero.gather_budget=null, or model.linear=null."),
+    (Spec(linear="fp8", quantize="nf4"),
+     "model.quantize=nf4 decodes frozen matrices", "type model.linear=null, or model.quantize=null."),
     (Spec(Zero(2), Offload(params="host")),
      "offload.params=host with zero.stage=2", "type zero.stage=3, or offload.params=none."),
     (Spec(Zero(1), Offload("host", gradients="host")),
@@ -121,6 +123,7 @@ OF_ENGINES = [
     if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is row[0].mesh.sp is None
     and not (row[0].mesh.tp and (row[0].linear or row[0].offload == NARROW))
     and not (row[0].mesh.shard and row[0].zero.slow_wire != "same")
+    and row[0].quantize is None
 ]
 
 
@@ -156,7 +159,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
         "optimizer": {"name": spec.optimizer or "adamw"},
         "train": {"ema": spec.ema},
         "health": {"replay": spec.replay},
-        "model": {"linear": spec.linear},
+        "model": {"linear": spec.linear, "quantize": spec.quantize},
     }
     with pytest.raises(ConfigError) as refused:
         load(tree)
@@ -201,7 +204,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
 
 def test_what_a_rule_names_is_a_setting():
     known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
-             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear"}  # fmt: skip
+             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
     assert {rule.key for rule in RULES} <= known
 
 

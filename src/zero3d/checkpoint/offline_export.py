@@ -61,7 +61,8 @@ def export_stored(
     trainable = frozenset(name for name in order if stored.parameters[name].trainable)
     shapes = {name: each.shape for name, each in stored.parameters.items()}
     folder = None if base is None else base.folder
-    form = form_of(kind, Exported(model, [] if model is None else [model], order, trainable, shapes, folder))
+    modules = [] if model is None else [model]
+    form = form_of(kind, Exported(model, modules, order, trainable, shapes, folder, matrices=base))
     values = _values(stored, [name for name in order if form.wants(name)], base)
     directory, temporary = export_places(directory)
     _check_room(stored, directory, values)

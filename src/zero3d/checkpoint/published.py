@@ -40,9 +40,9 @@ class Published:
     def __init__(self, engine: EngineState, kind: str | None) -> None:
         full = engine.full_model
         names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
-        base = None if engine.base is None else engine.base.folder
+        base, matrices = (None, None) if engine.base is None else (engine.base.folder, engine.base.source)
         model = model_of(engine.modules[0])
-        exported = Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies)
+        exported = Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies, matrices)
         self.form = form_of(kind, exported)
         self._engine = engine
         self._open_ones: _OpenTiles = {}

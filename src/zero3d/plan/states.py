@@ -120,6 +120,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
         asynchronous_saves=False,
         replay=0,
         linear=None,
+        quantize=None,
     )
 
 

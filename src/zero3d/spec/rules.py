@@ -241,6 +241,12 @@ RULES = (
         "type {zero.gather_budget=null}, or {model.linear=null}.",
     ),
     Rule(
+        "model.quantize",
+        lambda s: s.quantize is not None and s.linear is not None,
+        "{model.quantize} decodes frozen matrices into the compute dtype, and {model.linear} multiplies in fp8: type "
+        "{model.linear=null}, or {model.quantize=null}.",
+    ),
+    Rule(
         "offload.params",
         lambda s: s.offload.params != "none" and s.zero.stage != 3,
         "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "

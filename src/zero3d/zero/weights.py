@@ -394,6 +394,8 @@ def is_placeholder(p: Tensor) -> bool:
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one NaN in the shape of a parameter that is released (Note 1)."""
-    value = float("nan") if dtype.is_floating_point else 0
+    """Return one NaN in the shape of a parameter that is released (Note 1); of bytes, those that a NaN is made of."""
+    value: float = float("nan") if dtype.is_floating_point else 0
+    if dtype == torch.uint8:
+        value = 255
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)
