@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from zero3d.cli import plan_explain, plan_theory
-from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size, tokens_of
+from zero3d.cli.kept_specs import open_spec
+from zero3d.cli.plan_options import USABLE, lora_of, number, open_cluster, parse_size, tokens_of
 from zero3d.cli.plan_theory import parse_params
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
@@ -139,8 +140,6 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
         from zero3d.plan.shapes import of_params
 
         return of_params(parse_params(arguments.params), length or MOST)
-    from zero3d.sim.model_spec import lora_of, open_spec
-
     lora = lora_of(arguments.lora) if arguments.lora else None
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     return open_spec(path, length, lora=lora, packed=packed, beyond=True)
@@ -218,8 +217,6 @@ def _adapters(asked: str | None) -> dict[str, Any]:
     """Return the section `lora` of a file, where --lora asks for one."""
     if asked is None:
         return {}
-    from zero3d.sim.model_spec import lora_of
-
     choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
     return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
 

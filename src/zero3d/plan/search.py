@@ -211,10 +211,17 @@ class _Account:
 # --- enumeration --------------------------------------------------------------------------------
 
 
+class _Group(NamedTuple):
+    """Plans that differ in their micro-batch and in how many a step has: sizes, the smallest micro-batch first."""
+
+    plan: ParallelPlan
+    sizes: list[tuple[int, int]]
+
+
 def _groups(
     model: ModelSpec, cluster: ClusterSpec, target: Target, tiers: Tiers, account: _Account
-) -> Iterator[list[ParallelPlan]]:
-    """Yield groups of plans that differ in the micro-batch alone, the smallest first."""
+) -> Iterator[_Group]:
+    """Yield groups of plans that differ in the micro-batch alone."""
     for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
@@ -231,7 +238,8 @@ def _groups(
                         tiled_loss=model.length >= LONG,
                         optimizer=target.optimizer,
                     )
-                    yield list(_micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account))
+                    sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
+                    yield _Group(plan, list(sizes))
 
 
 def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple[int, int, bool]]:
@@ -312,19 +320,18 @@ def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
     return None
 
 
-def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[ParallelPlan]:
-    """Yield the plan with each micro-batch that divides a rank's sequences and that the schedule takes."""
+def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[tuple[int, int]]:
+    """Yield each micro-batch that divides a rank's sequences and that the schedule takes, and how many they are."""
     schedule, micro = Schedule.of(plan.schedule), 1
     while sequences % micro == 0:
-        candidate = replace(plan, micro_batch=micro, accumulate=sequences // micro)
         try:
             if plan.pp > 1:
-                schedule.check(candidate.accumulate, plan.pp)
+                schedule.check(sequences // micro, plan.pp)
                 schedule.check_blocks(blocks, plan.pp, "the model")
         except ConfigError:
             account.reject(f"{plan.schedule} cannot run these micro-batches or parts")
         else:
-            yield candidate
+            yield micro, sequences // micro
         micro *= 2
 
 
@@ -344,29 +351,28 @@ class _Price(NamedTuple):
     at_least: AtLeast | None
 
 
-def _fitting(
-    group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account
-) -> Iterator[Row]:
+def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account) -> Iterator[Row]:
     """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory.
 
     One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
     """
-    for i, candidate in enumerate(group):
+    for i, (micro, accumulate) in enumerate(group.sizes):
+        candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
         least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
         if least - account.limit > max(0.0, account.misses_by(DEVICE_MEMORY)):
-            account.reject(DEVICE_MEMORY, len(group) - i)
+            account.reject(DEVICE_MEMORY, len(group.sizes) - i)
             return
         estimate = price.evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
         lacks = estimate.memory.lacks(cluster)
         if excess > 0 or lacks:
             if excess > 0:
-                account.too_large(DEVICE_MEMORY, len(group) - i, plan, excess)
+                account.too_large(DEVICE_MEMORY, len(group.sizes) - i, plan, excess)
             else:
                 tier, more = next(iter(lacks.items()))
                 parts = _on_host(estimate.memory, cluster) if tier == HOST else ""
-                account.too_large(memory_of(tier), len(group) - i, plan, more, parts)
+                account.too_large(memory_of(tier), len(group.sizes) - i, plan, more, parts)
             return
         account.tried += 1
         yield Row(plan, estimate)
