@@ -46,7 +46,7 @@ def family(name, **options):
     import transformers as t
 
     torch.manual_seed(7)
-    given = SIZES | CONFIGS[name] | options
+    given = SIZES | CONFIGS.get(name, {}) | options
     if name in ("bloom", "mpt"):  # whose configs read other names
         given = {key: value for key, value in given.items() if not key.startswith("num_")}
     model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(name, **given, use_cache=False))

@@ -19,6 +19,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LEAST = -0x7FFF7FFF  # as two 16-bit integers: a low half is at least 0x8001, a high half may be all, 0x8000
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as files and tables have it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def slow_products(precision: str, device: torch.device) -> str | None:
     """Return a warning where torch multiplies matrices of a precision without the CPU's vectors, or None.
 

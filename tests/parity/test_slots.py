@@ -362,7 +362,7 @@ def older(_, commit):
     """Make a commit what one of format 1 was, before records had checksums."""
     entries = json.loads(commit.read_text())
     entries = {k: v for k, v in entries.items() if k not in ("sha256", "sums", "sums_before")} | {"format": 1}
-    commit.write_text(json.dumps(entries | {"sha256": commit_file._checksum(entries)}))
+    commit.write_text(json.dumps(entries | {"sha256": commit_file.sha256_of(entries)}))
 
 
 def spoilt(folder, damage):

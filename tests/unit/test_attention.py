@@ -1,12 +1,14 @@
 """Which attention a model gets by model.attn, the line that says why, and a run on a kernel that stands in."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from models import hf
-from training import save_model, save_rows, told, tree
+from torch.nn.functional import scaled_dot_product_attention
+from training import save_model, save_rows, told, train, tree
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
@@ -18,10 +20,10 @@ AMPERE, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
 ON_HUB = KERNELS[2].name
 
 
-def chosen(installed=(), card=HOPPER, micro_batch=1, model=None, **settings):
+def chosen(installed=(), card=HOPPER, model=None, **settings):
     config = load({"model": {"attn": "auto"}, "precision": "bf16"} | settings)
     with mock.patch.object(Kernel, "installed", property(lambda kernel: kernel.package in installed)):
-        return choose_attention(config, hf("llama") if model is None else model, card, micro_batch)
+        return choose_attention(config, hf("llama") if model is None else model, card)
 
 
 @pytest.mark.parametrize(("installed", "card", "name"), [
@@ -40,7 +42,6 @@ def test_auto_takes_the_first_kernel_that_is_installed_and_for_the_card(installe
     ({"precision": "fp32"}, "kernels compute in bf16 or fp16, and precision is fp32"),
     ({"zero": {"exact": True}}, "algorithms are deterministic"), ({"health": {"replay": 5}}, "algorithms are deterministic"),
     ({"train": {"deterministic": True}}, "algorithms are deterministic"),
-    ({"micro_batch": 2}, "kernels tell packed documents apart with train.micro_batch=1, and it is 2"),
     ({"installed": ()}, "flash_attention_3 or flash_attention_2 or kernels-community/flash-attn2 would be faster: install"),
     ({"card": TURING}, "no kernel is for this card"),
 ])  # fmt: skip
@@ -62,9 +63,9 @@ def test_models_that_kernels_do_not_fit_stay_with_torch():
 def test_nothing_is_said_on_a_cpu_and_of_transformers_own_choice():
     assert chosen(["flash_attn"], card=None) == (None, "")
     config = load({"model": {"attn": None}})
-    assert choose_attention(config, hf("llama"), HOPPER, 1) == (None, "")
+    assert choose_attention(config, hf("llama"), HOPPER) == (None, "")
     config = load({"model": {"attn": "eager"}})
-    assert choose_attention(config, hf("llama"), None, 1) == (None, "attention: eager, as model.attn says")
+    assert choose_attention(config, hf("llama"), None) == (None, "attention: eager, as model.attn says")
 
 
 @pytest.mark.parametrize(("attn", "words"), [
@@ -135,17 +136,35 @@ def stand_in(module, query, key, value, attention_mask, **options):
     return output.to(query.dtype), None
 
 
+def by_documents(module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, **options):
+    """Attention as a varlen kernel computes it: no mask, one row, each document by itself."""
+    assert attention_mask is None
+    assert len(query) == 1
+    CALLS.append(cu_seq_lens_q.tolist())
+    bounds = [range(*pair) for pair in pairwise(CALLS[-1])]
+    assert max(map(len, bounds)) <= max_length_q
+    groups, scaling, outputs = module.num_key_value_groups, options["scaling"], []
+    for document in bounds:
+        q, k, v = (each[:, :, document.start : document.stop] for each in (query, key, value))
+        k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
+        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2))
+    return torch.cat(outputs, 1), None
+
+
 @pytest.fixture
 def registered():
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     functions.register("stand_in", stand_in)
+    functions.register("by_documents", by_documents)
     masks.register("stand_in", masks["sdpa"])
+    masks.register("by_documents", masks["flash_attention_2"])
     CALLS.clear()
     yield
     for table in (functions, masks):
-        del type(table)._global_mapping["stand_in"]
+        for name in ("stand_in", "by_documents"):
+            del type(table)._global_mapping[name]
 
 
 def run(folder, output, name):
@@ -179,3 +198,21 @@ def test_a_kernel_that_the_model_refuses_leaves_torch_s_own(folder):
     (line,) = (line for line in said if line.startswith("attention: "))
     assert line.startswith("attention: torch's own (model.attn=auto): not_registered is installed and cannot be used: ")
     assert len(losses) == 5
+
+
+def test_packed_rows_of_a_micro_batch_train_as_one_row_of_documents(folder, registered):
+    """Losses and gradients' norms are those of padded rows and their masks, by contract 3 in fp64."""
+    save_rows(folder / "rows.npy", rows=30, length=7)  # two in a sequence of 16, with padding behind them
+
+    def losses(output, attn, **changes):
+        shape = {"batch": 4, "accumulate": 2, "steps": 3} | changes
+        evaluated = {"data": {"validation": 0.2}, "evaluate": {"every": 3}}
+        made = tree(folder, output, precision="fp64", train=shape, **evaluated)
+        made["model"]["attn"] = attn
+        return train(made)
+
+    masked, flat = losses("masked", "sdpa"), losses("flat", "by_documents")
+    assert CALLS[0] == [0, 7, 14, 16, 23, 30, 32]
+    for name in ("loss", "grad_norm"):
+        assert [step[name] for step in flat] == pytest.approx([step[name] for step in masked], rel=1e-10)
+    assert flat[-1]["validation_loss"] == pytest.approx(masked[-1]["validation_loss"], rel=1e-10)

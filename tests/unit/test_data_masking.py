@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
-from zero3d.models.packing import check_packing, forward_options
+from zero3d.models.packing import as_row, check_packing, forward_options, row_options
 
 FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
 A, B, C = slice(0, 7), slice(7, 16), slice(16, 20)
@@ -36,7 +36,7 @@ def three_documents(rows=2):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_token_in_one_document_changes_no_bit_of_the_others(name, attention):
     model = family(name, attention)
-    check_packing(model, micro_batch=2)
+    check_packing(model)
     ids, positions = three_documents()
     other = ids.clone()
     other[:, 10] = (other[:, 10] + 1) % VOCAB
@@ -83,7 +83,7 @@ def test_padding_on_the_right_is_invisible(name):
 
 def test_a_module_without_position_ids_is_refused():
     with pytest.raises(ConfigError, match=r"Net\.forward takes no position_ids.*Set data\.packing=false"):
-        check_packing(Net(), micro_batch=1)
+        check_packing(Net())
 
 
 def test_a_module_of_one_s_own_that_takes_position_ids_is_trusted():
@@ -91,16 +91,49 @@ def test_a_module_of_one_s_own_that_takes_position_ids_is_trusted():
         def forward(self, input_ids, labels, position_ids):
             return input_ids
 
-    check_packing(Own(), micro_batch=4)
+    check_packing(Own())
     assert forward_options(Own()) == {}
 
 
-def test_flash_attention_is_refused_for_more_than_one_sequence():
+def test_a_micro_batch_is_one_row_of_documents_where_attention_makes_no_mask():
+    model = hf("llama")
+    ids, positions = three_documents()
+    batch = {"input_ids": ids, "labels": ids + 1, "position_ids": positions}
+    assert as_row(batch, row_options(model, 20)) is batch
+    model.config._attn_implementation = "flash_attention_2"
+    check_packing(model)
+    options = row_options(model, 20)
+    assert options == {"max_length_q": 20, "max_length_k": 20}
+    row = as_row(batch, options)
+    assert torch.equal(row["input_ids"], ids.reshape(1, 40))
+    assert torch.equal(row["labels"], ids.reshape(1, 40) + 1)
+    assert row["cu_seq_lens_q"].dtype == torch.int32
+    assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 7, 16, 20, 27, 36, 40]
+    without = {"input_ids": ids}
+    assert as_row(without, options) is without
+
+
+def test_what_a_row_has_beside_its_tokens_is_what_transformers_gives_its_kernels():
+    from inspect import signature
+
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
     model = hf("llama")
     model.config._attn_implementation = "flash_attention_2"
-    check_packing(model, micro_batch=1)
-    with pytest.raises(ConfigError, match=r"flash_attention_2 keeps .* only with train\.micro_batch=1, and it is 2"):
-        check_packing(model, micro_batch=2)
+    options = row_options(model, 20)
+    row = as_row({"position_ids": three_documents()[1]}, options)
+    assert {*row, *options} <= set(signature(_flash_attention_forward).parameters)
+
+
+def test_a_model_that_hands_nothing_on_to_such_attention_is_refused():
+    class Closed(type(hf("llama"))):
+        def forward(self, input_ids, position_ids=None, labels=None):
+            return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+    model = Closed(hf("llama").config)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"Closed\.forward takes no cu_seq_lens_q, which tells"):
+        check_packing(model)
 
 
 def test_layers_that_run_across_documents_are_refused():
@@ -117,7 +150,7 @@ def test_layers_that_run_across_documents_are_refused():
     with torch.device("meta"):
         for model in (Qwen3NextForCausalLM(linear), MambaForCausalLM(MambaConfig(**small))):
             with pytest.raises(ConfigError, match=r"data\.packing=true cannot be used"):
-                check_packing(model, micro_batch=1)
+                check_packing(model)
 
 
 def test_a_model_whose_mask_ignores_positions_is_refused():
@@ -128,7 +161,7 @@ def test_a_model_whose_mask_ignores_positions_is_refused():
             FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
         )
     with pytest.raises(ConfigError, match="FalconForCausalLM does not make its attention mask from position_ids"):
-        check_packing(falcon, micro_batch=1)
+        check_packing(falcon)
 
 
 def test_a_model_that_hides_its_cache_behind_keywords_gets_none():
@@ -148,7 +181,7 @@ def test_a_model_that_hides_its_cache_behind_keywords_gets_none():
     other[:, 3] = (other[:, 3] + 1) % VOCAB
     assert torch.equal(logits(model, ids, positions)[:, B], logits(model, other, positions)[:, B])
     with torch.device("meta"), pytest.raises(ConfigError, match="GptOssForCausalLM does not make its attention mask"):
-        check_packing(GptOssForCausalLM(GptOssConfig(**small, num_local_experts=4)), micro_batch=1)
+        check_packing(GptOssForCausalLM(GptOssConfig(**small, num_local_experts=4)))
 
 
 def test_masks_made_through_a_local_name_or_a_table_are_recognised():
@@ -167,11 +200,11 @@ def test_masks_made_through_a_local_name_or_a_table_are_recognised():
             Gemma2ForCausalLM(Gemma2Config(**small)),
             hf("qwen3_moe"),
         ):
-            check_packing(model, micro_batch=2)
+            check_packing(model)
 
 
 def test_a_lora_wrapper_is_looked_through():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(hf("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    check_packing(model, micro_batch=2)
+    check_packing(model)
     assert forward_options(model) == {"use_cache": False}

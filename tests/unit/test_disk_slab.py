@@ -432,7 +432,7 @@ def rewrite_commit(folder, change):
     entries = json.loads(path.read_text())
     del entries["sha256"]
     change(entries)
-    path.write_text(json.dumps(entries | {"sha256": disk_slab.commit_file._checksum(entries)}))
+    path.write_text(json.dumps(entries | {"sha256": disk_slab.commit_file.sha256_of(entries)}))
 
 
 def as_format_1(entries):

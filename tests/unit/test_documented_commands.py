@@ -46,6 +46,7 @@ GUIDES = (
     "config",
     "deepspeed",
     "llava",
+    "models",
     "plan",
     "training",
 )
@@ -135,8 +136,10 @@ def could_start(config, ranks):
 def tried(words):
     """Do with a command what the docstring's table says."""
     arguments = parse(words)
-    if words[0] in ("config", "launch") or words[:2] in (["plan", "--theory"], ["plan", "explain"]):
+    if words[0] in ("config", "launch", "completion") or words[:2] in (["plan", "--theory"], ["plan", "explain"]):
         assert main(words) == 0
+    elif words[0] == "models":  # of all families: minutes
+        assert arguments.families or main(words) == 0
     elif words[0] == "ckpt":
         shutil.rmtree("hf", ignore_errors=True)  # pages in two languages export there
         assert main(words) == 0

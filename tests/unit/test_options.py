@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from typing import get_type_hints
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from models import build
 
 import zero3d
+from zero3d.config import Config
 from zero3d.distributed.degrees import Degrees
 from zero3d.engine.options import Options
+from zero3d.spec.declaring import KEYWORDS
 
 
 def test_every_keyword_of_an_engine_is_a_field_of_one_record():
@@ -19,6 +22,37 @@ def test_every_keyword_of_an_engine_is_a_field_of_one_record():
     fields = [field.name for record in records.values() for field in dataclasses.fields(record)]
     keywords = [*inspect.signature(zero3d.Engine).parameters]
     assert sorted([*fields, "model", "offload", "mesh"]) == sorted([*keywords, *Degrees._fields])
+
+
+def declared():
+    """The keys of a file that are keywords of an Engine, too, each as its section declares it."""
+    sections = {name: section for name, section in get_type_hints(Config).items() if dataclasses.is_dataclass(section)}
+    keys = {f"{name}.{key.name}": key for name in sections for key in dataclasses.fields(sections[name])}
+    of_engines = inspect.signature(zero3d.Engine).parameters
+    found = {name.partition(".")[2]: key for name, key in keys.items() if name.startswith(("zero.", "mesh."))}
+    found |= {keyword: keys[name] for name, keyword in KEYWORDS.items() if keyword != "optimizer"}
+    found |= {name: keys[f"{section}.{name}"] for section, name in OTHERS}
+    assert set(found) - set(of_engines) == {*Degrees._fields}
+    return {name: key for name, key in found.items() if name in of_engines}
+
+
+OTHERS = (("optimizer", "clip_norm"), ("train", "expert_bias_rate"), ("train", "compile"))
+ENTRY = re.compile(r"^    (\w+) +(\S.*(?:\n {10,}\S.*)*)", re.MULTILINE)
+
+
+def test_defaults_of_an_engine_are_those_that_sections_declare():
+    parameters = inspect.signature(zero3d.Engine).parameters
+    assert {name: parameters[name].default for name in declared()} == {
+        name: key.default for name, key in declared().items()
+    }
+
+
+def test_an_engines_docstring_has_the_words_that_sections_allow():
+    entries = dict(ENTRY.findall(zero3d.Engine.__doc__))
+    assert set(declared()) - set(entries) == {"stage"}  # of which the first line speaks
+    for name, key in declared().items():
+        words = set(re.findall(r"[\w-]+", entries.get(name, "")))
+        assert set(key.metadata["choices"]) <= words, name
 
 
 @pytest.mark.parametrize("options", [

@@ -22,6 +22,8 @@ STARTED = {
     "ckpt": (["ls", "."], 2, "CheckpointError: no checkpoint in ."),
     "doctor": (["--only", "space"], 0, "space"),
     "launch": (["k8s", "run.yaml"], 0, "zero3d"),
+    "models": (["llam"], 2, "Did you mean 'llama'?"),
+    "completion": (["bash"], 0, "_zero3d_words"),
 }
 
 

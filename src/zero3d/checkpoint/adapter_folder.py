@@ -13,9 +13,7 @@ model before that brings the third. What of an adapter is saved, and under which
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from zero3d.checkpoint.hub_names import Exported, on_host
 from zero3d.checkpoint.writing import told, write_tensors
 from zero3d.errors import CheckpointError
+from zero3d.models.adapters import without_advice
 from zero3d.models.bases import model_of
 from zero3d.models.merge import REPLACED, WRAPPED, WRAPPER, adapted_layers, base_prefix, is_of_base, plain_name, twin
 from zero3d.models.names import persistent_buffers
@@ -118,7 +117,7 @@ class AdapterForm:
         copied = twin(part, inside)
         copied.peft_config = {self._adapter: config}
         try:
-            with _quiet():
+            with without_advice():
                 saved: dict[str, Tensor] = get_peft_model_state_dict(
                     copied, state_dict=inside, adapter_name=self._adapter, save_embedding_layers=False
                 )
@@ -159,13 +158,6 @@ class AdapterForm:
         if config.task_type is None and hasattr(self._model, "prepare_inputs_for_generation"):
             config.task_type = "CAUSAL_LM"
         config.save_pretrained(folder)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # PEFT's advice on names, which asks nothing of anybody
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _inside(name: str, parts: Iterable[nn.Module]) -> str:

@@ -21,6 +21,7 @@ from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manife
 from zero3d.checkpoint.resume_contract import EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
+from zero3d.precision import dtype_name
 from zero3d.spec.optimizer import OPTIMIZERS
 
 ADAM = {"exp_avg", "exp_avg_sq"}  # states that the engine gives Adam and AdamW from the start
@@ -87,7 +88,7 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
             if not convertible(dtype, unit.dtype):
                 raise CheckpointError(
                     f"{manifest.fields.file}: {slot.name!r} was saved as {dtype}, and the model has it as "
-                    f"{_name(unit.dtype)}: build the model the checkpoint was saved from."
+                    f"{dtype_name(unit.dtype)}: build the model the checkpoint was saved from."
                 )
 
 
@@ -108,11 +109,7 @@ def _check_base(manifest: Manifest, engine: EngineState) -> None:
 
 def convertible(saved: str, live: torch.dtype) -> bool:
     """Say whether a value of one dtype may be read into another: floats as another float, all else as it is."""
-    return saved == _name(live) or (saved in FLOATING and live.is_floating_point)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return saved == dtype_name(live) or (saved in FLOATING and live.is_floating_point)
 
 
 def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
@@ -120,7 +117,7 @@ def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
     if (saved.shape == tuple(live.shape) or live.numel() == 0) and convertible(saved.dtype, live.dtype):
         return None
     return (
-        f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {_name(live.dtype)} "
+        f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {dtype_name(live.dtype)} "
         f"{tuple(live.shape)} in the model: build the model the checkpoint was saved from."
     )
 

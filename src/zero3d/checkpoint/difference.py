@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zero3d.checkpoint.manifest import BUFFER, FROZEN, STREAM
 from zero3d.checkpoint.stored_states import StoredStates
+from zero3d.precision import dtype_name
 from zero3d.shards.boxes import Shape
 
 ABSENT = "(none)"
@@ -135,12 +136,8 @@ def _kind(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> tuple[s
     if one[0] != other[0]:
         return "shape", (one[0], other[0])
     if one[1] != other[1]:
-        return "dtype", (_named(one[1]), _named(other[1]))
+        return "dtype", (dtype_name(one[1]), dtype_name(other[1]))
     return "", (None, None)
-
-
-def _named(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Differing:

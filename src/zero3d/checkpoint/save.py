@@ -56,7 +56,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import AXES
 from zero3d.errors import CheckpointError
 from zero3d.offload.commit_file import sync
-from zero3d.precision import Halves
+from zero3d.precision import Halves, dtype_name
 from zero3d.rng import rng_state
 
 STEP_OF = "step of "  # how the count of one parameter is named
@@ -168,21 +168,23 @@ def capture(engine: EngineState) -> Captured:
         for box, values in piece.boxes():
             key = key_of(piece.name, piece.state, box)
             states[key] = values
-            rows.append({"name": piece.name, "state": piece.state, "box": box, "dtype": _dtype(values), "key": key})
+            rows.append(
+                {"name": piece.name, "state": piece.state, "box": box, "dtype": dtype_name(values.dtype), "key": key}
+            )
     own, python_rng = own_state(engine)
     part = {
         "parameters": {
             (name := engine.full_model.owner(slot.name)): {
                 "shape": list(engine.full_model.shapes[name]),
                 "trainable": unit.grads is not None,
-                "dtype": str(unit.dtype).removeprefix("torch."),
+                "dtype": dtype_name(unit.dtype),
                 **({"base": True} if engine.leaves_out(slot.name) else {}),
             }
             for unit in engine.owned_units
             for slot in unit.layout.slots
         },
         "tensors": rows,
-        "own": {key: {"shape": list(value.shape), "dtype": _dtype(value)} for key, value in own.items()},
+        "own": {key: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for key, value in own.items()},
         "scalars": optimizer_scalars(engine),
         "python_rng": python_rng,
     }
@@ -208,10 +210,6 @@ def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:
     own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
     rng, python_rng = rng_state(engine.world.device)
     return own | {f"{STREAM}{name}": value for name, value in rng.items()}, python_rng
-
-
-def _dtype(values: Tensor | Halves) -> str:
-    return str(values.dtype).removeprefix("torch.")
 
 
 def _exchange_digests(world: Comm, sha256: str) -> list[str]:

@@ -44,6 +44,7 @@ from zero3d.checkpoint.writing import json_text, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError
+from zero3d.offload.commit_file import sha256_of
 from zero3d.reading import Unreadable, read_object
 from zero3d.rng import set_rng_state
 from zero3d.zero.layout import Slot
@@ -106,7 +107,7 @@ def write_note(stem: Path, engine: EngineState, session: int) -> None:
             "tensors": write_tensors(fresh[tensors], own).file,
         }
         plain = json.loads(json_text(path, entries))
-        write_text(fresh[path], json_text(path, plain | {"sha256": _checksum(plain)}))
+        write_text(fresh[path], json_text(path, plain | {"sha256": sha256_of(plain)}))
         for each, written in fresh.items():
             written.replace(each)
     except BaseException:
@@ -125,7 +126,7 @@ def read_notes(stem: Path, steps: Sequence[int]) -> dict[int, Note]:
             entries = read_object(path)
             checksum = entries.pop("sha256", None)
             note = Note(path, entries)
-            same = checksum == _checksum(entries) and note.step == step and entries["inode"] == _inode(stem)
+            same = checksum == sha256_of(entries) and note.step == step and entries["inode"] == _inode(stem)
             if same and has_checksum(note.tensors, entries["tensors"]):
                 notes[step] = note
     return notes
@@ -232,7 +233,3 @@ def _inode(stem: Path) -> int:
 
 def _path(stem: Path, step: int) -> Path:
     return stem.with_suffix(f".note-{step % 2}.json")
-
-
-def _checksum(entries: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

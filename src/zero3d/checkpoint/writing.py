@@ -30,7 +30,7 @@ from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import CODES
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import CheckpointError, Zero3dError, remedy_of
-from zero3d.precision import Halves, joined
+from zero3d.precision import Halves, dtype_name, joined
 
 BUFFER_BYTES = 1 << 25  # of host memory, whatever the size of the states
 GIVEN_BYTES = 1 << 23  # that the disk is given at once
@@ -153,7 +153,7 @@ def _header(path: Path, tensors: Mapping[str, Tensor | Halves], about: Mapping[s
     listed: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     end = 0
     for key, values in tensors.items():
-        dtype = str(values.dtype).removeprefix("torch.")
+        dtype = dtype_name(values.dtype)
         if dtype not in CODES:
             raise CheckpointError(f"cannot write {path}: {key} is {dtype}, which safetensors files do not hold.")
         start, end = end, end + values.shape.numel() * values.dtype.itemsize

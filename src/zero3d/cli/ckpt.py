@@ -273,6 +273,8 @@ def contents(stored: StoredStates, pattern: str | None) -> dict[str, Any]:
 
 
 def _parameter(stored: StoredStates, name: str) -> dict[str, Any]:
+    from zero3d.precision import dtype_name
+
     spec = stored.parameters[name]
     states = stored.states.get(name, {})
     return {
@@ -281,7 +283,7 @@ def _parameter(stored: StoredStates, name: str) -> dict[str, Any]:
         "dtype": spec.dtype,
         "trainable": spec.trainable,
         "base": spec.in_base,
-        "states": {state: str(dtype).removeprefix("torch.") for state, dtype in states.items()},
+        "states": {state: dtype_name(dtype) for state, dtype in states.items()},
     }
 
 

@@ -10,11 +10,12 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
+from zero3d import __version__
 from zero3d.errors import ConfigError, Zero3dError, short
 
 VERBS = {
@@ -27,6 +28,8 @@ VERBS = {
     "ckpt": "checkpoints without ranks: ls, verify, show, diff, export as a Hugging Face folder, prune",
     "doctor": "what is wrong with this machine, a cluster's hosts or a run that died, and what to type",
     "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
+    "models": "what a model supports: tp, pp, ep, sp, images, packing, LoRA; by the engine's checks, without weights",
+    "completion": "print a script with which bash, zsh or fish completes verbs, options and keys",
 }
 IN_PYTHON = warnings.formatwarning
 
@@ -59,20 +62,21 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}.{meant} See what it takes: {self.prog} --help")
 
 
-def build_parser(typed: str | None) -> Parser:
-    """Make the parser of all verbs; only the module of the verb that is typed is imported."""
+def build_parser(typed: Container[str]) -> Parser:
+    """Make the parser of all verbs; only modules of verbs among the typed words are imported."""
     parser = Parser(prog="zero3d", description="ZeRO as the data axis of 3D parallelism.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"zero3d {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, summary in VERBS.items():
         verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name == typed:
+        if name in typed:
             import_module(f"zero3d.cli.{name}").add_arguments(verb)
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse options and KEY=VALUE words in any order; argparse alone refuses words after an option after words."""
-    parser = build_parser(next((word for word in words if word in VERBS), None))
+    parser = build_parser([word for word in words if word in VERBS][:1])
     arguments, late = parser.parse_known_args(words)
     wrong = late if not hasattr(arguments, "words") else [word for word in late if word.startswith("-")]
     if wrong:

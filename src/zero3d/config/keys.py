@@ -32,7 +32,8 @@ class Key:
     above: float | None
     below: float | None
     axis: str
-    in_plan: bool | str  # `spec.declaring.key`
+    in_plan: bool | str  # `spec.declaring.key`, and the next one
+    said: str
 
     @property
     def wants(self) -> str:

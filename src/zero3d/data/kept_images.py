@@ -84,11 +84,6 @@ class KeptImages:
         return Pictures(tuple(names), tuple(sizes), int(self.ends[document]))
 
 
-def is_kept(folder: Path) -> bool:
-    """Say whether a store's folder has images of its documents."""
-    return (folder / "image_counts").exists()
-
-
 def too_long(kept: KeptImages, documents: Sequence[int], length: int) -> NDArray[numpy.bool_]:
     """Say which documents would lose tokens of an image if they were cut to `length` tokens."""
     ends = numpy.asarray(kept.ends)[numpy.asarray(documents)]

@@ -79,7 +79,7 @@ class Engine:
     model         plain nn.Module or Hugging Face model; its parameters become views of unit storages. In a pipeline
                   this rank's layers of it become `engine.module`, and itself may not be used any more
     precision     "fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`
-    reduce_dtype  in which gradients are reduced: "fp32", or as narrow as the compute dtype; they
+    reduce_dtype  in which gradients are reduced: "fp32", "bf16", "fp16" or "fp64", none narrower than they are; they
                   travel in a narrower one where nothing is rounded by that
     optimizer     None (fused AdamW), a callable (parameters -> torch optimizer), or an optimizer
                   already built on the model's parameters

@@ -15,6 +15,7 @@ from zero3d.distributed.determinism import device_facts
 from zero3d.engine.assembly import Assembly
 from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
+from zero3d.precision import dtype_name
 from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import GROUP
 
@@ -65,7 +66,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         **mesh.degrees._asdict(),
         "experts": base.options.mesh.experts if mesh.ep > 1 else "exact",
         "precision": base.resolved.precision.name,
-        "wire": str(policy.wire).removeprefix("torch."),
+        "wire": dtype_name(policy.wire),
         "algorithm": base.axes.dp.algorithm,
         "torch": torch.__version__,
         "kernels": torch.backends.cpu.get_cpu_capability()

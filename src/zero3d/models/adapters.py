@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_patterns("lora.train_also", choice.train_also or (), names)
     on_meta = any(p.is_meta for p in model.parameters())
-    with parameters_on_meta() if on_meta else _seeded(seed), _quiet():
+    with parameters_on_meta() if on_meta else _seeded(seed), without_advice():
         _inject(model, _options(choice, modules, stacked), choice)
     train_only(model, (f"*.{MARK}*", *(choice.train_also or ())))
     return replace(opened, weights=None if opened.weights is None else AdapterWeights(opened.weights, model, seed))
@@ -116,8 +117,11 @@ def default_targets(model: nn.Module) -> tuple[str, ...]:
     """Return the names that PEFT's table has for this kind of model, else `all-linear`."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return tuple(TABLE.get(kind, (ALL,)))
+    found = TABLE.get(getattr(getattr(model, "config", None), "model_type", None), (ALL,))
+    if not isinstance(found, str):
+        return tuple(found)
+    named = (name for name, module in model.named_modules() if re.fullmatch(found, name) and _adaptable(module))
+    return tuple(named) or (ALL,)
 
 
 def all_linear(model: nn.Module) -> list[str]:
@@ -174,8 +178,9 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # PEFT's, on transposed layers and merging, which ask nothing of anybody
+def without_advice() -> Iterator[None]:
+    """Keep PEFT's warnings back, on names, transposed layers and merging: they ask nothing of anybody."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -57,3 +57,15 @@ def config_number(model: nn.Module, name: str) -> int | None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, name, None)
+
+
+def layer_numbers(config: Any, name: str) -> list[int]:
+    """Return a number of a text model's configuration, or each layer's where layers differ (Gemma 4); else none."""
+    layers = getattr(config, "per_layer_config", None)
+    try:
+        found = [getattr(config, name, None)]
+    except Exception:  # transformers refuses to say what layers have differently
+        if not layers:
+            raise
+        found = [getattr(layers[index], name, None) for index in range(config.num_hidden_layers)]
+    return [number for number in found if isinstance(number, int)]

@@ -27,6 +27,7 @@ from zero3d.shards.boxes import Box, slices
 
 # By name: transformers puts functions of its own in the place of torch's.
 FILLS = {"normal_", "uniform_", "fill_", "zero_"} | {name for name in vars(nn.init) if name.endswith("_")}
+MAKES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
 LARGE = 1 << 28  # elements
 CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
 
@@ -97,13 +98,13 @@ def parameters_on_meta() -> Iterator[None]:
 class _NoFills(TorchFunctionMode):
     """Skips the initialisation of tensors without data, which would take three quarters of a build's time.
 
-    An empty stack of matrices that is too large for a buffer becomes a parameter: a layer's experts may be more than a
+    A new stack of matrices that is too large for a buffer becomes a parameter: a layer's experts may be more than a
     machine has room for, so it has no data from the beginning.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and not kwargs.get("device"):
+        if func in MAKES and not kwargs.get("device"):
             sizes = args[0] if args and isinstance(args[0], Sequence) else args
             if len(sizes) > 2 and all(isinstance(size, int) for size in sizes) and prod(sizes) >= LARGE:
                 return func(*args, **{**kwargs, "device": "meta"})

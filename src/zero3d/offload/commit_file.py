@@ -56,7 +56,7 @@ def write(path: Path, commit: Commit, owner: str, records: str) -> None:
     fresh = path.with_name(f".{path.name}.tmp")
     fresh.unlink(missing_ok=True)  # what somebody has put there might be a link
     with fresh.open("x") as file:
-        file.write(json.dumps(entries | {"sha256": _checksum(entries)}))
+        file.write(json.dumps(entries | {"sha256": sha256_of(entries)}))
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
@@ -89,7 +89,7 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
     checksum = entries.pop("sha256", None)
     sums = [entries.get(key) for key in ("sums", "sums_before")] if entries.get("format") == FORMAT else ["", ""]
     known = entries.get("format") in READABLE and all(isinstance(each, str) for each in sums)
-    if checksum != _checksum(entries) or not known:
+    if checksum != sha256_of(entries) or not known:
         raise CheckpointError(f"{path} is damaged, or of another version of zero3d: {_remedy(path)}")
     if entries["owner"] != owner:
         raise CheckpointError(f"{path} is of {short(entries['owner'])}, and this is {short(owner)}: {_remedy(path)}")
@@ -109,7 +109,8 @@ def step_of(path: Path) -> int | None:
     return step if isinstance(step, int) and 0 < step < 1 << 62 else None
 
 
-def _checksum(entries: Mapping[str, Any]) -> str:
+def sha256_of(entries: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of entries of a JSON file, in whatever order they stand."""
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 

@@ -16,7 +16,8 @@ Its bits are those of whole parameters: chunks are cut at multiples of 16 elemen
 
 One Python thread per core takes chunk after chunk. Torch's kernels release Python's lock, and run on their own thread
 alone: threads inside a chunk would wait for each other once for every operation. Where nothing is cast or multiplied a
-chunk needs no scratch, and is as long as `SHARES` for each thread allow: hardly any of the time is Python's.
+chunk needs no scratch, and is as long as `SHARES` for each thread allow: hardly any of the time is Python's. Where the
+gradient alone is multiplied, all of a thread's scratch is its, for chunks `WIDE` times as long.
 """
 
 from __future__ import annotations
@@ -241,8 +242,9 @@ class HostExecutor:
         """Return the elements of a chunk: all threads have some of a bucket, unless it is too small to be shared."""
         total = bucket.grad.numel()
         size = min(self._chunk, max(LEAST, _whole(-(-total // self._count))))
-        if bucket.is_plain and not factors:
+        if bucket.is_plain:
             size = max(size, _whole(total // (SHARES * self._count)))
+            size = min(size, WIDE * self._chunk) if factors else size
         return size
 
     def _update(
@@ -251,15 +253,18 @@ class HostExecutor:
         """Update the parts that are left of a bucket, each with its first element there, until there is none."""
         count = torch.tensor(float(step))
         for start, part in iter(parts.get, None):
-            wide = self._cast_in(part, factors)
-            for rule, slices in cuts.within(start, start + part.grad.numel()):
-                rule.update(count, [[each[cut] for cut in slices] for each in wide])
-            self._cast_out(part, wide, step)
+            wide, size = self._cast_in(part, factors), part.grad.numel()
+            for rule, slices in cuts.within(start, start + size):
+                whole = slices == [slice(0, size)]  # as most are: views of them take as long as the kernel's launch
+                rule.update(count, [[each] if whole else [each[cut] for cut in slices] for each in wide])
+            if not part.is_plain:
+                self._cast_out(part, wide, step)
 
     def _cast_in(self, part: BucketStates, factors: Sequence[float]) -> list[Tensor]:
         """Return master, gradient and moments in fp32: where they are, or in this thread's scratch."""
-        if part.is_plain and not factors:
-            return [part.master, part.grad, part.exp_avg, part.exp_avg_sq]
+        if part.is_plain:
+            room = self._own.scratch.view(-1)[: part.grad.numel()] if factors else part.grad
+            return [part.master, _multiplied(part.grad, factors, room), part.exp_avg, part.exp_avg_sq]
         master, grad, *moments = self._rooms(part.grad.numel())
         master = join_master(*part.halves, master) if part.halves else part.master
         held = zip((part.exp_avg, part.exp_avg_sq), moments, strict=True)

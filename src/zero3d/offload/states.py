@@ -19,6 +19,7 @@ from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.offload.records import Record
+from zero3d.precision import dtype_name
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
@@ -66,7 +67,7 @@ class StateRecord:
     @property
     def described(self) -> str:
         """Its name, and what its fields are."""
-        dtypes = (str(dtype).removeprefix("torch.") for dtype, _ in self.record.fields)
+        dtypes = (dtype_name(dtype) for dtype, _ in self.record.fields)
         fields = (f"{dtype} {name}" for dtype, name in zip(dtypes, self.names, strict=True))
         return f"{self.record.name} ({', '.join(fields)})"
 

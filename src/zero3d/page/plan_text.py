@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+from zero3d.distributed.degrees import AXES, FOLDS
 from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
-from zero3d.plan.inputs import in_parts, on_host
+from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
-from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 
 KNOBS = 5  # what-if lines
 
@@ -66,8 +70,8 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 
 def mesh(plan: ParallelPlan) -> str:
     """Name the degrees: pp 8 x dp 2 x tp 8."""
-    text = f"pp {plan.pp} x dp {plan.dp} x tp {plan.tp}"
-    folds = [f"{name} {degree}" for name, degree in (("ep", plan.ep), ("sp", plan.sp)) if degree > 1]
+    text = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
+    folds = [f"{fold.name} {degree}" for fold in FOLDS if (degree := getattr(plan, fold.name)) > 1]
     return f"{text} ({', '.join(folds)})" if folds else text
 
 
@@ -75,19 +79,19 @@ def settings(plan: ParallelPlan) -> str:
     """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
-    words += ["sources in one product"] if plan.ep > 1 and plan.mesh.experts == "fast" else []
-    words += [f"attention by {plan.mesh.sp_kind}"] if plan.sp > 1 and plan.mesh.sp_kind != "auto" else []
     words += ["loss in tiles"] if plan.tiled_loss else []
-    words += ["sequence parallel"] if plan.mesh.sequence_parallel else []
-    if plan.offload.optimizer != "none":
-        share = "" if plan.offload.fraction == 1 else f"{100 * plan.offload.fraction:g} % of "
-        words.append(f"{share}optimizer on {plan.offload.optimizer}")
-    words += [f"parameters on {plan.offload.params}"] if plan.offload.params != "none" else []
-    words += [f"gradients on {plan.offload.gradients}"] if plan.offload.gradients_leave else []
-    words += ["bf16 moments"] if plan.offload.moments != "fp32" else []
-    words += ["inputs over tp"] if in_parts(plan) else []
-    words += ["inputs on host"] if on_host(plan) else []
-    return ", ".join(words) or "-"
+    return ", ".join([*words, *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
+
+
+def _said(section: Mesh | Offload, plan: ParallelPlan) -> Iterator[str]:
+    """Yield what a section says of a plan that is not by default, and not on the device, in words that it declares."""
+    silent = without_effect(plan)
+    for key in fields(section):
+        value = getattr(section, key.name)
+        if key.metadata["said"] and key.name not in silent and value not in (key.default, DEVICE):
+            of_all = key.name == OPTIMIZER and plan.offload.fraction < 1
+            share = f"{100 * plan.offload.fraction:g} % of " if of_all else ""
+            yield share + key.metadata["said"].format(value)
 
 
 def short(plan: ParallelPlan) -> str:

@@ -17,10 +17,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch
-from zero3d.distributed.degrees import AXES, Degrees, least_dp
+from zero3d.distributed.degrees import FOLDS, Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.inputs import in_parts
+from zero3d.plan.inputs import without_effect
 from zero3d.plan.search import LONG
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.spec.mesh import Mesh
@@ -39,11 +39,9 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 
     What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
-    alone = {axis for axis in Degrees._fields if getattr(plan, axis) == 1}
-    no_effect = (alone - set(AXES)) | {key for axis in alone for key in plan.mesh.options(axis)}
-    no_effect |= {"experts"} if plan.ep == 1 else set()
-    no_effect |= set() if in_parts(plan) else {"partition_activations"}
-    mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in no_effect}
+    folds = {fold.name for fold in FOLDS if getattr(plan, fold.name) == 1}
+    left_out = folds | without_effect(plan)
+    mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in left_out}
     away = _non_default(plan.offload)
     sequences = plan.micro_batch * plan.accumulate * plan.rows
     saves = {"checkpoint": {"asynchronous": True}} if plan.asynchronous_saves else {}

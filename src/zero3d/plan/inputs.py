@@ -17,6 +17,7 @@ from math import ceil
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import DEPTH
 from zero3d.activations.policy import Policy
+from zero3d.distributed.degrees import Degrees
 from zero3d.memory.blocks import padded
 from zero3d.plan.in_flight import moments
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Part
@@ -35,6 +36,13 @@ def in_parts(plan: ParallelPlan) -> bool:
 def on_host(plan: ParallelPlan) -> bool:
     """Return whether inputs are kept on the host."""
     return plan.offload.activations_leave and plan.activations != "none"
+
+
+def without_effect(plan: ParallelPlan) -> set[str]:
+    """Return the keys of sections that change nothing here: those of axes and inputs that a plan has not."""
+    alone = {key for axis in Degrees._fields if getattr(plan, axis) == 1 for key in plan.mesh.options(axis)}
+    used = {"experts": plan.ep > 1, "partition_activations": in_parts(plan), "activations": on_host(plan)}
+    return alone | {key for key, there in used.items() if not there}
 
 
 def share_here(plan: ParallelPlan) -> float:

@@ -18,7 +18,7 @@ from zero3d.account.traffic import Moved, Sent
 from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.models.bases import decoder_of, model_of
+from zero3d.models.bases import decoder_of, layer_numbers, model_of
 from zero3d.models.packing import ATTENTION, inner_model
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.entry import LENGTH, Entry
@@ -177,6 +177,11 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
             f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
             f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
         )
+    if getattr(text, "hidden_size_per_layer_input", None):
+        raise ConfigError(
+            f"mesh.sp={sp} cuts hidden states where the language model begins, and {kind} takes inputs of each layer "
+            "from the tokens themselves, too: type mesh.sp=1."
+        )
     if any(is_compiled(module) for module in decoder.modules()):
         raise ConfigError(
             f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
@@ -187,7 +192,7 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
             f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
             "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
         )
-    heads = getattr(text, "num_attention_heads", None)
+    heads = min(layer_numbers(text, "num_attention_heads"), default=None)
     if sharing == "heads" and heads is not None and tp * sp > heads:
         raise ConfigError(
             f"mesh.sp={sp} x mesh.tp={tp} = {tp * sp} is more than the {heads} attention heads of {kind}, which they "

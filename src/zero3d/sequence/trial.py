@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.placeholders import Placeholder, first_argument
 
+PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 LENGTH, CUT = 33, 18  # no part is as long as widths are
 NAME = "sequence_trial"
 OF_A_KIND = 2
@@ -35,14 +37,22 @@ NEAR = 1e-3  # of the largest number: rounding depends on how many rows a produc
 def mixing_module(decoder: Any) -> str | None:
     """Return the name of the first module that mixes tokens outside of attention; None where none does.
 
-    Raises ConfigError where the decoder cannot be tried.
+    Inside a dry run, whose tensors have no values to compare, it is None of any: try the decoder before. Raises
+    ConfigError where the decoder cannot be tried.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if isinstance(torch.empty(0), FakeTensor):
+        return None
     config, seen = decoder.config, _Seen()
     own, functions = config._attn_implementation, ALL_ATTENTION_FUNCTIONS._global_mapping
     generator = torch.Generator().manual_seed(0)
-    width = config.get_text_config().hidden_size
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if width is None:
+        raise ConfigError(
+            "mesh.sp tries whether attention alone mixes the tokens of a sequence, and needs a width for that: "
+            f"{type(config).__name__} has no hidden_size. Type mesh.sp=1."
+        )
     device = next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
     hidden = torch.randn(1, LENGTH, width, generator=generator).to(device)
     with ExitStack() as stack, torch.no_grad():
@@ -72,13 +82,15 @@ def mixing_module(decoder: Any) -> str | None:
 
 
 class _ByColumns(TorchFunctionMode):
-    """Multiplies by weights that are a column, expanded, without making the matrix: of large ones that takes long."""
+    """Multiplies by weights that are expanded columns without making the matrices: of large ones that takes long."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1 and args[1].dim() == 2 and args[1].stride(1) == 0:
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             made = args[0].sum(-1, keepdim=True) * args[1][:, 0]
             return made if bias is None else made + bias
+        if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() == 3 and args[1].stride(1) == 0:
+            return args[0].sum(-1, keepdim=True) * args[1][:, :1]  # of experts, stacked
         return func(*args, **(kwargs or {}))
 
 

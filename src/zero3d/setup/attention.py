@@ -8,7 +8,7 @@
 
 "auto" takes the first of them that is installed, where it computes what torch's own attention (sdpa) does up to
 rounding: in bf16 or fp16, of a model and a head size that it knows, without deterministic algorithms, and of packed
-documents with one sequence a micro-batch, by whose positions it tells them apart. Elsewhere, as on CPUs, it is sdpa.
+documents, whose micro-batches are then one row (models/packing.py). Elsewhere, as on CPUs, it is sdpa.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_kernel(attn: str | None) -> None:
     raise ConfigError(f"model.attn={short(attn)} needs {needs}: {found.install}, or set model.attn=sdpa.")
 
 
-def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | None, micro_batch: int) -> Attention:
+def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | None) -> Attention:
     """Say what model.attn means for a model, and why.
 
     card  its compute capability; None for what is no CUDA device
@@ -101,7 +101,7 @@ def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | N
         return Attention(None, "" if asked is None else f"attention: {asked}, as model.attn says")
     if card is None or not hasattr(getattr(model, "config", None), "_attn_implementation"):
         return Attention(None, "")
-    if why := _why_not(config, model, micro_batch):
+    if why := _why_not(config, model):
         return Attention(None, f"attention: torch's own (model.attn=auto): {why}")
     fitting = [kernel for kernel in KERNELS if kernel.cards[0] <= card < kernel.cards[1]]
     for kernel in fitting:
@@ -114,7 +114,7 @@ def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | N
     return Attention(None, f"attention: torch's own (model.attn=auto): {missing}")
 
 
-def _why_not(config: Config, model: Any, micro_batch: int) -> str | None:
+def _why_not(config: Config, model: Any) -> str | None:
     """Say why no kernel computes what torch's own attention does; None where they do."""
     text = model.config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -124,22 +124,19 @@ def _why_not(config: Config, model: Any, micro_batch: int) -> str | None:
         not in HALVES,
         "algorithms are deterministic": fixed,
         "mesh.sp shares out torch's own": (config.mesh.sp or 1) > 1,
-        f"kernels tell packed documents apart with train.micro_batch=1, and it is {micro_batch}": (
-            bool(config.data.packing) and micro_batch > 1
-        ),
         f"{type(model).__name__} has none for flash attention": not getattr(model, "_supports_flash_attn", False),
         f"its heads are of {head}, and kernels take {LARGEST_HEAD} at most": head > LARGEST_HEAD,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def with_attention(config: Config, opened: Opened, device: torch.device, micro_batch: int) -> Opened:
+def with_attention(config: Config, opened: Opened, device: torch.device) -> Opened:
     """Return a model with the attention that `choose_attention` finds for it, and a note of that."""
     from zero3d.models.build import offline
     from zero3d.models.packing import inner_model
 
     model: Any = inner_model(opened.module)
-    name, why = choose_attention(config, model, card_of(device), micro_batch)
+    name, why = choose_attention(config, model, card_of(device))
     if name is not None:
         before = model.config._attn_implementation
         try:

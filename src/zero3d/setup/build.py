@@ -98,7 +98,7 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     mesh = open_mesh(config)
     batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     check_kernel(config.model.attn)
-    opened = with_attention(config, open_trained(config), mesh.device, batch.micro_batch)
+    opened = with_attention(config, open_trained(config), mesh.device)
     return build_engine(config, opened, mesh, batch.accumulate, config.train.steps)
 
 

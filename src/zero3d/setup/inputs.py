@@ -95,13 +95,13 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     check_packages(config)
     check_replay(config.health.replay, mesh)
     check_kernel(config.model.attn)
-    opened = with_attention(config, open_trained(config), mesh.device, batch.micro_batch)
+    opened = with_attention(config, open_trained(config), mesh.device)
     check_forward(opened.module)
     check_export(config, opened)
     check_length_over_tp(config.data.length, slices_of(config, mesh))
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
-        check_packing(opened.module, batch.micro_batch)
+        check_packing(opened.module)
     folder = None if opened.folder is None else str(opened.folder)
     tokenizes = needs_tokenizer(config.data) or config.data.tokenizer is not None
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
+from zero3d.precision import dtype_name
 from zero3d.sim.patches import hear_resizes
 from zero3d.sim.position import NOWHERE, Position, PositionTracker
 
@@ -116,7 +117,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.device.type == "meta":
                 return None
             position, number = self._position.now(), len(self.log.storages)
-            dtype, nbytes = str(tensor.dtype).removeprefix("torch."), storage.nbytes()
+            dtype, nbytes = dtype_name(tensor.dtype), storage.nbytes()
             self._alive[number] = Storage(nbytes, category, tuple(tensor.shape), dtype, position)
             self.log.storages.append(self._alive[number])
             self._follow(storage, number)

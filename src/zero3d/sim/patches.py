@@ -2,16 +2,16 @@
 
 What is ours is not patched: a dry run is given a mesh, an arena, stores and peers of its own (`group`, `memory`,
 `tiers`, `peers`).
-Left are functions of others that nothing can be passed to, and some of ours whose callers know no mesh:
+Code of ours that would read values looks whether a tensor has any (`FakeTensor`). Left are functions of others that
+nothing can be passed to, and one constant of ours:
 
     torch.UntypedStorage.resize_          no operator, so that no dispatch mode sees it       `hear_resizes`
     PipelineStage's votes, _batch_p2p     they read values; they let go of tensors            `standing_in`
     transformers' packed sequences        reads values of positions                           `without_values`
     its checks of images and their tokens read values of ids                                  `without_values`
-    RankRandom.begin                       reads the bytes of a generator's state              `without_values`
-    sequence's trial of a decoder         compares values; it was made before  `without_trial`
-    precision._CHUNK, scratch.IN_CACHE    casts on a CPU go chunk by chunk for its cache,     `standing_in`
-                                          on the accelerator that it stands for at once; buckets are shorter there
+    scratch.IN_CACHE                      what is done at once is said of a tensor's own      `standing_in`
+                                          device, which here is a CPU for an accelerator: a mesh that says otherwise
+                                          would have to go along with every tensor that is cast
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero3d import precision
 from zero3d.memory import scratch
-from zero3d.sequence import group
-from zero3d.tensor_parallel.regions import RankRandom
-
-WHOLE = 1 << 62  # elements: more than there are
 
 
 @contextmanager
@@ -87,17 +82,9 @@ def without_values(packed: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *_: None))
-        stack.enter_context(replaced(RankRandom, "begin", lambda *_, **__: None))
         if find_spec("transformers") is not None:
             masks = import_module("transformers.masking_utils")
             stack.enter_context(replaced(masks, "find_packed_sequence_indices", partial(_document_numbers, packed)))
-        yield
-
-
-@contextmanager
-def without_trial() -> Iterator[None]:
-    """Let a model be checked for a sequence axis inside the block without the trial, which compares values."""
-    with replaced(group, "mixing_module", lambda _: None):
         yield
 
 
@@ -150,6 +137,5 @@ def standing_in(backend: str, packed: bool) -> Iterator[None]:
         stack.enter_context(replaced(schedules, "_batch_p2p", send_held))
         stack.enter_context(without_values(packed))
         if backend != "gloo":
-            stack.enter_context(replaced(precision, "_CHUNK", WHOLE))
             stack.enter_context(replaced(scratch, "IN_CACHE", ()))
         yield

@@ -40,7 +40,7 @@ from zero3d.sim.group import FakeMesh, fake_group
 from zero3d.sim.images import TEXT_ALONE, find_images, said_of
 from zero3d.sim.observe import Observation, blank_batches, observe
 from zero3d.sim.orders import orders
-from zero3d.sim.patches import standing_in, without_trial
+from zero3d.sim.patches import standing_in
 from zero3d.sim.peers import AbsentPeers, norms_of_group
 from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all, work_of_all
 from zero3d.sim.replay import peak_of, timeline_of
@@ -101,7 +101,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
-        check_packing(opened.module, batch.micro_batch)
+        check_packing(opened.module)
     options = forward_options(opened.module)
     images = find_images(opened.module, config.data.length, bool(config.data.packing))
     said = said_of(opened.module, images)
@@ -114,7 +114,7 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
     rows, me = norms_of_group(config, mesh, opened.module), mesh.place.pp * mesh.tp + mesh.place.tp
     if mesh.sp > 1:
         check_sequence(opened.module, mesh.sp, mesh.tp, config.mesh.sp_kind)  # while there are values to try it with
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_trial():
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _forget_buffers(opened.module, fake)
         models = [opened]
         del opened  # of a pipeline's model, what is not on this rank

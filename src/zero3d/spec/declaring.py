@@ -26,6 +26,7 @@ def key(
     choices: tuple[str, ...] = (),
     axis: str = "",
     in_plan: bool | str = True,
+    said: str = "",
     **bounds: float,
 ) -> Any:
     """Declare a field: its default, what it means, and what is allowed.
@@ -33,11 +34,12 @@ def key(
     choices     the allowed words; K in "every:K" stands for a whole number from 1
     axis        without which (degree 1) it has no effect
     in_plan     whether a plan has it, or its keyword there if that is not the field's name
+    said        in a few words, for tables of plans: what it is where it is not by default, with {} for the value
     bounds      least, most: closed; above, below: open
     """
     assert bounds.keys() <= set(BOUNDS), f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}"
     limits = dict.fromkeys(BOUNDS) | bounds
-    metadata = {"text": text, "choices": choices, **limits, "axis": axis, "in_plan": in_plan}
+    metadata = {"text": text, "choices": choices, **limits, "axis": axis, "in_plan": in_plan, "said": said}
     return field(default=default, metadata=metadata)
 
 

@@ -34,6 +34,7 @@ class Mesh:
         "gathered; auto: heads where that has the bits of one rank, else what sends less",
         choices=SP_KINDS,
         axis="sp",
+        said="attention by {}",
     )
     sp_mask_budget: int | str = key(
         "4GB",
@@ -47,6 +48,7 @@ class Mesh:
         "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
         "ep 1; fast, one product of all",
         choices=EXPERTS,
+        said="sources in one product",
     )
     ep_plan: Mapping[str, str] | None = key(
         None,
@@ -70,9 +72,12 @@ class Mesh:
         False,
         "cut activations between blocks over tp, too, along the sequence (mesh.sp cuts them everywhere, over dp)",
         axis="tp",
+        said="sequence parallel",
     )
     partition_activations: bool = key(
-        False, "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed"
+        False,
+        "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed",
+        said="inputs over tp",
     )
     blocks: str | None = key(
         None,

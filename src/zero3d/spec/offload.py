@@ -44,20 +44,26 @@ class Offload:
         f"{', or else '.join(TIERS[name].where for name in tiers_of(OPTIMIZER))}, as a run says with the arithmetic",
         choices=("none", *tiers_of(OPTIMIZER), AUTO),
         in_plan="offload",
+        said="optimizer on {}",
     )
     params: str = key(
-        "none", "where weights are that nothing needs now (zero.stage 3)", choices=("none", *tiers_of(PARAMS))
+        "none",
+        "where weights are that nothing needs now (zero.stage 3)",
+        choices=("none", *tiers_of(PARAMS)),
+        said="parameters on {}",
     )
     gradients: str = key(
         "auto",
         "where reduced gradients wait for the update: host at stages 2 and 3",
         choices=(AUTO, DEVICE, *tiers_of(GRADIENTS)),
+        said="gradients on {}",
     )
     activations: str = key(
         "none",
         "where inputs of recomputed blocks are",
         choices=("none", *tiers_of(ACTIVATIONS)),
         in_plan="offload_activations",
+        said="inputs on {}",
     )
     fraction: float = key(
         1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
@@ -70,6 +76,7 @@ class Offload:
         "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
         "the same",
         choices=("fp32", "bf16"),
+        said="{} moments",
     )
     executor: str = key(
         "auto", "updates states on the device, through which they pass, or on the host", choices=(AUTO, DEVICE, HOST)

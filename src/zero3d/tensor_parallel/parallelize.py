@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
-from zero3d.models.bases import model_of
+from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
@@ -92,24 +92,13 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
     attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
     for key in ("num_attention_heads", "num_key_value_heads") if attention else ():
-        for heads in _of_layers(config, key):
-            if isinstance(heads, int) and heads % size:
+        for heads in layer_numbers(config, key):
+            if heads % size:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
                     f"tp={size} cannot share out {key}={heads}: {heads} / {size} is not whole. Pass a tp that divides "
                     f"it ({', '.join(divisors)}), or leave attention out of the plan with 'none'."
                 )
-
-
-def _of_layers(config: Any, key: str) -> list[Any]:
-    """Return a value of a config, or those of its layers where it has one for each (Gemma 4)."""
-    layers = getattr(config, "per_layer_config", None)
-    try:
-        return [getattr(config, key, None)]
-    except Exception:  # transformers refuses to say what layers have differently
-        if not layers:
-            raise
-        return [getattr(layers[index], key, None) for index in range(config.num_hidden_layers)]
 
 
 def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:

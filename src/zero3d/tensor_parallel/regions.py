@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
@@ -173,11 +174,15 @@ class RankRandom:
         self._paused: tuple[torch.Generator, Tensor] | None = None
 
     @_disable_dynamo
-    def begin(self, device: torch.device, on: bool = True) -> None:
-        """If `on`, advance the common generator by one number and continue with this rank's own."""
+    def begin(self, near: Tensor, on: bool = True) -> None:
+        """If `on`, advance the common generator of a tensor's device by one number, and continue with this rank's own.
+
+        A dry run's tensors have no values, and are given no random ones.
+        """
         self._before = None
-        if not on:
+        if not on or isinstance(near, FakeTensor):
             return
+        device = near.device
         generator = _generator(device)
         torch.rand((), device=device)  # so that the next call finds another state
         self._before = generator, generator.get_state()

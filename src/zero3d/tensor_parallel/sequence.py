@@ -121,7 +121,7 @@ def _scatter(regions: Regions, random: RankRandom, name: str, block: nn.Module, 
 
     def scatter(t: Tensor) -> Tensor:
         piece = regions.scatter_to(t, name)
-        random.begin(t.device, block.training)
+        random.begin(t, block.training)
         return piece
 
     return change_first(args, kwargs, scatter)
@@ -141,7 +141,7 @@ def _gather_first(regions: Regions, name: str, module: nn.Module, args: Any, kwa
 
 
 def _begin(regions: Regions, random: RankRandom, module: nn.Module, args: Any) -> None:
-    random.begin(args[0].device, module.training and not regions.by_sequence)
+    random.begin(args[0], module.training and not regions.by_sequence)
 
 
 def _end(random: RankRandom, module: nn.Module, args: Any, output: Any) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.engine.engine import Engine
+from zero3d.precision import dtype_name
 from zero3d.train.memory_report import LiveTensor
 
 SHOWN = 8
@@ -37,7 +38,7 @@ def largest_tensors(device: torch.device, engine: Engine | None, frames: Sequenc
         key, nbytes = storage._cdata, storage.nbytes()
         held = found.get(key)
         if nbytes and (held is None or tensor.numel() > _numel(held)):
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             found[key] = LiveTensor(names.get(key, "unnamed"), tuple(tensor.shape), dtype, nbytes)
     return sorted(found.values(), key=lambda each: (-each.nbytes, each.name))[:SHOWN]
 

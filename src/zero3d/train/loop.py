@@ -27,6 +27,7 @@ from zero3d.engine.engine import Engine
 from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
+from zero3d.models.packing import as_row
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
@@ -311,8 +312,9 @@ class Loop:
                     progress.say(line)
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return a batch where the engine computes, with the options every forward gets."""
-        return {**{name: to_device(tensor, self.engine.mesh.device) for name, tensor in batch.items()}, **self._options}
+        """Return a batch where the engine computes, a row where attention needs one, with every forward's options."""
+        row, device = as_row(batch, self._options), self.engine.mesh.device
+        return {**{name: to_device(tensor, device) for name, tensor in row.items()}, **self._options}
 
     # --- the held-out part --------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import STATES
-from zero3d.precision import NAMES
+from zero3d.precision import NAMES, dtype_name
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.zero.stages import LEAVING, WINDOW
@@ -272,7 +272,7 @@ def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int
 
 
 def _name(dtype: torch.dtype) -> str:
-    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return NAMES.get(dtype, dtype_name(dtype))
 
 
 def _join(names: Iterable[str]) -> str:

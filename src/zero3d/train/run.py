@@ -23,7 +23,7 @@ from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
-from zero3d.models.packing import forward_options
+from zero3d.models.packing import forward_options, row_options
 from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
@@ -128,6 +128,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     post_mortem.mesh = inputs.mesh
     module = inputs.opened.module
     options, layers = forward_options(module), len(find_blocks(module))
+    if config.data.packing:
+        options |= row_options(module, config.data.length)
     flops = flops_per_token(module, config.data.length)  # before parameters are cut
     plan = plan_run(config, module, inputs.mesh, inputs.steps)
     with inputs.mesh.waiting_room() as axis:

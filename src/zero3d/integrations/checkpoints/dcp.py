@@ -29,6 +29,7 @@ from zero3d.errors import CheckpointError, short
 from zero3d.integrations.checkpoints.archives import Mapped, map_file, read_torch
 from zero3d.integrations.checkpoints.foreign import MOMENTS, MOST_DIMS, Foreign, check_name
 from zero3d.integrations.checkpoints.restricted import Inert, read_pickle
+from zero3d.precision import dtype_name
 
 METADATA = ".metadata"
 LARGEST_METADATA = 1 << 29  # bytes; about 50 a chunk
@@ -159,7 +160,7 @@ def _listed(folder: Path) -> dict[str, Listed]:
 
 def _tensor(folder: Path, key: str, what: Any, places: Mapping[Any, Any], sums: TilingSums) -> Listed:
     shape, dtype = _numbers(key, what.size), getattr(what.properties, "dtype", None)
-    if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in CODES:
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) not in CODES:
         raise CheckpointError(f"{folder}: {short(key)} has the dtype {short(dtype)}, which no weight has.")
     chunks = []
     for chunk in what.chunks:

@@ -22,7 +22,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import CheckpointError, short
 from zero3d.memory.arena import Arena
-from zero3d.precision import LossScale, Precision
+from zero3d.precision import LossScale, Precision, dtype_name
 from zero3d.rng import rng_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -88,7 +88,7 @@ class Foreign:
         ):
             for name, values in tensors.items():
                 check_name(name, self.source)
-                if _dtype(values) not in dtypes:
+                if dtype_name(values.dtype) not in dtypes:
                     raise CheckpointError(f"{self.source}: the {what} {name} is {values.dtype}, which none has.")
         lacking = [name for name in self.masters if self.moments and set(self.moments.get(name, ())) != set(MOMENTS)]
         if lacking:
@@ -128,20 +128,20 @@ def _captured(foreign: Foreign) -> Captured:
     for kind, named in kinds.items():
         for name, kept in named.items():
             shape = list(next(iter(kept.values())).shape)
-            dtype = "float32" if kind == "trained" else _dtype(kept[FROZEN])
+            dtype = "float32" if kind == "trained" else dtype_name(kept[FROZEN].dtype)
             parameters[name] = {"shape": shape, "trainable": kind == "trained", "dtype": dtype}
             for state, values in kept.items():
                 box = tuple((0, size) for size in shape)
                 key = key_of(name, state, box)
                 states[key] = values
-                rows.append({"name": name, "state": state, "box": box, "dtype": _dtype(values), "key": key})
+                rows.append({"name": name, "state": state, "box": box, "dtype": dtype_name(values.dtype), "key": key})
     streams, python_rng = rng_state(torch.device("cpu"))
     own = {f"{BUFFER}{name}": values for name, values in foreign.buffers.items()}
     own |= {f"{STREAM}{name}": values for name, values in streams.items()}
     part = {
         "parameters": parameters,
         "tensors": rows,
-        "own": {key: {"shape": list(values.shape), "dtype": _dtype(values)} for key, values in own.items()},
+        "own": {key: {"shape": list(values.shape), "dtype": dtype_name(values.dtype)} for key, values in own.items()},
         "scalars": {"step": float(foreign.step)} if foreign.moments else {},
         "python_rng": python_rng,
     }
@@ -160,7 +160,3 @@ def _facts(foreign: Foreign) -> Facts:
         "loop": loop,
     }
     return Facts(run, {"pp": 1, "dp": 1, "tp": 1})
-
-
-def _dtype(values: Tensor) -> str:
-    return str(values.dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError, short
+from zero3d.precision import dtype_name
 
 KIND, VALUE = "__kind__", "value"
 MOST = 100_000  # elements; the state of a random generator has 5,056
@@ -29,7 +30,7 @@ def encode(value: Any, name: str = "client_state") -> Any:
         return value
     if isinstance(value, Tensor) and value.numel() <= MOST and not value.is_complex() and not value.is_quantized:
         flat = [encode(item) for item in value.detach().flatten().tolist()]
-        return _tagged("tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), flat])
+        return _tagged("tensor", [dtype_name(value.dtype), list(value.shape), flat])
     if isinstance(value, Tensor):
         raise ConfigError(
             f"{name} is a tensor of {value.dtype} and {value.numel():,} elements, and one of real numbers up to "

@@ -1,0 +1,138 @@
+"""`zero3d models [PATH | PRESET | TYPE]`: what a model supports, by the engine's own checks; no weights, no ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zero3d.cli.preflight import check_transformers
+from zero3d.cli.train import quiet_libraries
+from zero3d.cli.worker import quiet_environment
+from zero3d.config import Model
+from zero3d.config.hints import nearest
+from zero3d.errors import ConfigError, short
+from zero3d.models.places import is_called
+from zero3d.models.presets import PRESETS
+from zero3d.page.text import columns, count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zero3d.setup.support import Support
+
+WIDTH = 100
+ANSWERS = {True: "yes", False: "no", None: "-"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    kinds = "a folder or config.json, a preset, module:function, or a model_type of transformers with its usual sizes"
+    parser.add_argument("model", nargs="?", metavar="PATH | PRESET | TYPE", help=f"{kinds}; without one, the presets")
+    parser.add_argument(
+        "--families",
+        action="store_true",
+        help="every language model type of transformers, with its usual sizes: minutes",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answers. Raises ConfigError."""
+    if arguments.model is not None and arguments.families:
+        raise ConfigError("zero3d models answers for one model or for --families: leave one of the two out.")
+    if arguments.model is None and not arguments.families:
+        print(json.dumps({"presets": list(PRESETS)}) if arguments.json else _presets())
+        return 0
+    check_transformers(Model(path=arguments.model or "demo"))
+    quiet_environment()
+    quiet_libraries()
+    from zero3d.setup.support import support_of
+
+    if arguments.families:
+        families = dict(_families())
+        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 9)))
+        return 0
+    found = support_of(_bare(arguments.model))
+    print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
+    return 0
+
+
+def _presets() -> str:
+    return f"presets: {', '.join(PRESETS)}\nzero3d models PRESET says what one supports; also a folder, a model_type"
+
+
+def _bare(name: str) -> nn.Module:
+    """Return the model without weights. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING
+
+    from zero3d.models.build import build
+    from zero3d.models.open import open_bare, open_model
+
+    model = Model(path=name, init="random")
+    if is_called(model):
+        return open_model(model).module.to("meta")
+    if os.path.exists(name) or name in PRESETS:
+        return open_bare(model).module
+    if name in CONFIG_MAPPING:
+        return build(usual_config(name))
+    near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise ConfigError(
+        f"{short(name)!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}), not module:function and no "
+        f"model_type of the installed transformers.{hint} zero3d downloads nothing."
+    )
+
+
+def usual_config(kind: str) -> Any:
+    """Return the config of a type with the sizes that transformers gives it. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(kind)
+    except Exception as error:  # any error of its own, quoted
+        line = " ".join(str(error).split())
+        raise ConfigError(f"transformers has no usual sizes of {kind} that it takes itself: {short(line)}") from error
+
+
+def _as_text(found: Support) -> str:
+    lines = [f"{found.model}: {count(found.parameters)} parameters, {found.blocks or 'no blocks'}", ""]
+    for row in found.rows:
+        said = row.refusal or row.what
+        head = f"  {row.name:<9}{ANSWERS[row.supported]:<5}"
+        lines += textwrap.wrap(said, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    return "\n".join(lines)
+
+
+def _as_json(found: Support) -> dict[str, Any]:
+    return {**found._asdict(), "rows": [row._asdict() for row in found.rows]}
+
+
+def _as_table(families: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a line of cells for each type: what it supports, or why it cannot be built."""
+    names: list[str] = []
+    for kind, found in families.items():
+        if isinstance(found, str):
+            continue
+        if not names:
+            names = [row["name"] for row in found["rows"]]
+            yield ["model_type", *names]
+        yield [kind, *(ANSWERS[row["supported"]] for row in found["rows"])]
+
+
+def _families() -> Iterator[tuple[str, Any]]:
+    """Yield each type that AutoModelForCausalLM builds, and its answers or why it cannot be built."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from zero3d.setup.support import support_of
+
+    for number, kind in enumerate(sorted(NAMES), 1):
+        print(f"{number} of {len(NAMES)}: {kind}", file=sys.stderr, flush=True)
+        try:
+            yield kind, _as_json(support_of(_bare(kind)))
+        except ConfigError as error:
+            yield kind, str(error)

@@ -1,0 +1,124 @@
+"""`zero3d models`: what a model supports is what the engine's checks say."""
+
+import json
+
+import pytest
+from families import family, llava
+from torch import nn
+
+from zero3d.cli.main import main
+from zero3d.distributed.axis import Axis
+from zero3d.distributed.ledger import Ledger
+from zero3d.errors import ConfigError
+from zero3d.models.adapters import default_targets
+from zero3d.models.packing import check_packing
+from zero3d.sequence.group import check_sequence
+from zero3d.setup.support import support_of
+from zero3d.tensor_parallel.parallelize import parallelize
+
+
+def answers(model):
+    return {row.name: row for row in support_of(model).rows}
+
+
+def test_a_plain_decoder_supports_all_that_its_sizes_allow():
+    found = answers(family("llama"))  # 4 heads, 2 of keys, 2 blocks
+    said = {name: (row.supported, row.what) for name, row in found.items()}
+    assert said == {
+        "tp": (True, "2"),
+        "fused": (None, ""),
+        "pp": (True, "up to 2 stages of model.layers"),
+        "ep": (None, "no experts"),
+        "sp": (True, "any; by heads up to 4"),
+        "images": (None, "text alone"),
+        "packing": (True, "documents of a sequence do not see each other"),
+        "lora": (True, "q_proj, v_proj"),
+    }
+    assert [row.refusal for row in found.values()] == [""] * 8
+
+
+def test_degrees_are_those_that_divide():
+    found = answers(
+        family("llama", num_attention_heads=12, num_key_value_heads=12, hidden_size=48, head_dim=4, vocab_size=60)
+    )
+    assert found["tp"].what == "2, 3, 4, 6, 12"
+    experts = answers(family("gpt_oss"))
+    assert (experts["ep"].supported, experts["ep"].what) == (True, "2, 4 (4 experts a layer)")
+    fused = answers(family("mixtral", num_local_experts=2))["fused"]
+    assert fused.what == "model.layers.*.mlp.experts.gate_up_proj (2 in one)"
+
+
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "lfm2"])
+def test_a_row_that_says_no_has_the_words_of_the_engine(name):
+    found = answers(family(name))
+    for row, check in (
+        ("sp", lambda model: check_sequence(model, 2, 1, "auto")),
+        ("packing", lambda model: check_packing(model, 1)),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            check(family(name))
+        assert (found[row].supported, found[row].refusal) == (False, str(refused.value))
+
+
+def test_a_model_without_a_plan_is_told_how_to_write_one():
+    found = answers(family("bert"))
+    with pytest.raises(ConfigError) as refused:
+        parallelize(family("bert").to("meta"), Axis("tp", 0, 2), Ledger())
+    assert (found["tp"].supported, found["tp"].refusal) == (False, str(refused.value))
+    assert (found["fused"].supported, found["fused"].refusal) == (None, "")
+
+
+def test_images():
+    found = answers(llava())
+    assert found["images"].supported is True
+    assert found["pp"].what == "up to 2 stages of model.language_model.layers"
+
+
+def test_layers_with_heads_of_their_own_are_asked_one_by_one():
+    found = answers(family("gemma4_text"))
+    assert found["tp"].supported is True
+    assert found["sp"].supported is False  # inputs of each layer
+    assert "mesh.sp" in found["sp"].refusal
+
+
+def test_the_model_is_as_before():
+    model = family("llama")
+    before = {name: (p.data_ptr(), p.shape) for name, p in model.named_parameters()}
+    modules = [type(module) for module in model.modules()]
+    support_of(model)
+    assert {name: (p.data_ptr(), p.shape) for name, p in model.named_parameters()} == before
+    assert [type(module) for module in model.modules()] == modules
+
+
+def test_a_plain_module():
+    found = answers(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]))
+    assert found["tp"].supported is False
+    assert found["sp"].supported is False
+
+
+def test_peft_may_name_what_it_adapts_by_one_expression(monkeypatch):
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
+
+    monkeypatch.setitem(TABLE, "llama", r"model\.layers\.1\..*\.(q_proj|v_proj)")  # as it does for gemma4
+    layer = "model.layers.1.self_attn"
+    assert default_targets(family("llama")) == (f"{layer}.q_proj", f"{layer}.v_proj")
+    assert answers(family("llama"))["lora"].what == "q_proj, v_proj"
+
+
+def test_the_verb_prints_text_and_json(capsys):
+    assert main(["models", "demo-moe"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Qwen3MoeForCausalLM: ")
+    assert "  ep       yes  2, 4, 8, 16 (16 experts a layer)\n" in text
+    assert main(["models", "demo-moe", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["rows"]] == ["tp", "fused", "pp", "ep", "sp", "images", "packing", "lora"]
+    assert main(["models"]) == 0
+    assert "demo-moe" in capsys.readouterr().out
+
+
+def test_a_wrong_name_gets_the_nearest(capsys):
+    assert main(["models", "gpt_os"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'gpt_oss'?" in said
+    assert main(["models", "demo", "--families"]) == 2
