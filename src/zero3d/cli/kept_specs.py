@@ -19,8 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from zero3d.cli.progress import say
 from zero3d.config import Lora, Model
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, is_called
 from zero3d.models.presets import PRESETS
 from zero3d.plan.spec import ModelSpec, Operations
@@ -42,6 +43,7 @@ def open_spec(path: str, length: int | None, **settings: Any) -> ModelSpec:
     file = None if is_called(model) else _folder() / f"{_digest(path, length, settings)}.json"
     spec = None if file is None else _read(file)
     if spec is None:
+        say(f"tracing a step of {short(path)}, kept for the next time")
         from zero3d.sim.model_spec import open_spec as traced
 
         spec = traced(path, length, **settings)

@@ -94,11 +94,28 @@ class Rejection(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The outcome of a search: ranked rows, and all that was rejected. tried: plans looked at."""
+    """The outcome of a search: ranked rows, and all that was rejected.
+
+    tried  plans looked at
+    whole  nobody stopped it
+    """
 
     rows: list[Row]
     rejected: list[Rejection]
     tried: int
+    whole: bool = True
+
+
+class Progress(NamedTuple):
+    """How far a search is: plans priced, rows of plans that are done, of how many, and the best that was found."""
+
+    priced: int
+    done: int
+    all: int
+    best: Row | None
+
+
+Watch = Callable[[Progress], None]
 
 
 class Target(NamedTuple):
@@ -118,11 +135,17 @@ class Target(NamedTuple):
 
 
 def search(
-    model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate, at_least: AtLeast | None = None
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    target: Target,
+    evaluate: Evaluate,
+    at_least: AtLeast | None = None,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload.
 
     at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found
+    watch     is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
     """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
@@ -131,16 +154,25 @@ def search(
     price = _Price(evaluate, at_least)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
-        here = resized(cluster, gpus)
-        rows += [
-            row
-            for group in _groups(model, here, target, tiers, account)
-            for row in _fitting(group, model, here, price, account)
-        ]
-        if rows:
-            break
-    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
+    best: list[Row] = []  # the first of them, for who watches
+    whole = True
+    try:
+        for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
+            here = resized(cluster, gpus)
+            groups = list(_groups(model, here, target, tiers, account))
+            for done, group in enumerate(groups, 1):
+                before = len(rows)
+                rows += _fitting(group, model, here, price, account)
+                if watch is not None:
+                    best = sorted([*best, *rows[before:]], key=_KEYS[target.goal])[:1]
+                    watch(Progress(account.priced, done, len(groups), next(iter(best), None)))
+            if rows:
+                break
+    except KeyboardInterrupt:
+        if watch is None or not rows:
+            raise
+        whole = False
+    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried, whole)
 
 
 def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
@@ -181,6 +213,7 @@ class _Account:
 
     def __init__(self, limit: float) -> None:
         self.limit, self.tried = limit, 0
+        self.priced = 0
         self._count: dict[str, int] = {}
         self._nearest: dict[str, tuple[float, ParallelPlan, str]] = {}
 
@@ -357,6 +390,7 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
     One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
     """
     for i, (micro, accumulate) in enumerate(group.sizes):
+        account.priced += 1
         candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
         least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
