@@ -175,6 +175,7 @@ ACCEPTED = {
     "un-prefixed": (CHAT | zero({"stage": 3, "prefetch_bucket_size": 1e7, "param_persistence_threshold": 1e5, "max_live_parameters": 1e9,
                                  "max_reuse_distance": 1e9, "gather_16bit_weights_on_model_save": True}), [], {"zero.stage": 3}),
     "hpz of one": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "mics_shard_size": -1}), [], {"zero.stage": 3}),
+    "mics": (CHAT | zero({"stage": 3, "mics_shard_size": 8}), [], {"zero.stage": 3, "mesh.shard": 8}),
 }  # fmt: skip
 
 REFUSED = {
@@ -194,7 +195,7 @@ REFUSED = {
     "elasticity": (CHAT | {"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, [], "DeepSpeed itself has removed it in 0.19.8; use health.min_ranks"),
     "quantised": (CHAT | zero({"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}), [], "zero_quantized_weights=true is refused"),
     "hpz": (CHAT | zero({"stage": 3, "zero_hpz_partition_size": 8}), [], "zero_hpz_partition_size=8 is refused"),
-    "mics": (CHAT | zero({"stage": 3, "mics_shard_size": 8}), [], "mics_shard_size=8 is refused: DeepSpeed itself has removed it in 0.19.7"),
+    "mics in turns": (CHAT | zero({"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True}), [], "mics_hierarchical_params_gather=true is refused: DeepSpeed itself has removed it in 0.19.7"),
     "experts": (CHAT | {"expert_parallel": {"enabled": True, "autoep_size": 2}}, [], "expert_parallel=.* use mesh.ep=N beside"),
     "an unmanaged boundary": (CHAT | {"managed_gradient_accumulation": False}, [], "use engine.set_gradient_accumulation_boundary"),
     "universal": (CHAT | {"checkpoint": {"load_universal": True}}, [], "load_universal=true is refused: .* use zero3d ckpt import SOURCE FOLDER"),

@@ -22,6 +22,7 @@ LAYERS = {
         "spec",
         "config",
         "watchdog",
+        "weights",
     ),
     "core": ("zero", "account"),
     "parallel": (

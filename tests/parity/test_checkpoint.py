@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, joined, seal
 from models import Net, adamw, batch, bits, build, loss_of
+from pipelines import covering
 from safetensors import safe_open
 
 import zero3d
@@ -166,12 +167,13 @@ def test_states_are_equal_on_another_dp_degree_and_stage(ranks, tmp_path, before
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["net", "llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("stages", [(a, b) for a in range(4) for b in range(4)])
-@pytest.mark.parametrize("worlds", [(1, 4), (4, 2), (2, 1)])
-def test_states_are_equal_for_all_shapes(ranks, tmp_path, worlds, stages, model):
-    saved = ranks(worlds[0], save_at, stages[0], model, str(tmp_path / "a"))
-    again = ranks(worlds[1], load_at, stages[1], model, saved[0][0], str(tmp_path / "b"))
+@pytest.mark.parametrize(
+    ("model", "stage", "new_stage", "worlds"),
+    covering((("net", "llama", "qwen3", "gpt2"), range(4), range(4), ((1, 4), (4, 2), (2, 1)))),
+)
+def test_states_are_equal_for_all_shapes(ranks, tmp_path, model, stage, new_stage, worlds):
+    saved = ranks(worlds[0], save_at, stage, model, str(tmp_path / "a"))
+    again = ranks(worlds[1], load_at, new_stage, model, saved[0][0], str(tmp_path / "b"))
     assert whole_states(Path(saved[0][0])) == whole_states(Path(again[0][0]))
 
 
@@ -676,6 +678,6 @@ def test_a_buffer_that_is_no_number_is_not_exported(tmp_path):
     model = build("net")
     model.register_buffer("running", torch.tensor([1.0, float("nan")]))
     engine = zero3d.Engine(model, stage=2)
-    with pytest.raises(zero3d.Zero3dError, match="nothing was exported: buffer running"):
+    with pytest.raises(zero3d.Zero3dError, match="buffer running"):
         engine.export(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

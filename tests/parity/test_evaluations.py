@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,7 +82,7 @@ def test_a_value_of_collectives_is_the_same_on_all_ranks(ranks, folder):
 
 
 @pytest.mark.long
-def test_the_command_tells_once_what_one_rank_raised_while_the_other_waits_for_it(folder):
+def test_the_command_tells_once_what_one_rank_raised_while_the_other_waits_for_it(zero3d_in_fork, folder):
     made = run(folder, "out", train={"steps": 2, "batch": 4}, evaluate={"function": "mine:one_fails"})
     (folder / "run.yaml").write_text(json.dumps(made))
     (folder / "mine.py").write_text(
@@ -94,8 +92,7 @@ def test_the_command_tells_once_what_one_rank_raised_while_the_other_waits_for_i
         "    engine.release()\n"
         "    engine.fingerprint()\n"
     )
-    command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    done = zero3d_in_fork(folder, "train", "run.yaml", "--ranks=2")
     assert done.returncode == 2, done.stderr
     line = "ConfigError: evaluate.function mine:one_fails at step 2 raised RuntimeError: no answers"
     assert done.stderr.count(f"{line} ({folder / 'mine.py'}:3)") == 1

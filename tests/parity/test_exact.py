@@ -80,7 +80,6 @@ def check_one_curve(outcome):
 AT_MOST = pytest.mark.parametrize("dps", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.long)], ids=str)
 
 
-PAIRS = [case for case in covering(SETTINGS) if case != FIRST]
 SOME = [(STAGES[3], "bf16", 0.05, "full", 0.2)]
 
 
@@ -98,8 +97,8 @@ def test_a_curve_is_the_same_at_dp_1_2_and_4(ranks):
 
 
 @pytest.mark.long
-def test_a_curve_is_the_same_for_all_pairs_of_settings(ranks):
-    check_cases(ranks, PAIRS, True, LONG)
+def test_a_longer_curve_is_the_same_for_all_values_of_settings(ranks):
+    check_cases(ranks, covering(SETTINGS, together=1), True, LONG)
 
 
 @pytest.mark.long

@@ -1,9 +1,6 @@
 """Every file in examples/ trains as it stands, in a folder that has what it names; one for 128 GPUs is in test_72b.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pictures
@@ -44,12 +41,6 @@ def pictured(folder):
     return folder
 
 
-@pytest.fixture
-def place(request, example):
-    """The folder with what this example names."""
-    return request.getfixturevalue("pictured" if "llava" in example.stem else "folder")
-
-
 def check_run(folder, example, result, again):
     """A run that learned, was evaluated and exported, and went on after its end without another step."""
     out = folder / "runs" / example.stem
@@ -64,30 +55,24 @@ def check_run(folder, example, result, again):
     assert again["steps"] == result["steps"] == len(losses)
 
 
-@pytest.mark.parametrize("example", [
-    path if path.stem == "lora" else pytest.param(path, marks=pytest.mark.long)
-    for path in SMALL if path.stem not in RANKS
-], ids=lambda path: path.stem)  # fmt: skip
-def test_it_trains_evaluates_exports_and_resumes(ranks, place, example):
+def test_it_trains_evaluates_exports_and_resumes(ranks, folder):
+    example = next(path for path in SMALL if path.stem == "lora")
     words = [example, "data.workers=0"]  # ranks of the pool may not start processes
-    first, again = (ranks(2, run_in, place, words, resume)[0] for resume in (None, "auto"))
-    check_run(place, example, first, again)
-
-
-def zero3d(folder, *words):
-    command = [sys.executable, "-m", "zero3d.cli.main", *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    first, again = (ranks(2, run_in, folder, words, resume)[0] for resume in (None, "auto"))
+    check_run(folder, example, first, again)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", SMALL, ids=[path.stem for path in SMALL])
-def test_it_does_so_as_a_command(pictured, tmp_path, example):
+def test_it_does_so_as_a_command(zero3d_in_fork, pictured, tmp_path, example):
     for name in ("models", "text", "chats.jsonl", LLAVA, "images"):
         (tmp_path / name).symlink_to(pictured / name)
-    words = ("train", example, f"--ranks={RANKS.get(example.stem, 2)}", "--json")
-    check_run(tmp_path, example, *(json.loads(zero3d(tmp_path, *words, *more)) for more in ([], ["--resume=auto"])))
+    results = []
+    for more in ([], ["--resume=auto"]):
+        done = zero3d_in_fork(tmp_path, "train", example, f"--ranks={RANKS.get(example.stem, 2)}", "--json", *more)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    check_run(tmp_path, example, *results)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[path.stem for path in EXAMPLES])

@@ -49,12 +49,6 @@ def test_a_mesh_equals_one_process_in_float64_to_1e_10(ranks, one_process, mesh)
     check(ranks, one_process, [first_of(mesh)], "fp64", 1e-10)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_pair_of_settings_of_a_mesh_equals_one_process(ranks, one_process, mesh):
-    check(ranks, one_process, [case for case in PAIRS if case[1] == mesh and case != first_of(mesh)], "fp64", 1e-10)
-
-
 @pytest.mark.parametrize("mesh", [
     *IN_FP32, *(pytest.param(mesh, marks=pytest.mark.long) for mesh in MESHES if mesh not in IN_FP32),
 ], ids=str)  # fmt: skip
@@ -65,6 +59,7 @@ def test_a_mesh_equals_one_process_in_fp32_to_1e_5(ranks, one_process, mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_three_settings_of_a_mesh_equal_one_process(ranks, one_process, mesh):
+    """Every pair of settings is in one of these cases, too."""
     cases = [case for case in triples() if case[1] == mesh]
     assert cases
     for start in range(0, len(cases), 16):

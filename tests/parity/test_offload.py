@@ -69,9 +69,23 @@ MODELS = (("net", False), ("tied", False), ("net", True))  # frozen
 
 
 def cases_of(settings, make):
-    """The fewest pairs of a case and a place that have all pairs of settings."""
-    found = covering(settings, lambda given: is_possible(*make(given)))
+    """Pairs of a case and a place that have all pairs of settings, of which the last is the place, with the fewest cases.
+
+    Each case is trained once more, with everything on the device.
+    """
+    few = {
+        make((*given, RESIDENT))[0]
+        for given in covering(settings[:-1], lambda given: is_possible(make((*given, RESIDENT))[0]))
+    }
+    found = covering(settings, lambda given: make(given)[0] in few and is_possible(*make(given)))
     return [make(given) for given in found]
+
+
+def compare_in_turn(ranks, pairs):
+    """Compare these; those of fp16 for more steps, in which its loss scale grows again."""
+    for grows, steps in ((False, FEW_STEPS), (True, STEPS)):
+        of_these = sorted(pair for pair in pairs if (pair[0].precision == "fp16") == grows)
+        ranks(pairs[0][0].dp, compare, of_these, steps, timeout=1800)
 
 
 def of_mesh(given):
@@ -89,21 +103,21 @@ def of_optimizer(given):
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_all_pairs_of_settings_have_the_bits_of_states_on_the_device(ranks, dp):
     pairs = cases_of(((1, 2, 4), STAGES, MOMENTS, FORMS, MODELS, (False, True), AWAY), of_mesh)
-    ranks(dp, compare, sorted(pair for pair in pairs if pair[0].dp == dp), STEPS, timeout=1800)
+    compare_in_turn(ranks, [pair for pair in pairs if pair[0].dp == dp])
 
 
 @pytest.fixture(scope="module")
 def by_optimizer():
     """optimizer -> (case, place); of all together the fewest that have all pairs of settings."""
     pairs = cases_of((tuple(OPTIMIZERS), (False, True), (0, 2, 3), FORMS, AWAY), of_optimizer)
-    return {name: sorted(pair for pair in pairs if pair[0].optimizer == name) for name in OPTIMIZERS}
+    return {name: [pair for pair in pairs if pair[0].optimizer == name] for name in OPTIMIZERS}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_has_at_every_place_the_bits_that_it_has_on_the_device(ranks, by_optimizer, optimizer):
     assert {place for _, place in by_optimizer[optimizer]} == set(AWAY)
-    ranks(1, compare, by_optimizer[optimizer], STEPS, timeout=1800)
+    compare_in_turn(ranks, by_optimizer[optimizer])
 
 
 # --- exact mode -----------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH
     """The first rank of a pipeline stage. whole: without a shortcut, every step is of all micro-batches."""
     mesh = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "sequence_parallel": plan.mesh.sequence_parallel}
     mesh |= {"sp": plan.sp, "sp_kind": plan.mesh.sp_kind} if plan.sp > 1 else {}
+    mesh |= {"shard": plan.mesh.shard}
     config = load({
         "model": {"path": path, "init": "random"}, "data": {"length": length, "packing": packed},
         "train": {
@@ -143,6 +144,20 @@ P = ParallelPlan
 ])  # fmt: skip
 def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed, layers):
     assert 0.97 <= ratio(alone, models, plan, tied, packed, layers) <= 1.05
+
+
+@pytest.mark.parametrize(("plan", "layers"), [
+    (P(dp=4, shard=2, stage=3, accumulate=2), 2),
+    *(pytest.param(*case, marks=long) for case in [
+        (P(dp=8, shard=2, stage=2, accumulate=2), 2), (P(dp=8, shard=4, stage=1, reduce_dtype="bf16"), 2),
+        (P(dp=4, shard=1, stage=3), 2), (P(dp=4, shard=2, stage=0), 2), (P(dp=4, shard=2, stage=3, activations="full"), LAYERS),
+        (P(dp=4, shard=2, tp=2, stage=3), 2), (P(dp=4, shard=2, sp=2, stage=3), 2),
+        (P(dp=2, shard=1, pp=2, stage=1, accumulate=4), 4), (P(dp=4, shard=2, stage=3, exact=True, accumulate=2), 2),
+        (P(dp=4, shard=2, stage=3, offload="host", activations="full"), 2),
+    ]),
+], ids=str)  # fmt: skip
+def test_a_plan_of_shards_with_copies_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, layers):
+    assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
 
 
 @pytest.mark.parametrize(("plan", "packed", "layers"), [

@@ -56,6 +56,42 @@ def accelerated(sp, by_mesh=False):
         return losses, rates, data.seen, metrics, names
 
 
+def replicas(copies, cut, sp=1):
+    """Losses and the mesh of an Accelerator that repeats states."""
+    from accelerate import ParallelismConfig
+
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=cut, sp_size=sp) if copies * sp > 1 else None
+        accelerator = Accelerator(cpu=True, stage=3, parallelism_config=config)
+        model = hf("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader, losses = torch.utils.data.DataLoader(Rows(16), batch_size=2 * sp), []
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+        mesh = accelerator.engine.mesh
+        return losses, (mesh.dp, mesh.shard, mesh.sp)
+
+
+@pytest.mark.parametrize(("asked", "mesh"), [
+    ((2, 2), (4, 2, 1)), pytest.param((2, 1, 2), (4, 2, 2), marks=pytest.mark.long),
+    pytest.param((4, 1), (4, 1, 1), marks=pytest.mark.long),
+])  # fmt: skip
+def test_replicas_and_shards_are_both_levels_of_dp(ranks, asked, mesh):
+    wanted, _ = ranks(4, replicas, 1, 1, *asked[2:])[0]
+    for losses, found in ranks(4, replicas, *asked):
+        assert found == mesh
+        assert losses == pytest.approx(wanted, **CLOSE)
+    assert len(wanted) == 2
+
+
 @pytest.mark.parametrize("by_mesh", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_loop_of_accelerates_is_that_of_one_rank(ranks, by_mesh):
     ((losses, rates, seen, metrics, names),) = ranks(1, accelerated, 1)
@@ -149,6 +185,7 @@ def refused(asked, folder):
     ({"tp_size": 2}, "ParallelismConfig(tp_size=2) is not here"),
     ({"sp_size": 3}, "2 / 3 is not whole"),
     ({"sp_size": 2, "dp_shard_size": 2}, "dp_shard_size is 2 / 2 = 1"),
+    ({"dp_replicate_size": 2, "dp_shard_size": 2}, "2 x 2 is not 2 / 1 = 2. Pass dp_shard_size=2 / dp_replicate_size"),
     ({"sp_size": 2, "mesh": True}, "would cut the model twice"),
     ({"sp_size": 2, "dispatches": True}, "dispatch_batches=True has rank 0 read a batch"),
     ({"sp_size": 2, "json": 4}, "sequence_parallel_size is 4 in the JSON"),

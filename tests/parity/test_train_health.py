@@ -1,9 +1,6 @@
 """Training runs whose steps are not finite: how they end, what they leave, and what they never write."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -270,11 +267,10 @@ def test_an_export_that_computes_no_number_is_not_the_same():
 
 
 @pytest.mark.long
-def test_the_command_ends_with_exit_code_1_and_tells_it_once(folder):
+def test_the_command_ends_with_exit_code_1_and_tells_it_once(zero3d_in_fork, folder):
     spoil(folder)
     (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder, health={"max_skips": 2})))
-    command = [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks=2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    done = zero3d_in_fork(folder, "train", "run.yaml", "--ranks=2")
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("NonFiniteError: 2 steps in a row had gradients that are NaN or infinite") == 1
     assert "Traceback" not in done.stderr

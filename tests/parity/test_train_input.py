@@ -224,9 +224,9 @@ def test_a_rank_that_cannot_write_its_part_is_told_by_all(ranks, folder):
 # --- through the command line -------------------------------------------------------------------
 
 
-def command(folder, *words, **environment):
+def command(folder, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2", *words],
+        [sys.executable, "-m", "zero3d.cli.main", "train", "run.yaml", "--ranks", "2"],
         cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ | environment,
     )  # fmt: skip
 
@@ -243,13 +243,13 @@ QUICK = {"a typo"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.long) for c in COMMANDS])
-def test_the_command_says_one_line_and_exits_with_2(folder, case):
+def test_the_command_says_one_line_and_exits_with_2(zero3d_in_fork, folder, case):
     words, message = COMMANDS[case]
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text("{")
     (folder / "run.yaml").write_text(yaml.safe_dump(tree(folder)))
     before = sorted(folder.iterdir())
-    done = command(folder, *words)
+    done = zero3d_in_fork(folder, "train", "run.yaml", "--ranks=2", *words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert message in done.stderr

@@ -133,6 +133,55 @@ def test_a_model_is_cut_over_every_axis_but_dp(degrees, cut):
     assert degrees.cuts_model == cut
 
 
+def test_shards_fold_dp_into_neighbours_that_have_all_states_together():
+    degrees = Degrees.resolve(16, tp=2, ep=2, shard=4)
+    assert (degrees.size("shard"), degrees.replicate, degrees.size("eshard")) == (4, 2, 2)
+    assert degrees.along("shard", 3) == [1, 3, 5, 7]
+    assert degrees.along("replicate", 3) == [3, 11]
+    assert degrees.along("eshard", 3) == [3, 7]
+    assert degrees.along("edp", 3) == [3, 7, 11, 15], "the same experts: in this group, and again in the other"
+    assert str(degrees) == "pp 1 x dp 8 x tp 2 (ep 2 x edp 4, shard 4 x replicate 2)"
+    for axis in ("shard", "eshard", "replicate"):
+        assert degrees.group(axis) == axis
+        assert all(degrees.along(axis, other) == degrees.along(axis, 3) for other in degrees.along(axis, 3))
+
+
+@pytest.mark.parametrize(("degrees", "groups"), [
+    (Degrees(1, 8, 1), ("dp", "replicate", "dp")), (Degrees(1, 8, 1, shard=1), ("shard", "dp", "shard")),
+    (Degrees(1, 8, 1, ep=2), ("dp", "replicate", "edp")), (Degrees(1, 8, 1, shard=4), ("shard", "replicate", "shard")),
+    (Degrees(1, 8, 1, ep=4, shard=4), ("shard", "replicate", "eshard")),
+])  # fmt: skip
+def test_levels_that_are_all_of_another_axis_have_its_groups(degrees, groups):
+    assert tuple(map(degrees.group, ("shard", "replicate", "eshard"))) == groups
+    for axis, group in zip(("shard", "replicate", "eshard"), groups, strict=True):
+        assert degrees.size(axis) == degrees.size(group)
+        assert degrees.along(axis, 5) == degrees.along(group, 5)
+
+
+def test_shards_over_all_of_dp_are_those_that_nobody_asked_for():
+    assert Degrees.resolve(8, tp=2, shard=4) == Degrees.resolve(8, tp=2) == Degrees(1, 4, 2)
+    assert Degrees.resolve(8, shard=1).shard == 1
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"shard": 3}, "shard=3 folds the data-parallel axis, and dp=8: 8 / 3 = 2.667 is not whole; pass shard=2 or 4"),
+    ({"shard": 2, "ep": 4}, "and ep=4: 2 / 4 = 0.5 is not whole; pass a shard that ep divides"),
+    ({"dp": 12, "shard": 4, "sp": 6}, "shard=4 and sp=6 are neighbours on the data-parallel axis, and neither divides"),
+])  # fmt: skip
+def test_shards_that_do_not_nest_are_refused(asked, says):
+    with pytest.raises(MeshError, match=re.escape(says)):
+        Degrees.resolve(asked.get("dp", 8), **asked)
+
+
+@pytest.mark.parametrize(("degrees", "on_host", "wanted"), [
+    (Degrees(1, 8, 1, shard=4), 4, (4, 1, 4)), (Degrees(1, 8, 1, shard=2), 4, (2, 2, 2)),
+    (Degrees(1, 8, 1, ep=2, shard=4), 4, (4, 1, 2)), (Degrees(1, 8, 1, shard=4), 2, (2, 1, 2)),
+    (Degrees(1, 8, 1, shard=4), None, (None, None, None)), (Degrees(1, 12, 1, shard=4), 6, (3, 1, 3)),
+])  # fmt: skip
+def test_of_both_levels_it_is_known_how_many_ranks_share_a_host(degrees, on_host, wanted):
+    assert tuple(degrees.on_host(axis, on_host) for axis in ("shard", "replicate", "eshard")) == wanted
+
+
 def test_dp_is_a_multiple_of_what_folds_it():
     assert least_dp(degrees_of(Mesh(tp=2))) == 1
     assert least_dp(degrees_of(Mesh(tp=2, ep=4))) == 4
@@ -145,7 +194,7 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     assert f"{fold.name} 2 x {fold.complement} 4" in str(degrees)
     assert f"mesh.{fold.name}" in KEYS
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
-    assert USUAL[fold.name] == 1, "of a checkpoint that is older than the axis"
+    assert USUAL[fold.name] == fold.usual, "of a checkpoint that is older than the axis"
     assert fold.name in FREE
     assert PLAIN[fold.name].endswith("exact=True would not mind")
 

@@ -1,5 +1,7 @@
 """Gradients of exact mode on two ranks in one process: the written-out tree, whatever a step's length, and its memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,7 +48,7 @@ class Rank:
     def __init__(self, rank, sent, stage, reduce, planned):
         self.arena, self.comm = Arena(torch.device("cpu")), Paired(rank, sent)
         policy = Policy(stage_row(stage), "every_use", reduce, planned, WIDE, WIDE)
-        self.setting = Setting(policy, self.comm, self.arena)
+        self.setting = Setting(policy, self.comm, self.arena, SimpleNamespace(size=1))
         self.summands = Summands(self.comm, reduce == "every_step", planned, 0)
         self.grads = ExactGradients(self.summands, "unit", UnitLayout(SHAPES, N), DTYPE, self.setting)
 

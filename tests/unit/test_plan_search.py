@@ -205,6 +205,25 @@ def test_an_emitted_file_has_the_sequence_axis(tmp_path):
     assert plan_of(load(tree), 4) == plan
 
 
+def test_states_are_tried_over_the_ranks_of_a_node_where_there_are_several():
+    assert {row.plan.shard for row in found(place=cluster("a100-80", 8, 1)).rows if row.plan.tp == 1} <= {1, 2, 4, 8}
+    plans = [row.plan for row in found().rows if row.plan.shard < row.plan.dp]
+    assert {(plan.tp, plan.shard) for plan in plans} == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert min(plan.zero.stage for plan in plans) == 1
+    slow = replace(A100, across=replace(A100.across, bandwidth=A100.across.bandwidth / 50))
+    over = [ParallelPlan(dp=16, stage=3, shard=shard) for shard in (None, 8)]
+    seconds = [[evaluate(MODEL, place, plan).seconds.mid for plan in over] for place in (A100, slow)]
+    assert [whole < cut for whole, cut in seconds] == [True, False], "which is faster depends on the links"
+
+
+def test_what_if_cuts_states_over_a_node_and_over_all_of_dp():
+    row = next(row for row in found().rows if row.plan.shard == 8 and row.plan.dp == 16)
+    knob = next(knob for knob in what_if(row, MODEL, A100, price) if knob.change == "mesh.shard: all of dp")
+    assert knob.plan == row.plan.replace(shard=None)
+    back = what_if(row._replace(plan=knob.plan), MODEL, A100, price)
+    assert next(knob.plan for knob in back if knob.change == "mesh.shard: 8") == row.plan
+
+
 def test_an_unknown_goal_is_refused_by_name():
     with pytest.raises(ConfigError, match="--goal 'cheapest' is unknown: pass one of fastest, fewest-gpus"):
         found(goal="cheapest")
@@ -247,7 +266,7 @@ def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
     for plan in (
         ParallelPlan(dp=2, tp=2, pp=4, stage=1, micro_batch=2, accumulate=8, activations="full", sequence_parallel=True,
                      schedule="interleaved", virtual=2),
-        ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1),
+        ParallelPlan(dp=4, stage=3, micro_batch=4, accumulate=1), ParallelPlan(dp=4, shard=2), ParallelPlan(dp=4, shard=1),
         ParallelPlan(dp=2, pp=2, stage=3, accumulate=2, release="every_use", reduce="every_micro_batch"),
         ParallelPlan(dp=64, reduce_scatter="native"), ParallelPlan(dp=64, reduce_scatter="all-to-all"),
         ParallelPlan(dp=8, stage=2, offload="host", gradients="host"), ParallelPlan(stage=3, params="disk", accumulate=2),
@@ -260,6 +279,8 @@ def test_an_emitted_file_means_the_plan_it_was_made_of(tmp_path):
 
 
 def test_what_a_file_cannot_say_is_refused():
+    with pytest.raises(ConfigError, match="DeepSpeed's JSON cannot say shard=2 of dp=4"):
+        deepspeed_config(ParallelPlan(dp=4, shard=2))
     with pytest.raises(ConfigError, match="DeepSpeed's JSON cannot say pp=2"):
         deepspeed_config(ParallelPlan(pp=2))
     tree = deepspeed_config(ParallelPlan(dp=8, tp=2, stage=2, micro_batch=4, accumulate=2, offload="host"))

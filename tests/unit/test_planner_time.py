@@ -218,6 +218,7 @@ def test_less_memory_per_stage_and_more_traffic_at_stage_3():
         (ParallelPlan(pp=32), "24 blocks"),
         (ParallelPlan(micro_batch=0), "at least 1"),
         (ParallelPlan(dp=0), "dp=0: must be at least 1"),
+        (ParallelPlan(dp=8, shard=3), "shard=3 cannot be: shard does not divide dp 8"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(plan, said):
@@ -434,6 +435,20 @@ def test_what_hides_of_dp_and_what_adds_to_it():
     assert milliseconds(dp=2, stage=3, pace={"hide_dp": 1})["dp"] == pytest.approx(2)  # but for one gather
     slow = milliseconds(dp=2, pace={"network": 0.05, "hide_dp": 0.5})["dp"]  # 120 and 80 ms, behind 70 and 35
     assert slow == pytest.approx(60 + 40 + (40 - 35))
+
+
+def test_copies_of_shards_are_summed_between_hosts_once_a_step_and_nothing_hides_it():
+    """Inside a host as over dp 2; of 1e6 elements on each rank 2 MB leave it in fp32, and come back: 4 + 10 ms each."""
+    hosts, zero3d = replace(HOST, nodes=2, per_node=2), {"as_zero3d": True}
+    inside, across = 2 * 3 + 2 * 2, 2 * 14
+    assert milliseconds(dp=4, shard=2, spec=hosts)["dp"] == pytest.approx(inside + across)
+    assert milliseconds(dp=4, shard=2, spec=hosts, pace=zero3d)["dp"] == pytest.approx(inside + across)
+    often = milliseconds(dp=4, shard=2, stage=2, spec=hosts, pace=zero3d)["dp"]
+    assert often == pytest.approx(3 * 2 * 2 + 2 * 2 + across), "single gradients travel in bf16, sums do not"
+    assert milliseconds(dp=4, shard=2, spec=hosts, pace=zero3d | {"hide_dp": 1})["dp"] == pytest.approx(across)
+    narrow = milliseconds(dp=4, shard=2, reduce_dtype="bf16", spec=hosts, pace=zero3d)["dp"]
+    assert narrow == pytest.approx(2 * 2 + 2 * 2 + (10 + 2) + (10 + 4))
+    assert milliseconds(dp=4, shard=1, spec=hosts, pace=zero3d)["dp"] == pytest.approx(2 * (1 + 10 + 4))
 
 
 def test_gradients_of_experts_travel_among_ranks_that_have_the_same_ones():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.policy import State
@@ -48,6 +49,10 @@ class Gradients:
 
     def complete(self):
         self._log.append(f"complete {self._name}")
+
+    def sum_copies(self):
+        self._log.append(f"sum {self._name}")
+        return Pending(lambda: self._log.append(f"summed {self._name}"))
 
     def close(self):
         self._log.append(f"close {self._name}")
@@ -199,12 +204,13 @@ def test_what_no_root_forward_announced_is_reduced_when_the_step_is_due():
     backwards.log.clear()
     backwards.reductions.catch_up()
     completed = [f"complete {name}" for name in ("c", "b", "a", "root")]
-    assert backwards.log[-4:] == completed
+    summed = ["sum c", "sum b", "summed c", "sum a", "summed b", "sum root", "summed a", "summed root"]
+    assert backwards.log[-12:] == completed + summed, "over copies of shards, two at a time"
     assert backwards.log[0] == "reduce c"
-    assert len(backwards.log) == 4 + 2 * 4
+    assert len(backwards.log) == 4 + 3 * 4 + 4
     backwards.log.clear()
     backwards.reductions.catch_up()
-    assert backwards.log == completed
+    assert backwards.log == completed + summed
 
 
 def test_a_failed_step_s_reductions_are_forgotten():

@@ -46,7 +46,7 @@ def test_orders_of_gathers_and_of_reductions_are_compared_on_all_ranks(kind):
 def test_one_dp_rank_without_a_norm_is_noticed_by_all(kind, partials, wanted):
     sent = []
     optimizer = object.__new__(kind)
-    optimizer._wide, optimizer._ep = torch.float32, None
+    optimizer._wide, optimizer._ep, optimizer._shards = torch.float32, None, 3
     optimizer._comm = SimpleNamespace(
         exchange=lambda own: (sent.append((own.dtype, own.tolist())), torch.tensor(partials).double()[:, None])[1]
     )

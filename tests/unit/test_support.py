@@ -53,7 +53,7 @@ def test_a_row_that_says_no_has_the_words_of_the_engine(name):
     found = answers(family(name))
     for row, check in (
         ("sp", lambda model: check_sequence(model, 2, 1, "auto")),
-        ("packing", lambda model: check_packing(model, 1)),
+        ("packing", lambda model: check_packing(model)),
     ):
         with pytest.raises(ConfigError) as refused:
             check(family(name))

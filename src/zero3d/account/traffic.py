@@ -66,7 +66,8 @@ class UnitTraffic(NamedTuple):
     weight   of a compute weight
     reduced  of a reduced gradient
     wire     of a gradient on its way to the reduction
-    ranks    over which experts are cut, where an ep axis shares them out; None: all of dp
+    ranks    over which experts are cut, where an ep axis shares them out; None: as all other units
+    sums     of a reduced gradient on its way to the sum over copies of shards; None: `reduced`
     """
 
     name: str
@@ -76,6 +77,22 @@ class UnitTraffic(NamedTuple):
     wire: int
     trainable: bool
     ranks: int | None = None
+    sums: int | None = None
+
+
+class Levels(NamedTuple):
+    """Counts the ranks of a dp axis: those that states are cut over, and the copies of each shard.
+
+    shard x replicate = dp
+    """
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def axes(self) -> int:
+        """Count the axes of which a step compares the orders of operations: dp, and those of both levels."""
+        return 1 if self.replicate == 1 else 2 if self.shard == 1 else 3
 
 
 ORDERS = 2  # values per rank and axis of units: the orders of gathers and reductions
@@ -84,7 +101,7 @@ ORDERS = 2  # values per rank and axis of units: the orders of gathers and reduc
 def step_traffic(
     stage: int,
     units: Sequence[UnitTraffic],
-    n: int,
+    n: int | Levels,
     gathers: Mapping[str, int],
     micro_batches: int = 1,
     reduce: str = "auto",
@@ -94,21 +111,31 @@ def step_traffic(
     """Return the exact traffic of one applied step, by (operation, unit): the ledger must equal it.
 
     units    padded sizes, as laid out
+    n        ranks of dp, over all of which states are cut; else of both levels
     gathers  parameter gathers per unit and *step* at stage 3 (`count_gathers` of the token order)
     exact    an all-to-all of as many elements in the place of each reduce-scatter; every micro-batch's weight and
              the norms of a rank's cells are exchanged, those of experts apart if there are any (`cells_of_experts`)
 
-    A step exchanges each rank's weight with its orders, and its norms.
+    A step exchanges each rank's weight with its orders, and its norms. Where shards have copies, it sums what it
+    reduced over these, in exact mode behind every reduction.
     """
-    row = stage_row(stage)
+    row, levels = stage_row(stage), n if isinstance(n, Levels) else Levels(n)
+    dp = levels.shard * levels.replicate
     _, reduce = resolve_policies(row, "auto", reduce)
     moved: dict[tuple[str, str], Moved] = {}
 
     def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
-        ranks = n if unit.ranks is None else unit.ranks
+        ranks = levels.shard if unit.ranks is None else unit.ranks
         if calls and ranks > 1:
             elements = calls * unit.elements * (ranks - 1) // ranks
             moved[operation, unit.name] = Moved(calls, elements, elements * width)
+
+    def add_copies(unit: UnitTraffic, calls: int) -> None:
+        ranks = levels.shard if unit.ranks is None else unit.ranks
+        half = calls * unit.elements // ranks * (levels.replicate - 1) // levels.replicate
+        if half:
+            widths = (unit.reduced if unit.sums is None or exact else unit.sums) + unit.reduced
+            moved["all_reduce", unit.name] = Moved(calls, 2 * half, half * widths)
 
     for unit in units:
         if row.shards_parameters:
@@ -117,10 +144,11 @@ def step_traffic(
             add("all_gather", unit, 1, gathered_width(row, unit.weight, unit.reduced))
         if unit.trainable:
             calls = micro_batches if reduce == "every_micro_batch" else 1
-            add("all_to_all" if exact and n > 1 else "reduce_scatter", unit, calls, unit.wire)
-    orders = ORDERS * (1 + any(unit.ranks is not None for unit in units))
-    norms = CANONICAL // n * (2 if cells_of_experts else 1) if exact else 1
+            add("all_to_all" if exact and dp > 1 else "reduce_scatter", unit, calls, unit.wire)
+            add_copies(unit, calls if exact else 1)
+    orders = ORDERS * (levels.axes + any(unit.ranks is not None for unit in units))
+    norms = CANONICAL // levels.shard * (2 if cells_of_experts else 1) if exact else 1
     exchanged = ((micro_batches if exact else 1) + orders, norms)
-    values = sum(exchanged) * (n - 1)
+    values = sum(exchanged) * (dp - 1)
     moved["exchange", "-"] = Moved(len(exchanged), values, 8 * values)
     return moved

@@ -37,7 +37,10 @@ class Form(Protocol):
         """Say whether a parameter is needed."""
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take whole parameters that may change afterwards; return what can be written now, on the host, by name."""
+        """Take whole parameters that may change afterwards; return what can be written now, on the host, by name.
+
+        What is returned may share their memory.
+        """
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take the persistent buffers, last of all; return those that are written, and what waited, on the host."""
@@ -73,7 +76,7 @@ class WholeForm:
         return True
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return named_as_saved(self._model, tensors)
+        return as_published(self._model, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return named_as_saved(self._model, buffers)

@@ -92,7 +92,7 @@ def _of_units(engine: EngineState) -> Iterator[int]:
         kept = [value.dtype for value in states if not isinstance(value, Tensor) or value.dim()]
         widths[owned.name] = owned.unit.weights.masters.dtype.itemsize + sum(dtype.itemsize for dtype in kept)
     for unit in engine.units:
-        for piece in unit.layout.pieces(unit.comm.rank):
+        for piece in unit.saved_pieces():
             name = unit.layout.slots[piece.slot].name
             if engine.saves(name):
                 yield (unit.dtype.itemsize if unit.grads is None else widths[name]) * (piece.stop - piece.start)

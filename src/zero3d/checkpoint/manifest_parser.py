@@ -120,7 +120,7 @@ def _mesh(fields: Field, listed: Field) -> Degrees:
     mesh = fields.entry("mesh")
     degrees = Degrees(**{axis: mesh.entry(axis).integer(1, 1 << 24) for axis in AXES})
     for fold in FOLDS:
-        if mesh.has(fold.name):  # else it is 1
+        if mesh.has(fold.name):  # else it is the usual one
             degree = mesh.entry(fold.name).integer(1, degrees.dp)
             if degrees.dp % degree:
                 mesh.entry(fold.name).refuse(f"a divisor of dp, {degrees.dp}")

@@ -55,8 +55,9 @@ USUAL = {
     "attention": "sdpa",
     "linear": None,
     "experts": "exact",
-    **{fold.name: 1 for fold in FOLDS},
+    **{fold.name: fold.usual for fold in FOLDS},
 }  # where none is said
+ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
 PLAIN = {
     "dp": "other sums over ranks; exact=True would not mind",
     "algorithm": "",
@@ -155,4 +156,5 @@ def _never(live: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _change(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], why: str = "") -> str:
-    return f"{name} {saved.get(name, 'unknown')} -> {live[name]}{f' ({why})' if why else ''}"
+    was, is_ = (ALL.get(name, value) if value is None else value for value in (saved.get(name, "unknown"), live[name]))
+    return f"{name} {was} -> {is_}{f' ({why})' if why else ''}"

@@ -53,7 +53,7 @@ from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, told, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import AXES
+from zero3d.distributed.degrees import AXES, FOLDS
 from zero3d.errors import CheckpointError
 from zero3d.offload.commit_file import sync
 from zero3d.precision import Halves, dtype_name
@@ -97,7 +97,8 @@ class Facts(NamedTuple):
     def of(cls, engine: EngineState) -> Facts:
         """Collect them; some are the engine's own, and change with its next step."""
         base = None if engine.base is None else engine.base.described()
-        mesh = {axis: size for axis, size in engine.degrees._asdict().items() if axis in AXES or size > 1}
+        usual = {fold.name: fold.usual for fold in FOLDS}
+        mesh = {axis: size for axis, size in engine.degrees._asdict().items() if axis in AXES or size != usual[axis]}
         return cls(run_state(engine), mesh, base)
 
 

@@ -151,17 +151,17 @@ class StatePiece:
 
 
 def state_pieces(engine: EngineState) -> Iterator[StatePiece]:
-    """Yield all states that this rank saves of the full model; at stage 0 its share of what all ranks have."""
+    """Yield all states that this rank saves of the full model; of copies its share, as at stage 0."""
     for unit in engine.units:
         if unit.grads is None:
-            for piece in unit.layout.pieces(unit.comm.rank):
+            for piece in unit.saved_pieces():
                 slot = unit.layout.slots[piece.slot]
                 values = unit.weights.shard[piece.offset : piece.offset + piece.stop - piece.start]
                 if engine.saves(slot.name):
                     yield engine.piece(slot.name, FROZEN, slot.shape, piece.start, values)
     shares: defaultdict[tuple[str, int], list[Piece]] = defaultdict(list)
     for unit in engine.units:
-        for piece in unit.layout.pieces(unit.comm.rank):
+        for piece in unit.saved_pieces():
             shares[unit.name, piece.slot].append(piece)
     for owned in engine.optimizer.pieces:
         if not engine.saves(owned.name):

@@ -2,6 +2,7 @@
 
     all_gather       shard -> full, in place when the shard is its slot of the full buffer
     reduce_scatter   full -> shard, summed in rank order
+    all_reduce       a shard that several ranks have -> its sum, on all of them
     all_to_all       full -> everybody's shards, not summed (zero/exact)
     exchange         a few numbers per rank, all-gathered, from wherever they are to there
     broadcast        rank 0's buffer, at construction
@@ -20,7 +21,7 @@ rank whose reductions come later (unused parameters) cannot interleave them with
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -148,6 +149,52 @@ class Comm:
         out = None if add else shard
         return self._algorithm.reduce_scatter(self._reduction("reduce_scatter", unit), full, wire, take, out)
 
+    def all_reduce(self, shard: Tensor, unit: str, wire: torch.dtype) -> Pending:
+        """Sum `shard` [n] over ranks in place, travelling as `wire`; N divides n.
+
+        Each rank sums its part in rank order, and all get what it has then: the same bits everywhere. Moves
+        2 (N-1)/N n elements per rank.
+        """
+        if self.size == 1:
+            return DONE
+        part = shard.view(self.size, -1)[self.rank]
+        call = self._all_reduction(shard, unit, wire)
+        take = partial(self._sum, shard=part, add=False)
+        return self._then_gather(call, shard, self._algorithm.reduce_scatter(call, shard, wire, take, part))
+
+    def all_reduce_tree(self, shard: Tensor, unit: str, add_up: Callable[[list[Tensor], Tensor], object]) -> Pending:
+        """Do so in the order of `add_up`, which is given all terms of this rank's part and a buffer for their sum."""
+        if self.size == 1:
+            return DONE
+        part = shard.view(self.size, -1)[self.rank]
+        call = self._all_reduction(shard, unit, shard.dtype)
+
+        def take(terms: list[Tensor]) -> None:  # one of which is the part
+            total = self._arena.borrow("wire", part.numel(), part.dtype)
+            add_up(terms, total)
+            part.copy_(total)
+            self._arena.give_back("wire", total)
+
+        return self._then_gather(call, shard, self._algorithm.all_to_all(call, shard, take))
+
+    def _all_reduction(self, shard: Tensor, unit: str, wire: torch.dtype) -> Call:
+        """Announce both halves of an all-reduce as one operation."""
+        self._last = f"all_reduce of unit {unit!r}"
+        self._hash("reduce_scatter", unit)
+        half = shard.numel() // self.size * (self.size - 1)
+        self._ledger.record("all_reduce", self.axis, unit, half, wire.itemsize)
+        self._ledger.widen("all_reduce", self.axis, unit, half, shard.element_size())
+        return self._reduction("all_reduce", unit)
+
+    def _then_gather(self, call: Call, shard: Tensor, summed: Pending) -> Pending:
+        """Gather the parts of a shard when this rank's has been summed."""
+
+        def finish() -> None:
+            summed.wait()
+            self._algorithm.all_gather(call._replace(op="all_reduced"), shard).wait()
+
+        return Pending(finish)
+
     def all_to_all(self, full: Tensor, unit: str, take: Take) -> Pending:
         """Send slot r of every rank's `full` [total] to rank r, where `take` is given what came, by rank.
 
@@ -212,6 +259,14 @@ class Comm:
         self._ledger.record("trade", self.axis, unit, values.numel(), values.dtype.itemsize)
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
+
+    def send_to_first(self, buffer: Tensor, source: int, unit: str) -> None:
+        """Copy one rank's `buffer` into that of rank 0; the other ranks have no part in it."""
+        if self.rank not in (0, source) or source == 0:
+            return
+        sends = self.rank == source
+        self._ledger.record("send", self.axis, unit, buffer.numel() if sends else 0, buffer.dtype.itemsize)
+        messages(self._axis, "send", unit, {0: buffer} if sends else {}, {} if sends else {source: buffer})
 
     def leave_under_way(self, pending: Iterable[Pending]) -> None:
         """Leave operations under way when a step returns; this rank does not end before they are complete."""

@@ -22,6 +22,15 @@ the ranks of edp (expert data parallel) hold the same ones.
 For long sequences, the sp neighbours are handed the same micro-batch and have a part of each sequence; so dp is
 sp x rows, and a batch is micro_batch x accumulate x rows.
 
+For hosts with slow links between them, states are cut over the shard neighbours alone, and repeated over replicate
+(HSDP, MiCS): dp is shard x replicate, and shard is all of dp where it is left out. Neighbours of other axes lie inside:
+ep divides shard, and its experts are cut over eshard = shard / ep; of sp and shard one divides the other.
+
+    dp 8 = shard 4 x replicate 2                  with ep 2: eshard 2
+            shard 0-3
+    replicate 0   dp 0 1 2 3                      experts of place 0: dp 0 2 and, again, 4 6
+    replicate 1   dp 4 5 6 7                                place 1: dp 1 3 and, again, 5 7
+
 A further one is a row of FOLDS, a degree here, a keyword of Mesh and a key of the section mesh. What opens groups,
 counts messages, shrinks, simulates, saves or resumes a run reads the rows.
 """
@@ -30,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import lcm, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero3d.errors import MeshError
 
@@ -43,6 +52,7 @@ class Fold(NamedTuple):
     what        its name in messages
     cuts        whether it cuts parameters, whose parts a checkpoint joins
     bits        why another degree changes the bits of a run that is not exact
+    usual       the degree where it is left out: 1, or None, which is all of dp
     """
 
     name: str
@@ -50,15 +60,18 @@ class Fold(NamedTuple):
     what: str
     cuts: bool
     bits: str
+    usual: int | None = 1
 
 
 AXES = ("pp", "dp", "tp")  # whose degrees make the world
 FOLDS = (
     Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),
     Fold("sp", "rows", "axis of sequences", cuts=False, bits="gradients are summed over other parts of sequences"),
+    Fold("shard", "replicate", "axis of shards", cuts=False, bits="gradients are summed in other groups", usual=None),
 )
 COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}
-DATA = ("dp", *COMPLEMENTS)  # axes over which states of units are cut
+EXPERT_SHARD = "eshard"  # the axis of a shard group's ranks that have the same experts
+DATA = ("dp", *COMPLEMENTS, "shard", EXPERT_SHARD)  # axes over which states of units are cut, or repeated
 SLOT = "ZERO3D_SLOT"  # set by our launcher: the number of a rank's device, where it is not LOCAL_RANK
 
 
@@ -71,13 +84,17 @@ class Place(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """Degrees of the axes; the product of AXES is the world, and each of FOLDS divides dp."""
+    """Degrees of the axes; the product of AXES is the world, and each of FOLDS divides dp.
+
+    shard  None where states are cut over all of dp
+    """
 
     pp: int
     dp: int
     tp: int
     ep: int = 1
     sp: int = 1
+    shard: int | None = None
 
     @classmethod
     def resolve(
@@ -88,6 +105,7 @@ class Degrees(NamedTuple):
         pp: int | None = None,
         ep: int | None = None,
         sp: int | None = None,
+        shard: int | None = None,
     ) -> Degrees:
         """Complete the degrees of a world.
 
@@ -96,11 +114,11 @@ class Degrees(NamedTuple):
         dp            world / (pp x tp), of which those left out are 1
         pp and tp     1
         pp, or tp     world / (the two given), where that is whole
-        one of FOLDS  1
+        one of FOLDS  1, and shard all of dp
 
         Raises MeshError with the arithmetic.
         """
-        given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep, "sp": sp}
+        given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep, "sp": sp, "shard": shard}
         for name, degree in {**given, **folds}.items():
             if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
                 raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
@@ -115,7 +133,27 @@ class Degrees(NamedTuple):
         for name, degree in folds.items():
             if degree is not None and degrees.dp % degree:
                 raise MeshError(_does_not_fold(degrees.dp, name, degree))
-        return degrees._replace(**{name: degree or 1 for name, degree in folds.items()})
+        usual = {fold.name: fold.usual for fold in FOLDS}
+        folded: dict[str, Any] = {name: usual[name] if n is None else n for name, n in folds.items()}
+        resolved = degrees._replace(**folded)
+        if resolved.shard == resolved.dp:
+            resolved = resolved._replace(shard=None)
+        resolved._check_nesting()
+        return resolved
+
+    def _check_nesting(self) -> None:
+        """Raise MeshError where groups of neighbours on dp do not lie inside each other."""
+        shard = self.size("shard")
+        if shard % self.ep:
+            raise MeshError(
+                f"shard={shard} cuts states inside of groups that share experts out, and ep={self.ep}: {shard} / "
+                f"{self.ep} = {shard / self.ep:.4g} is not whole; pass a shard that ep divides, or leave it out."
+            )
+        if shard % self.sp and self.sp % shard:
+            raise MeshError(
+                f"shard={shard} and sp={self.sp} are neighbours on the data-parallel axis, and neither divides the "
+                "other: pass a shard that sp divides, or that divides sp."
+            )
 
     @property
     def world(self) -> int:
@@ -133,17 +171,33 @@ class Degrees(NamedTuple):
         return self.size("rows")
 
     @property
+    def replicate(self) -> int:
+        """Return how many groups of ranks have all states of a data-parallel axis, each for itself."""
+        return self.size("replicate")
+
+    @property
     def cuts_model(self) -> bool:
         """Return whether an axis other than dp cuts parameters, so that the ranks of a dp axis have no whole model."""
         return self.pp * self.tp > 1 or any(fold.cuts and self.size(fold.name) > 1 for fold in FOLDS)
 
     def size(self, axis: str) -> int:
         """Return the number of ranks on an axis."""
-        degree: int = getattr(self, COMPLEMENTS.get(axis, axis))
+        if axis == EXPERT_SHARD:
+            return self.size("shard") // self.ep
+        degree: int | None = getattr(self, COMPLEMENTS.get(axis, axis))
+        degree = self.dp if degree is None else degree
         return self.dp // degree if axis in COMPLEMENTS else degree
 
     def group(self, axis: str) -> str:
-        """Return the axis whose groups this one uses: its own, but a complement that is all of dp those of dp."""
+        """Return the axis whose groups this one uses: its own, but where it is all of another one that one's.
+
+        A complement of a degree of 1 is dp, and so are shards of all of dp; a rank's experts are cut over edp where
+        shards are, and over shard where all ranks have all experts.
+        """
+        if axis == EXPERT_SHARD:
+            return self.group("edp" if self.shard is None else "shard") if self.shard is None or self.ep == 1 else axis
+        if axis == "shard":
+            return "dp" if self.shard is None else axis
         return "dp" if axis in COMPLEMENTS and self.size(COMPLEMENTS[axis]) == 1 else axis
 
     def place(self, rank: int) -> Place:
@@ -157,6 +211,8 @@ class Degrees(NamedTuple):
     def along(self, axis: str, rank: int) -> list[int]:
         """Return the ranks that differ from `rank` on this axis only, itself included, in the axis' order."""
         here = self.place(rank)
+        if axis == EXPERT_SHARD:
+            return self.along("shard", rank)[here.dp % self.ep :: self.ep]
         for fold in FOLDS:
             degree = self.size(fold.name)
             if axis == fold.name:
@@ -170,6 +226,18 @@ class Degrees(NamedTuple):
         """Return the ranks that hold one copy of the model together with `rank`, in their order."""
         here = self.place(rank)
         return [self.rank(Place(pp, here.dp, tp)) for pp in range(self.pp) for tp in range(self.tp)]
+
+    def on_host(self, axis: str, dp_ranks: int | None) -> int | None:
+        """Return the most ranks of an axis that cuts states, or repeats them, on a host of so many ranks of dp."""
+        if dp_ranks is None or axis == "dp":
+            return dp_ranks
+        if axis == EXPERT_SHARD:
+            inside = self.on_host("shard", dp_ranks)
+            return None if inside is None else max(1, inside // self.ep)
+        if axis in COMPLEMENTS:
+            return max(1, dp_ranks // self.size(COMPLEMENTS[axis]))
+        size = self.size(axis)
+        return size if dp_ranks % size == 0 else min(size - 1, dp_ranks)
 
     def dp_on_host(self, ranks: int | None) -> int | None:
         """Return the most ranks that a dp axis of several hosts has on one of them, all if none is on several.
@@ -198,7 +266,7 @@ class Degrees(NamedTuple):
         folds = [
             f"{fold.name} {self.size(fold.name)} x {fold.complement} {self.size(fold.complement)}"
             for fold in FOLDS
-            if self.size(fold.name) > 1
+            if getattr(self, fold.name) != fold.usual
         ]
         return f"{text} ({', '.join(folds)})" if folds else text
 

@@ -35,6 +35,12 @@ class Ledger:
         for i, change in enumerate((1, elements, elements * width)):
             row[i] += change
 
+    def widen(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
+        """Add what the same call moves in another width."""
+        row = self._rows[op, axis, unit]
+        row[1] += elements
+        row[2] += elements * width
+
     def reset(self) -> None:
         """Forget all traffic so far."""
         self._rows.clear()

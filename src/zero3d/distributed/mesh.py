@@ -50,6 +50,8 @@ class Mesh:
     dp, tp, pp  degrees, whose product must equal the world; one may be left out (dp: or with others, which are 1)
     ep          experts of mixtures are shared out among so many neighbours on the dp axis, which it divides
     sp          sequences are cut into so many parts, one for each of as many neighbours on dp, which it divides
+    shard       states are cut over so many neighbours on dp, which it divides, and repeated over dp / shard; left out,
+                they are cut over all of dp
     device      where this rank computes; it becomes the current device (default: its accelerator by LOCAL_RANK, if
                 that has float64, else cpu; without a number, as "cuda": the current one, if 0 that by LOCAL_RANK).
                 Where nobody has, it decides with what torch.distributed starts
@@ -66,6 +68,7 @@ class Mesh:
         pp: int | None = None,
         ep: int | None = None,
         sp: int | None = None,
+        shard: int | None = None,
         *,
         device: str | torch.device | None = None,
         debug: bool = False,
@@ -77,12 +80,13 @@ class Mesh:
             _of_one_process.add(self)
         check_carries(self.device)
         self.world = dist.get_world_size()
-        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp)
+        self.degrees = Degrees.resolve(self.world, dp, tp, pp, ep, sp, shard)
         self.pp = self.degrees.pp
         self.dp = self.degrees.dp
         self.tp = self.degrees.tp
         self.ep = self.degrees.ep
         self.sp = self.degrees.sp
+        self.shard = self.degrees.size("shard")
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
@@ -143,7 +147,7 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Return pp, dp, tp, world, replica (the model-parallel group), a fold or its complement, and make its groups.
 
-        The complement of a degree of 1 is dp itself.
+        An axis that is all of another one is that one: the complement of a degree of 1 is dp itself.
         """
         name = self.degrees.group(name)
         if name not in self._axes:

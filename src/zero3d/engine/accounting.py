@@ -72,7 +72,7 @@ def describe_memory(entries: Sequence[MemoryEntry]) -> str:
 class Accounts:
     """Computes what an engine's units should cost, and reads what its arena says they do.
 
-    dp     the axis that cuts all units but experts that are shared out
+    shard  the axis that cuts all units but experts that are shared out
     exact  gradients are summed in the order of the global list, which keeps other buffers
     inputs of recomputed blocks on the host, if they are there
     """
@@ -83,7 +83,7 @@ class Accounts:
         optimizer: ShardedOptimizer,
         policy: Policy,
         arena: Arena,
-        dp: Comm,
+        shard: Comm,
         exact: bool,
         tiers: Tiers | None,
         inputs: HostSlots | None,
@@ -92,7 +92,7 @@ class Accounts:
         self._optimizer = optimizer
         self._policy = policy
         self._arena = arena
-        self._dp, self._exact = dp, exact
+        self._shard, self._exact = shard, exact
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
         self._inputs = inputs
@@ -128,14 +128,16 @@ class Accounts:
         """The units as `traffic.step_traffic` takes them."""
         reduced = self._policy.master.itemsize
         return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u))
+            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u), sums)
             for u in self._units
-            for wire in [(reduced, u.grads.travels.itemsize) if u.grads is not None else (0, 0)]
+            for wire, sums in [
+                ((reduced, u.grads.travels.itemsize), u.grads.sums.itemsize) if u.grads is not None else ((0, 0), None)
+            ]
         ]
 
     def _ranks(self, unit: Unit) -> int | None:
-        """Return over how many ranks a unit of experts is cut; None for units that dp cuts."""
-        return None if unit.comm is self._dp else unit.comm.size
+        """Return over how many ranks a unit of experts is cut; None for all others."""
+        return None if unit.comm is self._shard else unit.comm.size
 
     @property
     def _on_device(self) -> Held:

@@ -162,7 +162,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
 def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
     policy, layout = base.resolved.policy, lay_out(base, spec)
-    comm = base.axes.edp if spec.experts else base.axes.dp
+    comm = base.axes.shard(spec.experts)
     sources = base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
     share = UnitShare(policy.stage.number, comm.size, spec.dtype.itemsize, trains(spec), sources)
     sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)

@@ -45,11 +45,14 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepO
 from zero3d.engine.partition import share_random_state
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
+from zero3d.engine.stream_guard import Streaming
+from zero3d.engine.streaming import Sender, Sent, WeightStreams
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
 from zero3d.precision import Precision
+from zero3d.weights.buckets import Bucket
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
@@ -241,6 +244,7 @@ class Engine:
         saves = open_saves(assembly.base)
         self._unsharded = Unsharded(assembly, saves)
         self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
+        self._streams = WeightStreams(assembly, self._unsharded)
         self._counts = Counts(assembly.base.resolved.mesh)
         self.last_step: StepResult | None = None
         self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), mesh is None
@@ -509,6 +513,7 @@ class Engine:
         self._assembly.freezing.set(self.module, pattern, trained=True)
 
     def _refuse_window(self, call: str) -> None:
+        required(self.features, Streaming).refuse(call)
         if self.accumulation.count:
             raise ConfigError(
                 f"{call} after {self.accumulation.count} micro-batches of a step that is not applied yet: call it "
@@ -632,6 +637,41 @@ class Engine:
         """
         return self.checkpoints.export(directory, kind)
 
+    # --- to whoever serves ----------------------------------------------------------------------
+
+    def stream_weights(
+        self, dtype: str | None = None, bucket_bytes: int | str = "256MB", adapters: str = "merged"
+    ) -> Iterator[Bucket]:
+        """Yield the weights in buckets, unit by unit; all ranks iterate together, and rank 0's buckets have tensors.
+
+        dtype         of parameters of floating numbers: "fp32", "bf16", ...; None: training's. Buffers keep theirs
+        bucket_bytes  of each of two buckets; a larger tensor goes in parts
+        adapters      of a model that has some: "merged" into its weights, or "alone"
+
+        A bucket's `parts` have the names and bits that `export` writes, and a checksum, the XXH3 of a tensor, with its
+        last part. Their tensors may be used until the next but one bucket is asked for. Rank 0 holds the largest unit
+        and two buckets. A rank that leaves the loop ends the stream on all with StreamError. Raises ConfigError between
+        backward and step, and while another stream is under way; NonFiniteError.
+        """
+        self._refuse_window("stream_weights()")
+        return self._streams.stream(dtype, bucket_bytes, adapters)
+
+    def send_weights(
+        self,
+        sender: Sender | None,
+        dtype: str | None = None,
+        bucket_bytes: int | str = "256MB",
+        adapters: str = "merged",
+    ) -> Sent:
+        """Stream the weights to the receivers of rank 0's `sender` (`zero3d.weights`); other ranks give None.
+
+        A bucket is made once receivers have acknowledged the one before last; returns when they have all of it. Where
+        one of them dies, or acknowledges nothing for the sender's `timeout`, all ranks raise one StreamError that names
+        it, and training may go on. Else as `stream_weights`.
+        """
+        self._refuse_window("send_weights()")
+        return self._streams.send(sender, dtype, bucket_bytes, adapters)
+
     # --- accounting -----------------------------------------------------------------------------
 
     @property
@@ -671,7 +711,8 @@ class Engine:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._assembly.accounts.memory + frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory
+        held = frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory + self._streams.memory
+        return self._assembly.accounts.memory + held
 
 
 class _Closed(Engine):

@@ -13,7 +13,7 @@ from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.degrees import FOLDS
+from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.options import Options, Resolved, resolve
@@ -36,8 +36,9 @@ class Axes:
     """Collectives over the mesh's axes, the arena that lends their buffers and the ledger that counts them.
 
     model_parallel  the ranks that hold one copy of the model together
-    folds           those that fold dp, by name
+    folds           those that fold dp, by name: of shards dp itself where they are all of it
     complements     the complements of these, by name: dp itself where the degree is 1
+    eshard          the ranks of a shard group that hold the same experts
     """
 
     arena: Arena
@@ -49,6 +50,7 @@ class Axes:
     model_parallel: Comm
     folds: Mapping[str, Comm]
     complements: Mapping[str, Comm]
+    eshard: Comm
 
     @classmethod
     def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
@@ -61,16 +63,24 @@ class Axes:
         data = mesh.data
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
         on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
-        dp = Comm(data, arena, ledger, mesh.debug, reduce_scatter, on_host)
+        opened: dict[str, Comm] = {}
+
+        def of_states(name: str) -> Comm:
+            axis = mesh.axis(name)
+            if axis.name not in opened:
+                few = mesh.degrees.on_host(axis.name, on_host)
+                opened[axis.name] = Comm(axis, arena, ledger, mesh.debug, reduce_scatter, few)
+            return opened[axis.name]
+
+        dp = of_states(data.name)
         folds: dict[str, Comm] = {}
         complements: dict[str, Comm] = {}
         for fold in FOLDS:
-            folds[fold.name] = Comm(mesh.axis(fold.name), arena, ledger)
-            axis = mesh.axis(fold.complement)
-            some = None if on_host is None else max(1, on_host // folds[fold.name].size)
-            other = dp if axis is data else Comm(axis, arena, ledger, mesh.debug, reduce_scatter, some)
-            complements[fold.complement] = other
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements)
+            of_all = fold.usual is None
+            folds[fold.name] = of_states(fold.name) if of_all else Comm(mesh.axis(fold.name), arena, ledger)
+            complements[fold.complement] = of_states(fold.complement)
+        eshard = of_states(EXPERT_SHARD)
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements, eshard)
 
     @property
     def ep(self) -> Comm:
@@ -78,9 +88,13 @@ class Axes:
         return self.folds["ep"]
 
     @property
-    def edp(self) -> Comm:
-        """Return the ranks that hold the same experts."""
-        return self.complements["edp"]
+    def replicate(self) -> Comm:
+        """Return the ranks that have the same shards; one alone where states are cut over all of dp."""
+        return self.complements["replicate"]
+
+    def shard(self, experts: bool = False) -> Comm:
+        """Return the ranks over which units are cut, or those of experts."""
+        return self.eshard if experts else self.folds["shard"]
 
 
 @dataclass(frozen=True)
@@ -141,8 +155,9 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
     block = base.resolved.groups.block
     if spec.experts:
-        return UnitLayout.for_experts(parameters, base.axes.dp.size, base.axes.ep.size, block)
-    return UnitLayout(parameters, base.axes.dp.size, block)
+        dp, ep = base.axes.dp.size, base.axes.ep.size
+        return UnitLayout.for_experts(parameters, dp, ep, block, base.axes.replicate.size)
+    return UnitLayout(parameters, base.axes.dp.size, block, base.axes.replicate.size)
 
 
 def host_share(base: Foundation) -> HostBudget:

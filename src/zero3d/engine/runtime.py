@@ -64,9 +64,10 @@ def build_units(
     """Build all units, and before them what holds their records where states leave the device."""
     layouts = {spec.name: lay_out(base, spec) for spec in specs}
     tiers, slots = open_tiers(base, specs, layouts)
-    setting = Setting(base.resolved.policy, base.axes.dp, base.axes.arena, base.order.gradients)
+    axes = base.axes
+    setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
     if tiers is not None:
-        to_host = ToHost(base.axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
+        to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
     of_experts = _setting_of_experts(base, setting)
     settings = [of_experts if spec.experts else setting for spec in specs]
@@ -78,12 +79,12 @@ def build_units(
 
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
-    edp, policy = base.axes.edp, setting.policy
+    cut, policy = base.axes.shard(experts=True), setting.policy
     gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
-    if edp.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
+    if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
-    return setting._replace(policy=policy, comm=edp, sources=sources, part=base.axes.ep.rank)
+    return setting._replace(policy=policy, comm=cut, sources=sources, part=base.axes.ep.rank)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
@@ -92,7 +93,8 @@ def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: S
     owner = {name: partition.full_model.owner(name) for name in spec.params}
     wide = policy.master if spec.dtype.is_floating_point else spec.dtype
     if source is None:
-        fill = from_module(layout, spec.params, setting.comm, wide)
+        everyone = base.axes.complements["edp"] if spec.experts else base.axes.dp
+        fill = from_module(layout, spec.params, everyone, wide, setting.comm.rank)
     else:
         tiles = partition.full_model.tiles
         fill = from_source(
@@ -134,7 +136,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
-    everywhere = [] if policy.stage.shards_optimizer else model_group.untouched(units)
+    final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
+    everywhere = model_group.untouched(units) if final else []
     reductions = Reductions(units, SideStream("reduce", axes.arena), order.closes, everywhere)
     reductions.updates = optimizer.updates
     loss_scale = LossScale(precision)

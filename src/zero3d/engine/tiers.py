@@ -54,7 +54,7 @@ def placement(base: Foundation, kinds: StateKinds) -> Placement:
         base.options.offload,
         base.resolved.policy,
         kinds,
-        lambda spec: (axes.edp if spec.experts else axes.dp).rank,
+        lambda spec: axes.shard(spec.experts).rank,
         axes.arena.device.type,
     )
 

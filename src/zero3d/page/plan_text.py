@@ -71,7 +71,8 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
 def mesh(plan: ParallelPlan) -> str:
     """Name the degrees: pp 8 x dp 2 x tp 8."""
     text = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES)
-    folds = [f"{fold.name} {degree}" for fold in FOLDS if (degree := getattr(plan, fold.name)) > 1]
+    degrees = {fold: getattr(plan, fold.name) for fold in FOLDS}
+    folds = [f"{fold.name} {degree}" for fold, degree in degrees.items() if degree != (fold.usual or plan.dp)]
     return f"{text} ({', '.join(folds)})" if folds else text
 
 
@@ -105,7 +106,7 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     kept: dict[tuple[object, ...], Row] = {}
     for row in rows:
         plan, away = row.plan, row.plan.offload
-        degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp
+        degrees = plan.pp, plan.dp, plan.tp, plan.ep, plan.sp, plan.shard
         places = away.optimizer, away.params, away.gradients
         kept.setdefault((*degrees, plan.zero.stage, plan.schedule, *places), row)
     return list(kept.values())

@@ -39,7 +39,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
 
     What is on a disk is in OUTPUT/offload, since the file names no folder for it.
     """
-    folds = {fold.name for fold in FOLDS if getattr(plan, fold.name) == 1}
+    folds = {fold.name for fold in FOLDS if getattr(plan, fold.name) == (fold.usual or plan.dp)}
     left_out = folds | without_effect(plan)
     mesh = {key: value for key, value in _non_default(plan.mesh, "experts").items() if key not in left_out}
     away = _non_default(plan.offload)
@@ -120,6 +120,10 @@ def deepspeed_config(plan: ParallelPlan) -> dict[str, Any]:
     if plan.sp > 1:
         raise ConfigError(
             f"--emit-deepspeed: DeepSpeed's JSON cannot say sp={plan.sp}: its sequence axis is asked for in Python."
+        )
+    if plan.shard < plan.dp:
+        raise ConfigError(
+            f"--emit-deepspeed: DeepSpeed's JSON cannot say shard={plan.shard} of dp={plan.dp}: its MiCS is gone."
         )
     if plan.pp > 1 or plan.mesh.sequence_parallel:
         beside = " with sequence parallelism" if plan.mesh.sequence_parallel else ""

@@ -15,7 +15,7 @@ from zero3d.plan.memory import memory as engine_memory, memory_at_least
 from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import Profile, profile
 from zero3d.plan.rank_model import rank_model
-from zero3d.plan.search import ep_refused
+from zero3d.plan.search import ep_refused, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import check_rules, with_algorithm
@@ -168,6 +168,9 @@ def check_degrees(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) ->
     why = sp_refused(model, plan.dp, plan.tp, plan.sp, heads) if plan.sp > 1 else None
     if why is not None:
         raise ConfigError(f"sp={plan.sp} cannot be: {why}.")
+    why = shard_refused(plan.dp, plan.ep, plan.sp, plan.shard)
+    if why is not None:
+        raise ConfigError(f"shard={plan.shard} cannot be: {why}.")
     if model.heads % plan.tp or model.hidden % plan.tp:
         raise ConfigError(f"tp={plan.tp} does not divide {model.heads} heads and hidden {model.hidden}.")
     parts = plan.pp * plan.virtual

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.optim.owners import WIRE, Owners, matrices_of
 from zero3d.plan.rank_model import RankUnit, partition_key, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
@@ -19,13 +20,14 @@ from zero3d.spec.optimizer import OPTIMIZERS
 
 @lru_cache(maxsize=4096)
 def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[str, Owners], ...]:
-    """Return who owns the matrices of a pipeline stage's rank, by the axis that cuts their units: dp and edp.
+    """Return who owns the matrices of a pipeline stage's rank, by the axis that cuts their units: dp and edp, or parts.
 
     plan   with degrees, stage and what divides the model alone: `owners_key`
     """
     units = [unit for units in rank_model(model, plan, stage).units.values() for unit in units if unit.trainable]
     found = []
-    for axis, own in (("dp", _on(units, plan, False)), ("edp", _on(units, plan, True))):
+    for name, experts in (("shard", False), (EXPERT_SHARD, True)):
+        axis, own = plan.degrees.group(name), _on(units, plan, experts)
         matrices = [
             matrix
             for number, unit in own.items()
@@ -38,7 +40,7 @@ def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[s
 
 
 def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[int, RankUnit]:
-    """Return the units with matrices that dp cuts, or edp."""
+    """Return the units with matrices of experts that ep shares out, or of all others."""
     apart = plan.ep > 1
     return {n: unit for n, unit in enumerate(units) if unit.forms and (apart and unit.sources > 0) == experts}
 

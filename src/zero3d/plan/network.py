@@ -39,14 +39,16 @@ class Group:
 class Groups:
     """The groups of a plan; tp ranks are neighbours, then dp, then pp. On dp those of ep are neighbours, then edp.
 
-    Those of sp are neighbours on dp, too.
+    Those of sp and of shard are neighbours on dp, too. experts: those over which experts are cut.
     """
 
     tp: Group
     dp: Group
     ep: Group
-    edp: Group
     sp: Group
+    shard: Group
+    replicate: Group
+    experts: Group
     hop_inside: bool
 
     @classmethod
@@ -55,9 +57,12 @@ class Groups:
         tp = Group(plan.tp, min(plan.tp, cluster.per_node))
         dp = Group(plan.dp, max(1, min(plan.dp, cluster.per_node // plan.tp)))
         ep = Group(plan.ep, max(1, min(plan.ep, cluster.per_node // plan.tp)))
-        edp = Group(plan.edp, max(1, min(plan.edp, cluster.per_node // (plan.tp * plan.ep))))
         sp = Group(plan.sp, max(1, min(plan.sp, cluster.per_node // plan.tp)))
-        return cls(tp, dp, ep, edp, sp, plan.tp * plan.dp < cluster.per_node)
+        inside = plan.shard // plan.ep
+        shard = Group(plan.shard, max(1, min(plan.shard, cluster.per_node // plan.tp)))
+        experts = Group(inside, max(1, min(inside, cluster.per_node // (plan.tp * plan.ep))))
+        copies = Group(plan.replicate, max(1, min(plan.replicate, cluster.per_node // (plan.tp * plan.shard))))
+        return cls(tp, dp, ep, sp, shard, copies, experts, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:

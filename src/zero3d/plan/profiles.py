@@ -33,7 +33,7 @@ from zero3d.zero.stages import stage_row
 class Profile:
     """A system.
 
-    weight, gradient, optimizer  bytes per parameter; the stage says which are divided by dp
+    weight, gradient, optimizer  bytes per parameter; the stage says which are divided by dp (or shard)
     shard_weight                 at stage 3, bytes of the weight's shard where it is kept wider than `weight`
     keeps_in_pipelines           at stage 3, whole weights and gradients stay through a pipeline's step
     interior                     of the activations a model says it keeps, the part that this system's kernels keep
@@ -65,9 +65,9 @@ class Profile:
         accumulated = plan.zero.reduce_dtype == "fp32" and self.gradient < 4  # beside the 2-byte ones
         wide = 4.0 if accumulated else 0.0
         return (
-            self.shard_weight / plan.dp if row.shards_parameters else self.weight,
-            (self.gradient + wide) / (plan.dp if row.shards_gradients else 1),
-            self.optimizer / (plan.dp if row.shards_optimizer else 1),
+            self.shard_weight / plan.shard if row.shards_parameters else self.weight,
+            (self.gradient + wide) / (plan.shard if row.shards_gradients else 1),
+            self.optimizer / (plan.shard if row.shards_optimizer else 1),
         )
 
 

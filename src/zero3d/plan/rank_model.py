@@ -62,7 +62,7 @@ class RankUnit(NamedTuple):
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
         if plan.zero.stage == 0:
             return self.layout.whole_pieces()
-        return self.layout.pieces(dp_rank // plan.ep if self.sources else dp_rank)
+        return self.layout.pieces(self.layout.rank_of(dp_rank))
 
 
 def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
@@ -130,7 +130,12 @@ def partition_key(plan: ParallelPlan) -> ParallelPlan:
     schedule = next(name for name in SCHEDULES if Schedule.of(name)[2:] == layout)
     return ParallelPlan(
         zero=Zero(exact=plan.zero.exact),
-        mesh=Mesh(plan.dp, plan.tp, plan.pp, plan.ep, experts=plan.mesh.experts, schedule=schedule),
+        mesh=Mesh(
+            *(plan.dp, plan.tp, plan.pp, plan.ep),
+            shard=plan.degrees.shard,
+            experts=plan.mesh.experts,
+            schedule=schedule,
+        ),
         accumulate=plan.pp,
         precision=plan.precision,
         optimizer=plan.optimizer,
@@ -210,7 +215,7 @@ def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight],
     for weight in weights:
         check_experts(weight, plan.ep)
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
-    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block)
+    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block, plan.replicate)
     sources = plan.ep if plan.mesh.experts == "exact" else 1
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
@@ -220,7 +225,7 @@ def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], pl
     for weight in weights:
         check_cut(weight, plan.tp)
     local = [(weight.name, weight.local(plan.tp), weight.group) for weight in weights]
-    layout = UnitLayout(local, plan.dp, plan.block)
+    layout = UnitLayout(local, plan.dp, plan.block, plan.replicate)
     largest = max(slot.numel for slot in layout.slots)
     return RankUnit(owner, layout, trainable, width, largest, 0, *_matrices(layout, weights, plan.tp))
 

@@ -30,7 +30,8 @@ def copy_bytes(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank:
         copies = _copies(chunks[number])
         for unit in units:
             slots, matrices = unit.layout.slots, dict(unit.forms)
-            own = [piece for piece in unit.layout.pieces(dp_rank) if slots[piece.slot].name not in copies]
+            pieces = unit.layout.pieces_of_copy(unit.layout.rank_of(dp_rank), dp_rank // plan.shard)
+            own = [piece for piece in pieces if slots[piece.slot].name not in copies]
             for piece in own:
                 trained = (1 + plan.averages) * wide + moment * states_of(plan.optimizer, piece.slot in matrices)
                 total += (piece.stop - piece.start) * (trained if unit.trainable else unit.itemsize)

@@ -9,6 +9,7 @@
                                                                                        backwards in two parts
     sp                 divisors of dp, tp x sp up to the heads                         short sequences,
                                                                                        sequence parallel
+    shard              all of dp, its ranks on a node                                  one node, stage 0
     ZeRO stage         0, 1, 2, 3                                                      dp = 1: all are stage 0
     micro-batch        powers of two that divide a rank's sequences                    above one that does not fit
     recomputation      none, selective, full
@@ -262,7 +263,7 @@ def _groups(
                     if target.sequences % (dp // sp) or (away.activations_leave and activations != "full"):
                         continue
                     virtual = Schedule.of(schedule).chunks_per_rank
-                    plan = ParallelPlan(
+                    whole = ParallelPlan(
                         zero=Zero(stage, **pipeline_moments(stage, pp)),
                         offload=away,
                         mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
@@ -271,8 +272,27 @@ def _groups(
                         tiled_loss=model.length >= LONG,
                         optimizer=target.optimizer,
                     )
-                    sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
-                    yield _Group(plan, list(sizes))
+                    for shard in _shards(whole, cluster):
+                        plan = whole.replace(shard=shard)
+                        sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
+                        yield _Group(plan, list(sizes))
+
+
+def _shards(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[int | None]:
+    """Yield over how many ranks states may be cut: all of dp, or those of a node, whose links are other ones."""
+    yield None
+    inside = cluster.per_node // plan.tp
+    if plan.zero.stage and inside < plan.dp and shard_refused(plan.dp, plan.ep, plan.sp, inside) is None:
+        yield inside
+
+
+def shard_refused(dp: int, ep: int, sp: int, shard: int) -> str | None:
+    """Say why states cannot be cut over so many neighbours on dp, None where they can."""
+    if shard < 1 or dp % shard:
+        return f"shard does not divide dp {dp}"
+    if shard % ep:
+        return f"ep {ep} does not divide shard, and its experts would have no shards"
+    return f"neither of shard and sp {sp} divides the other" if shard % sp and sp % shard else None
 
 
 def _inside(model: ModelSpec, dp: int, tp: int, schedule: str) -> Iterator[tuple[int, int, bool]]:
@@ -392,7 +412,7 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
     for i, (micro, accumulate) in enumerate(group.sizes):
         account.priced += 1
         candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
-        plan = faster_reduction(model, candidate, cluster) if candidate.dp > 1 else candidate
+        plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
         least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
         if least - account.limit > max(0.0, account.misses_by(DEVICE_MEMORY)):
             account.reject(DEVICE_MEMORY, len(group.sizes) - i)

@@ -34,7 +34,7 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss", "shard"),
 )
 
 
@@ -378,9 +378,15 @@ class ParallelPlan(Spec):
         return self.dp * self.tp * self.pp
 
     @property
-    def edp(self) -> int:
-        """Count the ranks that hold the same experts."""
-        return self.dp // self.ep
+    def degrees(self) -> Degrees:
+        """Return the degrees of its axes."""
+        shard = None if self.shard == self.dp else self.shard
+        return Degrees(self.pp, self.dp, self.tp, self.ep, self.sp, shard)
+
+    @property
+    def replicate(self) -> int:
+        """Count the copies of each shard of states."""
+        return self.dp // self.shard
 
     @property
     def rows(self) -> int:

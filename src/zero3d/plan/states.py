@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, unit_bytes
 from zero3d.distributed.choice import NATIVE, choose_algorithm
-from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.offload.placement import UnitStates, placed_records
@@ -238,10 +237,11 @@ def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
 
 def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` as the engine takes it on a cluster's NCCL: no longer auto."""
-    if plan.dp == 1:
+    if plan.shard == 1:
         return plan
-    on_host = Degrees(plan.pp, plan.dp, plan.tp).dp_on_host(cluster.per_node)
-    return plan.replace(reduce_scatter=choose_algorithm("nccl", plan.dp, plan.zero.reduce_scatter, on_host))
+    degrees = plan.degrees
+    on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
+    return plan.replace(reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host))
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:

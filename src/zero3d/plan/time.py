@@ -11,7 +11,7 @@ tp           all-reduces in forward and backward, and again where recomputed; wh
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
-             micro-batch; what backward does not hide
+             micro-batch; what backward does not hide. Sums over copies of shards, which nothing hides
 optimizer    bytes of states read and written, by the card's memory; Muon's products, or what it sends if that is slower
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
@@ -31,6 +31,7 @@ from typing import NamedTuple
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
 from zero3d.distributed.choice import REDUCTIONS
+from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
@@ -173,7 +174,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
 
 
 class Share(NamedTuple):
-    """Parameters of a rank: of what dp cuts, and of experts that edp cuts."""
+    """Parameters of a rank: of what dp cuts, and of experts that are cut over fewer ranks."""
 
     dense: float
     experts: float
@@ -291,7 +292,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     def collective(part: float, width: float, seconds_of: Collective = gather_seconds) -> float:
         """Time a collective of that part of all parameters."""
         total = 0.0
-        for elements, group in zip(share, (step.groups.dp, step.groups.edp), strict=True):
+        for elements, group in zip(share, (step.groups.shard, step.groups.experts), strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
                 hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
@@ -301,12 +302,24 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reducing = reductions * collective(
         trained, *(_reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan),))
     )
+    copies = _copies_seconds(step, share, reductions if plan.zero.exact else 1) * trained
+    if not pace.as_zero3d:  # others sum over copies behind each reduction
+        reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
         gathers = collective(1.0, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
-        return _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
+        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
-    return _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
+    return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
+
+
+def _copies_seconds(step: _Step, share: Share, times: int) -> float:
+    """Return the seconds in which a rank's shards are summed over their copies, so many times in a step."""
+    plan, group = step.plan, step.groups.replicate
+    width = WIDTHS["fp32"].reduced if plan.zero.exact or plan.zero.reduce_dtype == "fp32" else WIDTHS["bf16"].weight
+    own = (share.dense + share.experts * plan.ep) / plan.shard
+    halves = [gather_seconds(own * each, group, step.cluster) for each in (width, WIDTHS["fp32"].reduced)]
+    return times * sum(halves) / step.pace.network
 
 
 def _besides_replay(step: _Step, numel: float, once: float) -> float:
@@ -321,10 +334,10 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
     if (
         not stage_row(plan.zero.stage).shards_parameters
         or policies(plan)[0] == "every_step"
-        or step.groups.dp.size == 1
+        or step.groups.shard.size == 1
     ):
         return hashes
-    gathers = 2 * gather_seconds(width * numel, step.groups.dp, step.cluster) / pace.network
+    gathers = 2 * gather_seconds(width * numel, step.groups.shard, step.cluster) / pace.network
     return hashes + _exposed(gathers, once, pace.hide_dp)
 
 
@@ -349,7 +362,7 @@ def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec)
 @lru_cache(maxsize=4096)
 def _fastest_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> str:
     """Return the choice; the first of those that are as fast."""
-    group = Groups.of(plan, cluster).dp
+    group = Groups.of(plan, cluster).shard
     elements = model.trainable / plan.tp / max(1, len(model.blocks))
 
     def seconds(choice: str) -> float:
@@ -371,7 +384,8 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     """
     plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.zero.stage)
     known = digest(step.model)
-    updated = share.dense / plan.dp + share.experts / plan.edp if row.shards_optimizer else sum(share)
+    owned = (share.dense + share.experts * plan.ep) / plan.shard
+    updated = owned if row.shards_optimizer else sum(share)
     updated *= known.trainable / known.params
     if plan.offload.optimizer != "none" and not step.pace.as_zero3d:  # others update on the host, and nothing hides it
         return {
@@ -380,7 +394,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
         }
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
-    weights = WIDTHS[plan.precision].weight * (share.dense / plan.dp + share.experts / plan.edp)
+    weights = WIDTHS[plan.precision].weight * owned
     besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward
@@ -407,7 +421,8 @@ def _matrices(step: _Step) -> float:
     """Time Muon's matrices: products of the owner that has most, and what travels meanwhile, whichever takes longer."""
     plan, cluster = step.plan, step.cluster
     speed = step.pace.kernels.rates_of(cluster.gpu).matrix * step.pace.speed_on(cluster.gpu.name) * cluster.gpu.flops
-    groups = {"dp": step.groups.dp, "edp": step.groups.edp, "tp": step.groups.tp}
+    degrees, shard, experts = plan.degrees, step.groups.shard, step.groups.experts
+    groups = {degrees.group(EXPERT_SHARD): experts, degrees.group("shard"): shard, "tp": step.groups.tp}
     sent = max((matrix_traffic(step.model, plan, stage) for stage in range(plan.pp)), key=lambda by: sum(by.values()))
     moving = sum(exchange_seconds(size, groups[key.split()[1]], cluster) for key, size in sent.items())
     return max(operations_of(step.model, plan) / speed, moving)

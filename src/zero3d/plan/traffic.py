@@ -2,10 +2,10 @@
 
 ep   expert_parallel/traffic.py of as many tokens for every expert as for any other; only a router knows how many
 sp   sequence/shares.py of every block's attention and of the losses, of the first rank of a group
-dp   account/traffic.py of the rank's units, of experts over edp, padding included; at stage 3 gathers are counted in
-     the order of tokens, as the engine takes them, rough only where a pipeline that releases every use recomputes
-     blocks; that what backwards of weights leave is reduced once more, where a schedule with such reduces every
-     micro-batch, is left out
+dp   account/traffic.py of the rank's units, of experts over edp, padding included; where states are cut over a part
+     of dp, over shard and eshard, and sums over replicate; at stage 3 gathers are counted in the order of tokens, as
+     the engine takes them, rough only where a pipeline that releases every use recomputes blocks; that what backwards
+     of weights leave is reduced once more, where a schedule with such reduces every micro-batch, is left out
      Muon's matrices go to their owners and back, over tp, too (matrices.py)
 pp   pipeline/traffic.py: whole hidden states on every tp rank
 tp   tensor_parallel/traffic.py of the regions of a model whose blocks have attention and one MLP, as Llama's and GPT's:
@@ -32,8 +32,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.account.states import WIDTHS
-from zero3d.account.traffic import Moved, UnitTraffic, step_traffic
+from zero3d.account.traffic import Levels, Moved, UnitTraffic, step_traffic
 from zero3d.activations.policy import Policy
+from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
@@ -108,15 +109,17 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         several = unit.sources > 1
         wire = int(reduced_width(plan, unit.itemsize)) if plan.zero.exact else wire_width(plan, unit.itemsize, several)
         wire = wide if plan.zero.exact and several else wire
-        ranks = unit.layout.n if unit.sources else None
-        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks))
+        ranks, sums = unit.layout.n if unit.sources else None, wire_width(plan, unit.itemsize, summed=True)
+        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks, sums))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
-    moved = step_traffic(plan.zero.stage, rows, plan.dp, calls, reductions, policies(plan)[1], plan.zero.exact)
+    levels, axis_of = Levels(plan.shard, plan.replicate), plan.degrees.group
+    moved = step_traffic(plan.zero.stage, rows, levels, calls, reductions, policies(plan)[1], plan.zero.exact)
     shared = {row.name for row in rows if row.ranks is not None and plan.ep > 1}
     for (operation, name), volume in moved.items():
         if operation != "exchange":
-            totals[f"{operation} {'edp' if name in shared else 'dp'}"] += volume.bytes
+            inside = EXPERT_SHARD if name in shared else "shard"
+            totals[f"{operation} {axis_of('replicate' if operation == 'all_reduce' else inside)}"] += volume.bytes
     return {key: float(value) for key, value in totals.items()}
 
 

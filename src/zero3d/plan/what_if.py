@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
-from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments
+from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
@@ -45,6 +45,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
 def _change(settings: Settings) -> str:
     """Write the first setting as a configuration says it."""
     key, value = next(iter(settings.items()))
+    if value is None:
+        return f"{key}: all of dp"
     words = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
     return f"{key}: {words}"
 
@@ -71,6 +73,11 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     for sp in (plan.sp // 2, plan.sp * 2):
         if _takes(sp, plan, model):
             yield _over(sp, plan)
+    inside = cluster.per_node // plan.tp
+    if inside < plan.dp:
+        shard = None if plan.shard < plan.dp else inside
+        if shard is None or shard_refused(plan.dp, plan.ep, plan.sp, shard) is None:
+            yield {"mesh.shard": shard}
     if plan.ep > 1 and not plan.zero.exact:
         yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
     if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:

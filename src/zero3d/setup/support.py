@@ -120,7 +120,7 @@ def _images(model: nn.Module) -> Row:
 
 
 def _packing(model: nn.Module) -> Row:
-    check_packing(model, 1)
+    check_packing(model)
     return Row("packing", True, "documents of a sequence do not see each other")
 
 

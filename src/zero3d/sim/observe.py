@@ -85,8 +85,8 @@ class Observation:
 
         ranks = self.engine.dp.size
 
-        def updates(rank: int) -> list[bool]:  # experts are cut over fewer ranks, each some neighbours on dp
-            return [bool(unit.layout.pieces(rank // (ranks // unit.comm.size))) for unit in units]
+        def updates(rank: int) -> list[bool]:
+            return [bool(unit.layout.pieces(unit.layout.rank_of(rank))) for unit in units]
 
         return tuple(rank for rank in range(ranks) if updates(rank) == updates(dp))
 

@@ -70,9 +70,8 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
     keys = []
     for units in rank_model(spec, plan, stage).units.values():
         for unit in units:
-            layout, first = unit.layout, CANONICAL // mesh.dp if unit.sources else 0  # cells of experts come later
-            rank = mesh.place.dp // mesh.ep if unit.sources else mesh.place.dp
-            for piece in layout.pieces(rank) if unit.trainable else ():
+            layout, first = unit.layout, CANONICAL // mesh.shard if unit.sources else 0  # cells of experts come later
+            for piece in layout.pieces(layout.rank_of(mesh.place.dp)) if unit.trainable else ():
                 name = layout.slots[piece.slot].name
                 cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:

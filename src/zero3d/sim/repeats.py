@@ -46,7 +46,7 @@ def traffic_of_all(
     reduces if `reduced` (Policy.reduce) says so.
     """
     before = {(entry.op, entry.axis, entry.unit): (entry.calls, entry.elements, entry.nbytes) for entry in first}
-    once = ("all_gather",) if reduced != "every_step" else ("all_gather", "reduce_scatter")
+    once = ("all_gather", "all_reduce") if reduced != "every_step" else ("all_gather", "all_reduce", "reduce_scatter")
     traffic = []
     for entry in second:
         key, now = (entry.op, entry.axis, entry.unit), [entry.calls, entry.elements, entry.nbytes]

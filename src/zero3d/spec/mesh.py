@@ -28,6 +28,13 @@ class Mesh:
         "(mesh.sequence_parallel is another thing, Megatron's over tp)",
         least=1,
     )
+    shard: int | None = key(
+        None,
+        "neighbours on dp over which states are cut, which are repeated over dp / shard: with the ranks of a host, "
+        "parameters are gathered inside it, and only sums of gradients pass between hosts; divides dp; left "
+        "out, it is all of dp",
+        least=1,
+    )
     sp_kind: str = key(
         "auto",
         "how attention is shared out over sp: by heads of whole sequences, or by rows, to which keys and values are "

@@ -72,6 +72,11 @@ class Spec:
         return 1 if self.mesh.sp is None else self.mesh.sp
 
     @cached_property
+    def shard(self) -> int:
+        """Return over how many neighbours on dp states are cut: all of dp where that is left out."""
+        return self.dp if self.mesh.shard is None else self.mesh.shard
+
+    @cached_property
     def coded(self) -> bool:
         """Return whether the optimizer's states are codes of 8 bits."""
         row = OPTIMIZERS.get(self.optimizer or "")

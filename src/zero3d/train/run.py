@@ -310,6 +310,8 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings += [f"activations {config.activations}"] if config.activations != "none" else []
     settings += ["inputs of blocks in parts over tp"] if config.mesh.partition_activations else []
     settings += [] if engine.sequence is None else [engine.sequence.describe(engine.mesh.tp)]
+    mesh = engine.mesh
+    settings += [f"states over {mesh.shard} of dp {mesh.dp}"] if mesh.shard < mesh.dp else []
     settings += ["masters in halves"] if config.zero.master == "split" else []
     settings += [f"gathered in tiles of {config.zero.gather_budget}"] if config.zero.gather_budget else []
     settings += [f"averages of weights {config.train.ema:g}"] if config.train.ema is not None else []

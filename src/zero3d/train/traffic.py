@@ -3,6 +3,7 @@
 rows                                        formula
 ------------------------------------------  ----------------------------------------------------------------
 all_gather, reduce_scatter, exchange        step_traffic x steps (exact: all_to_all for reduce_scatter)
+all_reduce                                  the same: sums over copies of shards, where mesh.shard makes such
 send_forward (pp), send_backward (pp)       pipeline_traffic x steps
 trade (pp)                                  gradients of tied parameters, once a step
 all_reduce (tp), all_gather (tp), ...       tensor_traffic of all tokens trained on
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from zero3d.account.traffic import Moved, Sent, step_traffic
+from zero3d.account.traffic import Levels, Moved, Sent, step_traffic
 from zero3d.distributed.degrees import DATA
 from zero3d.engine.engine import Engine
 from zero3d.expert_parallel.traffic import Passed, expert_traffic
@@ -151,13 +152,14 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
 
     A skipped step (fp16 overflow) updates nothing, so stages 1 and 2 gather nothing after it.
     """
+    levels = Levels(engine.mesh.shard, engine.mesh.degrees.replicate)
     n = engine.dp.size
     if n == 1:
         return
     policy, units = engine.policy, engine.traffic_units
     exact = engine.summands is not None
     step = step_traffic(
-        engine.stage, units, n, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
+        engine.stage, units, levels, gathers, counts.micro_batches, policy.reduce, exact, engine.experts.anywhere
     )
     more = LOSS_VALUES * (n - 1) * (counts.micro_batches if exact else 1)
     more += engine.expert_load.values * (n - 1)  # of experts' tokens, with the norm

@@ -1,5 +1,8 @@
 """A unit's gradients: taken from autograd, reduced over the dp axis, kept as a shard of their sum.
 
+Where dp ranks have copies of shards (Setting.across), a reduction sums over the ranks that states are cut over, and
+what a step has in the end is summed once more over the copies: `complete`, then `sum_copies`.
+
     full    [sources, total]  local gradients of this rank, on their way to the reduction
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
     pieces             1-D views of parameters' parts in either, for the optimizer; made anew only where it moves
@@ -128,6 +131,11 @@ class Gradients:
         if not self._whole_pieces:
             self._whole_pieces = _cut(self.whole, self._layout.whole_pieces())
         return self._whole_pieces
+
+    @property
+    def sums(self) -> torch.dtype:
+        """In which sums travel that are reduced over copies of shards."""
+        return self._wire
 
     @property
     def accumulates(self) -> bool:
@@ -316,6 +324,25 @@ class Gradients:
         self.finish()
         if self._setting.to_host is not None:
             self._setting.to_host.finish()
+
+    def sum_copies(self) -> Pending:
+        """Start summing the step's shard over the ranks that have a copy of it; the result must be waited for.
+
+        Moves 2 (R-1)/R Psi/N elements per rank, over R copies.
+        """
+        across = self._setting.across
+        if across.size == 1 or self.shard.device == across.device:
+            return across.all_reduce(self.shard, self._name, self._wire)
+        near = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+        near.copy_(self.shard)
+        summed = across.all_reduce(near, self._name, self._wire)
+
+        def finish() -> None:
+            summed.wait()
+            self.shard.copy_(near)
+            self._arena.give_back("bucket", near)
+
+        return Pending(finish)
 
     def reset(self) -> None:
         """Forget this step's gradients."""

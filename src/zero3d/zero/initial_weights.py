@@ -33,15 +33,21 @@ class Source(Protocol):
         """Return the values in a box of the whole parameter `name`, in the box's shape, of any dtype."""
 
 
-def from_module(layout: UnitLayout, params: Mapping[str, nn.Parameter], comm: Comm, wide: torch.dtype) -> Fill:
-    """Return what fills slices from the module's own parameters: a broadcast of [total] of `wide` from rank 0."""
+def from_module(
+    layout: UnitLayout, params: Mapping[str, nn.Parameter], everyone: Comm, wide: torch.dtype, rank: int
+) -> Fill:
+    """Return what fills slices from the module's own parameters: a broadcast of [total] of `wide` from rank 0.
+
+    everyone  has the same parameters
+    rank      this one's among those that the unit is cut over
+    """
 
     def fill(out: Tensor) -> None:
-        whole = torch.zeros(layout.total, dtype=wide, device=comm.device)
+        whole = torch.zeros(layout.total, dtype=wide, device=everyone.device)
         for slot, view in zip(layout.slots, parameter_views(whole, layout), strict=True):
             view.copy_(params[slot.name].detach())
-        comm.broadcast(whole, "-")
-        to_compute(whole.view(comm.size, -1)[comm.rank], out.dtype, out=out)
+        everyone.broadcast(whole, "-")
+        to_compute(whole.view(layout.n, -1)[rank], out.dtype, out=out)
 
     return fill
 

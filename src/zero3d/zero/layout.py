@@ -11,7 +11,8 @@ total is a multiple of 16,384: for every N that divides 64 the layout, the vecto
 checkpoints are the same. Where N does not divide 1,024 a multiple of 16 N has to do, since one of both would be up to
 N x 16,384: at N = 1,000 more than most adapters of a block have.
 
-A shard's part of a slot is a *piece*: a flat range.
+A shard's part of a slot is a *piece*: a flat range. Where dp ranks have copies of shards, N is the ranks that these are
+cut over, and the total is what all of dp asks for: a shard has an equal part for each of its copies, which saves it.
 
 Experts of a mixture are parameters [experts, ...], and are laid out expert by expert:
 
@@ -73,7 +74,9 @@ class Piece(NamedTuple):
 class UnitLayout:
     """Slots of one unit and their cut into N equal shards.
 
-    Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % block == 0.
+    Invariants: slots are disjoint, in order and aligned; total = N * shard; shard % (copies * block) == 0.
+    copies ranks of dp that have each shard
+    ep     neighbours on dp that have other experts, of one that is laid out expert by expert
     block  elements of which no shard has a part: 16, or 256 where an optimizer has states for so many together
     tail   elements behind the last slot, which N asks for
     cells  of the grid that the unit covers
@@ -81,25 +84,28 @@ class UnitLayout:
     """
 
     of_experts = False
+    ep = 1
 
-    def __init__(self, parameters: Sequence[tuple[str, Shape, int]], n: int, block: int = GROUP) -> None:
-        """Pack `parameters`, (name, shape, optimizer group) in model order, for n data-parallel ranks."""
-        self.n = n
+    def __init__(
+        self, parameters: Sequence[tuple[str, Shape, int]], dp: int, block: int = GROUP, copies: int = 1
+    ) -> None:
+        """Pack `parameters`, (name, shape, optimizer group) in model order, for dp data-parallel ranks."""
+        self.n, self.copies = dp // copies, copies
         slots: list[Slot] = []
         cursor = 0
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
             slots.append(Slot(name, shape, group, cursor, prod(shape)))
             cursor += -(-prod(shape) // ALIGN) * ALIGN
-        quantum = _quantum(n, block)
+        quantum = _quantum(dp, block)
         self.slots = tuple(slots)
-        self.cells = grid(n)
+        self.cells = grid(dp)
         self.total = -(-max(cursor, 1) // quantum) * quantum
         self.tail = self.total - cursor
         self._cut(block)
 
     @classmethod
     def for_experts(
-        cls, parameters: Sequence[tuple[str, Shape, int]], dp: int, ep: int, block: int = GROUP
+        cls, parameters: Sequence[tuple[str, Shape, int]], dp: int, ep: int, block: int = GROUP, copies: int = 1
     ) -> UnitLayout:
         """Pack this rank's [experts / ep, ...] of a layer's experts, for the dp / ep ranks that have the same ones."""
         local, slots, cursor = parameters[0][1][0], [], 0
@@ -112,7 +118,8 @@ class UnitLayout:
         stride = -(-max(cursor, 1) // quantum) * quantum
         layout = cls.__new__(cls)
         layout.of_experts = True
-        layout.n, layout.cells = dp // ep, grid(dp) // ep
+        layout.ep, layout.copies = ep, copies
+        layout.n, layout.cells = dp // ep // copies, grid(dp) // ep
         layout.slots = tuple(slot._replace(stride=stride) for slot in slots)
         layout.total, layout.tail = local * stride, local * (stride - cursor)
         layout._cut(block)
@@ -120,7 +127,7 @@ class UnitLayout:
 
     def _cut(self, block: int) -> None:
         self.shard = self.total // self.n
-        assert self.total % (self.n * block) == 0
+        assert self.total % (self.n * self.copies * block) == 0
 
     @cached_property
     def shape(self) -> tuple[int, tuple[tuple[int, ...], ...], int]:
@@ -145,6 +152,16 @@ class UnitLayout:
     def pieces(self, rank: int) -> list[Piece]:
         """Return the pieces in a rank's shard, in slot order; empty intersections are left out."""
         return self._pieces_in(rank * self.shard, (rank + 1) * self.shard)
+
+    def pieces_of_copy(self, rank: int, copy: int) -> list[Piece]:
+        """Return the pieces in the part of a rank's shard that one of its copies saves; offsets are in the shard."""
+        part = self.shard // self.copies
+        start = rank * self.shard + copy * part
+        return [piece._replace(offset=piece.offset + copy * part) for piece in self._pieces_in(start, start + part)]
+
+    def rank_of(self, dp_rank: int) -> int:
+        """Return whose shard a dp rank has, by its number among the N that the unit is cut over."""
+        return dp_rank // self.ep % self.n
 
     def whole_pieces(self) -> list[Piece]:
         """Return every parameter as pieces of the storage: one, of experts one each."""
@@ -182,7 +199,11 @@ def padding_warning(layouts: Sequence[UnitLayout]) -> str | None:
 
     Up to there no unit has more padding than on one rank.
     """
-    n, tail, numel = layouts[0].n, sum(unit.tail for unit in layouts), sum(unit.numel for unit in layouts)
+    n, tail, numel = (
+        layouts[0].n * layouts[0].copies,
+        sum(unit.tail for unit in layouts),
+        sum(unit.numel for unit in layouts),
+    )
     if n <= CANONICAL or not numel or 10 * tail <= numel:
         return None
     return (

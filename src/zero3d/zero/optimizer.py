@@ -129,7 +129,9 @@ class ShardedOptimizer(OptimizerStates):
         self.clip_norm = clip_norm
         self._model_group = model_group
         self.tallied = torch.zeros(0, dtype=torch.float64, device=arena.device)
-        self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units)]))
+        across = [unit.across for unit in units[:1] if unit.across.size > 1]
+        self._comms = list(dict.fromkeys([comm, *(unit.comm for unit in units), *across]))
+        self._shards = comm.size // (units[0].across.size if units else 1)  # dp ranks that have all states once
         self._names = {place: name for name, place in reversed(order.items())}
         self.missed: Counter[str] = Counter()
         self._applied = 0
@@ -308,6 +310,7 @@ class ShardedOptimizer(OptimizerStates):
         if self.tally is not None:
             rows, counts = rows[:, : len(row)], rows[:, len(row) :]
             self.tallied = counts.sum(0)
+        rows = rows[: self._shards]  # others have copies of the same shards
         partials = self._in_order(rows).to(self._wide)
         norm: Tensor = partials[0] if len(partials) == 1 else torch.linalg.vector_norm(partials)
         return norm, 1.0 if norms.uneven is None else (partials != NO_NORM).all()

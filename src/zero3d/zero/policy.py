@@ -62,10 +62,12 @@ class Policy:
 class Setting(NamedTuple):
     """What all units of an engine share.
 
+    comm        the ranks that states are cut over
     gradients   the class that owns a unit's, `Gradients` by default
     records     what units have in records, by name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     to_host     copies them there
+    across      the ranks that have the same shards; one alone where states are cut over all of dp
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
     part        number of this rank's part of the experts, on the ep axis
@@ -74,6 +76,7 @@ class Setting(NamedTuple):
     policy: Policy
     comm: Comm
     arena: Arena
+    across: Comm
     gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
     records: Mapping[str, UnitBuckets] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})

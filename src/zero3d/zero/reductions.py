@@ -2,7 +2,8 @@
 
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
-those before it. At most WINDOW are in flight.
+those before it. At most WINDOW are in flight. Shards of which others have copies are summed over
+these in that order, when all of a step are complete.
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
@@ -23,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
@@ -215,6 +217,17 @@ class Reductions:
             self.end_backward()
         for unit in self._order:
             unit.gradients.complete()
+        self._sum_copies()
+
+    def _sum_copies(self) -> None:
+        """Sum shards over the ranks that have copies of them, in one order, at most WINDOW at a time."""
+        under_way: deque[Pending] = deque()
+        for unit in self._order:
+            while len(under_way) >= WINDOW:
+                under_way.popleft().wait()
+            under_way.append(unit.gradients.sum_copies())
+        for pending in under_way:
+            pending.wait()
 
     def reset(self) -> None:
         """Forget the gradients of this step."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.layout import Slot, UnitLayout
+from zero3d.zero.layout import Piece, Slot, UnitLayout
 from zero3d.zero.policy import Setting
 from zero3d.zero.weights import Weights
 
@@ -19,7 +19,9 @@ class Unit:
     fill      writes this rank's slice [total/N] of the first weights
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
     users     tokens of whoever needs the full parameters now
-    comm      the ranks over which it is cut: the dp axis, of experts the edp axis
+    comm      the ranks over which it is cut: the dp axis, of experts the edp axis; a part of them where states are
+              cut over some neighbours alone
+    across    the ranks that have the same shards as this one
     sources   ranks whose tokens give its gradients here, and which part of the experts it is (policy.py)
     stage     number of the row of the stage table that it follows
     """
@@ -40,6 +42,7 @@ class Unit:
         self.deferred = deferred
         self.users: set[object] = set()
         self.comm = setting.comm
+        self.across = setting.across
         self.sources = setting.sources
         self.part = setting.part
         self.stage = setting.policy.stage.number
@@ -63,6 +66,10 @@ class Unit:
     def slot_of(self, index: int) -> Slot:
         """Return the slot of a gradient's parameter, by its number among those of all sources."""
         return self.layout.slots[index % len(self.layout.slots)]
+
+    def saved_pieces(self) -> list[Piece]:
+        """Return the pieces of this rank's shard that it saves: of a shard that others have, too, its part."""
+        return self.layout.pieces_of_copy(self.comm.rank, self.across.rank)
 
     @property
     def gradients(self) -> Gradients:

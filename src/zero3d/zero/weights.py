@@ -248,7 +248,7 @@ class Weights:
         """
         if self.sharded or self.updates_all:
             return DONE
-        self._pending_gather = self.share()
+        self._pending_gather = self._share_shards()
         return self._pending_gather
 
     def leave(self) -> None:
@@ -332,9 +332,25 @@ class Weights:
         return found
 
     def share(self) -> Pending:
-        """Make every rank's gathered parameters agree after writes: each slice's owner wins."""
+        """Make every rank's gathered parameters agree after writes: each slice's owner wins, of several the first."""
+        self._share_copies()
+        return self._share_shards()
+
+    def _share_shards(self) -> Pending:
+        """Start to give all ranks that the unit is cut over the whole of it."""
         self._share_masters()
         return self._setting.comm.all_gather(self.full, self._bring(), self.name)
+
+    def _share_copies(self) -> None:
+        """Give ranks that have copies of a shard the first one's masters; Psi/N of them."""
+        across, layout = self._setting.across, self.layout
+        if across.size == 1:
+            return
+        start = self._setting.comm.rank * layout.shard if self.updates_all else 0
+        values = joined(self.masters.read(start, start + layout.shard)).to(across.device, copy=True)
+        across.broadcast(values, self.name)
+        self.masters.write(start, values)
+        self._cast()
 
     def _share_masters(self) -> None:
         """Give all ranks the owners' masters where each updates all (stage 0); (N-1)/N Psi elements of those stored."""

@@ -29,7 +29,7 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
-from zero3d.integrations.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world
+from zero3d.integrations.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world, shards
 from zero3d.nested import map_tensors
 from zero3d.spec.offload import Offload
 
@@ -73,7 +73,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     options          more of `zero3d.Engine`, such as {"offload": {"optimizer": "host"}}
     mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
                      loaded in bf16 stays so with "no", too
-    parallelism_config  Accelerate's, of which sp_size is taken: the sequence axis, whose ranks are handed the same data
+    parallelism_config  Accelerate's, of which are taken sp_size: the sequence axis, whose ranks are handed the same
+                        data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone
     others           Accelerate's own
     Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
     shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
@@ -94,7 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
         options = check_keywords(stage, options, "Accelerator")
-        self._alike = alike(parallelism_config, options.get("mesh"))
+        self._alike, self._shards = alike(parallelism_config, options.get("mesh")), shards(parallelism_config)
         self._counts_parts = False  # processes are counted as parts of the data
         if must_say_cpu():
             others.setdefault("cpu", True)
@@ -206,7 +207,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         take_back(model)  # from an engine whose training is over, or has failed
         options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
-        mesh = None if "mesh" in options else Mesh(sp=self._alike, device=self.device)
+        mesh = None if "mesh" in options else Mesh(sp=self._alike, shard=self._shards, device=self.device)
         options.setdefault("mesh", mesh)
         leaves = Offload.of(options.get("offload")).params != "none"
         stage = 2 if self._stage == 3 and options["mesh"].dp == 1 and not leaves else self._stage

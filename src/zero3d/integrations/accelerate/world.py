@@ -5,7 +5,7 @@ Accelerate counts a launcher's ranks where they have accelerators, or are told t
 gradients.
 
 Ranks that share sequences (sp), or the matrices of a block (tp), are handed the same data: as many parts of it there
-are as `alike` of them make one.
+are as `alike` of them make one. Replicas of shards have data of their own.
 """
 
 from __future__ import annotations
@@ -52,11 +52,17 @@ def alike(parallelism: Any, mesh: Mesh | None) -> int:
     for name, instead in (
         ("cp_size", "the sequence axis is sp_size: pass that"),
         ("tp_size", "pass options={'mesh': zero3d.Mesh(tp=...)}"),
-        ("dp_replicate_size", "states are sharded over all ranks: leave it out"),
     ):
         if (degree := getattr(parallelism, name)) > 1:
             raise ConfigError(f"ParallelismConfig({name}={degree}) is not here: {instead}.")
     return int(parallelism.sp_size)
+
+
+def shards(parallelism: Any) -> int | None:
+    """Return over how many neighbours states are cut, by a ParallelismConfig with replicas; None: over all."""
+    if parallelism is None or parallelism.dp_replicate_size == 1:
+        return None
+    return int(parallelism.dp_shard_size * parallelism.sp_size)
 
 
 def check_parts(processes: int, same: int, parallelism: Any, dispatches: bool | None) -> None:
@@ -70,7 +76,14 @@ def check_parts(processes: int, same: int, parallelism: Any, dispatches: bool | 
             f"multiple of {same}."
         )
     parts = processes // same
-    if parallelism is not None and (given := parallelism.dp_shard_size) not in (1, parts):
+    copies = 1 if parallelism is None else parallelism.dp_replicate_size
+    if copies > 1 and copies * (given := parallelism.dp_shard_size) != parts:
+        raise ConfigError(
+            f"ParallelismConfig(dp_replicate_size={copies}, dp_shard_size={given}, sp_size={same}) and {processes} "
+            f"processes: {copies} x {given} is not {processes} / {same} = {parts}. Pass dp_shard_size={parts} / "
+            "dp_replicate_size."
+        )
+    if copies == 1 and parallelism is not None and (given := parallelism.dp_shard_size) not in (1, parts):
         raise ConfigError(
             f"ParallelismConfig(dp_shard_size={given}, sp_size={same}) and {processes} processes: dp_shard_size is "
             f"{processes} / {same} = {parts}, or left out."

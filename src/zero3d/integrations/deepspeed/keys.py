@@ -52,6 +52,7 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         f"{PARAM}.nvme_path": "offload.directory",
         "tensor_parallel.autotp_size": "mesh.tp",
         "sequence_parallel_size": "mesh.sp",
+        f"{ZERO}.mics_shard_size": "mesh.shard",
         "tensorboard.enabled": "log.tensorboard",
         "wandb.enabled": "log.wandb",
         "wandb.project": "log.wandb",
@@ -213,8 +214,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         f"{ZERO}.zero_quantized_nontrainable_weights": Refused(LATER, "false"),
         f"{ZERO}.zero_quantized_gradients": Refused(LATER, "zero.reduce_dtype=bf16"),
         f"{ZERO}.zeropp_loco_param": Refused(REMOVED_8, "null", (None,)),
-        f"{ZERO}.mics_shard_size": Refused(REMOVED_7, "-1", (-1, 0, None)),
-        f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "false"),
+        f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "mics_shard_size alone"),
         f"{ZERO}.zenflow": Refused(LATER, "offload_optimizer", (None,)),
     }
 )

@@ -292,6 +292,8 @@ def _others(reader: _Reader) -> None:
         reader.take("tensor_parallel.autotp_size", "mesh.tp")
     if reader.given.get("sequence_parallel_size") not in (None, 1):
         reader.take("sequence_parallel_size", "mesh.sp")
+    if reader.given.get("zero_optimization.mics_shard_size") not in (None, -1, 0):
+        reader.take("zero_optimization.mics_shard_size", "mesh.shard")
     every = reader.given.get("steps_per_print")
     if every is not None and not (isinstance(every, float) and math.isinf(every)):
         reader.take("steps_per_print", "log.every")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero3d.distributed.axis import DONE, Pending
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
@@ -22,7 +24,8 @@ class ExactGradients(Gradients):
     every step, M = 1   bucket -> all_to_all -> shard
     every step, M > 1   bucket -> counter of whole buffers -> all_to_all -> shard, which is its slot of the sum
 
-    What sources of experts have is added up, as a part of the tree, before the all_to_all.
+    What sources of experts have is added up, as a part of the tree, before the all_to_all. What copies of shards have
+    is added up behind it, after every reduction, as a part of the tree, too: neighbours' sums are its lower levels.
     """
 
     def __init__(self, summands: Summands, *given: Any) -> None:
@@ -54,6 +57,10 @@ class ExactGradients(Gradients):
             self._alone = None
         first = self._counter.grow(counter_buffers(micro_batches))
         self.shard = self._setting.slot(self._first(first)) if self._per_step else first
+
+    @property
+    def sums(self) -> torch.dtype:
+        return self._wide
 
     @property
     def micro_batches(self) -> int:
@@ -112,8 +119,33 @@ class ExactGradients(Gradients):
         """Add up what came from all ranks."""
         if not self._per_step:
             self._provide(self._counter.count + 1)
+            self._push(terms)
+            return
+        self._sum_of_ranks(terms)
+        self._over_copies(self.shard)
+
+    def _push(self, terms: list[Tensor]) -> None:
+        """Push what all ranks' summands of one number are together."""
+        if self._setting.across.size == 1:
             self._counter.push(terms)
-        elif self._alone is not None:
+            return
+        total = self._arena.borrow("bucket", self._layout.shard, self._wide)
+        self._over_copies(add_tree(terms, total, self._arena))
+        self._counter.push([total])
+        self._arena.give_back("bucket", total)
+
+    def _over_copies(self, shard: Tensor) -> None:
+        if self._setting.across.size > 1:
+            add_up = partial(add_tree, arena=self._arena)
+            self._setting.across.all_reduce_tree(shard, self._name, add_up).wait()
+
+    def sum_copies(self) -> Pending:
+        """Start nothing: every reduction has summed them."""
+        return DONE
+
+    def _sum_of_ranks(self, terms: list[Tensor]) -> None:
+        """Add up the only terms of a step, in the shard."""
+        if self._alone is not None:
             self.shard = add_tree(terms, self._alone, self._arena)
         elif not self._counter.count:
             self.shard = add_tree(terms, self._setting.slot(self._first(self._counter.open())), self._arena)

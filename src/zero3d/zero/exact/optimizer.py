@@ -33,7 +33,7 @@ class ExactOptimizer(ShardedOptimizer):
         return self._summands.total(weights)
 
     def _norms(self, factor: float | Tensor) -> Norms:
-        """Unscale all gradients, and return the norms of this rank's cells of the grid, 64/N of them.
+        """Unscale all gradients, and return the norms of this rank's cells of the grid, 64/N of them for N shards.
 
         Each is that of its pieces in model order. Behind them are as many of experts, whose cells are on other ranks
         where these are shared out.
@@ -44,7 +44,7 @@ class ExactOptimizer(ShardedOptimizer):
 
     @property
     def _cells(self) -> int:
-        return CANONICAL // self._comm.size
+        return CANONICAL // self._shards
 
     def _in_order(self, norms: Tensor) -> Tensor:
         """Return the norms of all cells by their numbers: neighbours on dp have experts far apart."""
