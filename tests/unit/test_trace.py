@@ -5,13 +5,14 @@ import torch
 from tensors import tiny
 from torch import nn
 
+from zero3d.cli.plan_options import lora_of
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import add_adapters
 from zero3d.models.build import build
 from zero3d.models.open import Opened
 from zero3d.plan.sequence import sp_refused
 from zero3d.sim.figures import HEAD, measure
-from zero3d.sim.model_spec import lora_of, outline, trace
+from zero3d.sim.model_spec import outline, trace
 from zero3d.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.

@@ -55,6 +55,9 @@ class Model:
     )
 
 
+ALL_LINEAR = "all-linear"  # of lora.targets
+
+
 @dataclass(frozen=True)
 class Lora:
     """Low-rank adapters (PEFT's LoRA) beside frozen weights; without a rank there are none."""

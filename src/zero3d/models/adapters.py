@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.config import Lora
+from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
@@ -36,7 +37,7 @@ from zero3d.models.open import Opened
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
 
-ALL = "all-linear"
+ALL = ALL_LINEAR
 MARK = "lora_"  # in the names of all parameters that PEFT's LoRA adds
 LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
 

@@ -151,6 +151,15 @@ class Part:
         return hash((self.kind, self.units, self.operations, self.active, self.dispatched))
 
     @cached_property
+    def likeness(self) -> int:
+        """Return a number that parts share which differ in names alone: blocks; of others each has its own."""
+        if self.kind != "block":
+            return self._hash
+        outer = self.units[0].name.partition("/")[0] if self.units else ""
+        units = [(unit.name.removeprefix(outer), unit.copy_of, *map(_unnamed, unit.weights)) for unit in self.units]
+        return hash((tuple(units), self.operations, self.active, self.dispatched))
+
+    @cached_property
     def numel(self) -> int:
         """Count the parameters, copies left out."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
@@ -159,6 +168,10 @@ class Part:
     def stacked(self) -> int:
         """Count the parameters of experts that ep shares out."""
         return sum(weight.numel for unit in self.units for weight in unit.weights if weight.stacked)
+
+
+def _unnamed(weight: Weight) -> Weight:
+    return replace(weight, name="")
 
 
 @dataclass(frozen=True)

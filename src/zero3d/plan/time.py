@@ -103,6 +103,28 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
     return cut
 
 
+class Dealt(NamedTuple):
+    """A model's parts dealt out: by chunk, and which chunks are alike.
+
+    chunks  `part_indices`
+    alike   of each chunk a number, equal for those that run the same
+    unlike  one chunk of each number, and that
+    """
+
+    chunks: list[list[int]]
+    alike: list[int]
+    unlike: dict[int, int]
+
+
+@lru_cache(maxsize=256)
+def dealt(model: ModelSpec, ranks: int, virtual: int) -> Dealt:
+    """Deal out a model's parts."""
+    chunks, shapes = part_indices(model, ranks, virtual), digest(model).shapes
+    numbers: dict[tuple[int, ...], int] = {}
+    alike = [numbers.setdefault(tuple(id(shapes[i]) for i in chunk), len(numbers)) for chunk in chunks]
+    return Dealt(chunks, alike, {alike.index(number): number for number in numbers.values()})
+
+
 @dataclass(frozen=True)
 class _Step:
     """A plan on a cluster, as all terms of its step need it."""
@@ -125,8 +147,12 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     alike = {id(shape): shape for shape in known.shapes}
     works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels) for key, shape in alike.items()}
-    cut = part_indices(model, plan.pp, plan.virtual)
-    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in chunk]) for chunk in cut]
+    cut = dealt(model, plan.pp, plan.virtual)
+    timed = {
+        parts: _part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in cut.chunks[chunk]])
+        for chunk, parts in cut.unlike.items()
+    }
+    terms = [timed[parts] for parts in cut.alike]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
     hop = _hop(step) if plan.pp > 1 else 0.0
     waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
@@ -135,7 +161,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    share = max((_share(step, [i for chunk in cut[r :: plan.pp] for i in chunk]) for r in range(plan.pp)), key=sum)
+    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
     numel = sum(share)
     parts["dp"] = _data(step, share, end, plan.accumulate * sum(backward[rank :: plan.pp]))
     hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
@@ -156,11 +182,17 @@ class Share(NamedTuple):
     experts: float
 
 
-def _share(step: _Step, parts: Sequence[int]) -> Share:
-    """Return a rank's share of these parts' parameters."""
-    known, plan = digest(step.model), step.plan
-    stacked = sum(known.stacked[i] for i in parts) if plan.ep > 1 else 0
-    return Share((sum(known.numels[i] for i in parts) - stacked) / plan.tp, stacked / plan.ep)
+@lru_cache(maxsize=1024)
+def _share(model: ModelSpec, pp: int, virtual: int, tp: int, ep: int) -> Share:
+    """Return the parameters of the rank that has most."""
+    known, cut = digest(model), part_indices(model, pp, virtual)
+
+    def of_rank(rank: int) -> Share:
+        parts = [i for chunk in cut[rank::pp] for i in chunk]
+        stacked = sum(known.stacked[i] for i in parts) if ep > 1 else 0
+        return Share((sum(known.numels[i] for i in parts) - stacked) / tp, stacked / ep)
+
+    return max((of_rank(rank) for rank in range(pp)), key=sum)
 
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:

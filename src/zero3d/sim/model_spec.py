@@ -22,7 +22,6 @@ from torch import nn
 from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
-from zero3d.models.adapters import ALL
 from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
@@ -147,14 +146,6 @@ def open_spec(
 def _computes_positions(model: nn.Module) -> bool:
     """Return whether a model turns queries and keys by their positions, and has no table of them."""
     return any(name.rpartition(".")[2].startswith("rotary") for name, _ in model.named_modules())
-
-
-def lora_of(asked: str) -> Lora:
-    """Return the section `lora` that --lora asks for: every linear layer of the blocks. Raises ConfigError."""
-    key, _, rank = asked.partition("=")
-    if key != "r" or not rank.isdecimal() or int(rank) < 1:
-        raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
-    return Lora(rank=int(rank), targets=(ALL,), dropout=0.05)
 
 
 # --- tensor parallelism -------------------------------------------------------------------------
