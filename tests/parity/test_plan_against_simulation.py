@@ -152,6 +152,8 @@ def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed
         (P(dp=8, shard=2, stage=2, accumulate=2), 2), (P(dp=8, shard=4, stage=1, reduce_dtype="bf16"), 2),
         (P(dp=4, shard=1, stage=3), 2), (P(dp=4, shard=2, stage=0), 2), (P(dp=4, shard=2, stage=3, activations="full"), LAYERS),
         (P(dp=4, shard=2, tp=2, stage=3), 2), (P(dp=4, shard=2, sp=2, stage=3), 2),
+        (P(dp=4, shard=2, stage=3, slow_wire="int8"), 2), (P(dp=8, shard=1, stage=1, slow_wire="int4", micro_batch=2), 2),
+        (P(dp=8, shard=2, stage=2, slow_wire="bf16", accumulate=2), 2),
         (P(dp=2, shard=1, pp=2, stage=1, accumulate=4), 4), (P(dp=4, shard=2, stage=3, exact=True, accumulate=2), 2),
         (P(dp=4, shard=2, stage=3, offload="host", activations="full"), 2),
     ]),

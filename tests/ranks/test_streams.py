@@ -320,6 +320,96 @@ def test_a_receiver_that_does_not_come_is_missed_by_all_ranks(ranks, tmp_path):
     assert losses == losses
 
 
+# --- a sampler in a process of its own ------------------------------------------------------------------
+
+PROMPTS, NEW = 4, 5
+
+
+def chosen(logits, tokens):
+    """Log-probabilities of tokens [batch, n] by the logits of the places before them."""
+    return logits.log_softmax(-1).gather(2, tokens[:, :, None])[..., 0]
+
+
+@torch.no_grad()
+def sample(model, number):
+    """Tokens that a model samples with its cache, their log-probabilities then, and its logits of all of them at once."""
+    torch.manual_seed(number)
+    ids = given = torch.randint(3, 64, (PROMPTS, 4))
+    cache, found = None, []
+    for _ in range(NEW):
+        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        cache, probabilities = output.past_key_values, output.logits[:, -1].softmax(-1)
+        given = torch.multinomial(probabilities, 1)
+        found.append(chosen(output.logits[:, -1:], given))
+        ids = torch.cat([ids, given], 1)
+    return ids, torch.cat(found, 1), model(input_ids=ids, use_cache=False).logits
+
+
+def serve(folder, streams):
+    """Receive weights and sample with them, once for each stream."""
+    model = tiny("llama", kv_heads=4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    parameters = dict(model.named_parameters())
+    with connect(folder / "weights", timeout=20.0) as sender:
+        for number in range(streams):
+            for name, tensor in sender.receive():
+                parameters[name].data.copy_(tensor)
+            torch.save(sample(model, number), folder / "writing")
+            (folder / "writing").rename(folder / f"samples-{number}")
+
+
+@contextmanager
+def serving(folder, streams):
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            serve(folder, streams)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def sampled(folder, number):
+    path, end = folder / f"samples-{number}", time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return torch.load(path)
+
+
+def ratios(folder, steps):
+    """Largest |ratio - 1| of what was sampled after each step, and one update later; whether logits have equal bits."""
+    engine, found = engine_on(), []
+    sender = sender_of(engine, folder, timeout=20.0)
+    with serving(folder, steps) if sender else nullcontext():
+        for number in range(steps):
+            step(engine, number)
+            engine.send_weights(sender, bucket_bytes=SMALL)
+            ids, recorded, logits = sampled(folder, number)
+            for late in range(2):
+                with torch.no_grad():
+                    here = engine(input_ids=ids).logits
+                ratio = (chosen(here[:, 3:-1], ids[:, 4:]) - recorded).exp()
+                found.append((float((ratio - 1).abs().max()), torch.equal(here, logits)))
+                if not late:
+                    step(engine, 100 + number)
+    if sender:
+        sender.close()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(25, marks=pytest.mark.long)])
+def test_a_sampler_has_the_trainers_log_probabilities_and_one_that_is_an_update_behind_has_not(ranks, tmp_path, steps):
+    for found in ranks(2, ratios, tmp_path, steps):
+        assert all(ratio <= 1e-5 and equal for ratio, equal in found[::2])
+        assert all(ratio > 1e-4 and not equal for ratio, equal in found[1::2])
+
+
 # --- what is refused ----------------------------------------------------------------------------------
 
 

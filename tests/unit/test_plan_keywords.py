@@ -29,6 +29,8 @@ BASES = (
         PIPELINE.replace(pp=1),
         PIPELINE.replace(ep=2),
         PIPELINE.replace(sp=2),
+        PIPELINE.replace(shard=1),
+        PIPELINE.replace(shard=1, slow_wire="int8"),
     ),
     *(PIPELINE.replace(precision=name) for name in ("fp16", "fp64")),
 )

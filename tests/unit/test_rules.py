@@ -49,6 +49,12 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "zero.second_shard=host is no number", "zero.second_shard=node for those of a host, or zero.second_shard=null."),
     (Spec(Zero(second_shard=4), mesh=Mesh(ep=2)),
      "zero.second_shard=4 with mesh.ep=2", "type zero.second_shard=null, or mesh.ep=1."),
+    (Spec(Zero(slow_wire="int8")),
+     "zero.slow_wire=int8 is how sums travel", "type mesh.shard=8, or as many ranks as a host has, or zero.slow_wire=same."),
+    (Spec(Zero(slow_wire="int4", exact=True), mesh=Mesh(shard=2)),
+     "zero.slow_wire=int4 rounds sums", "zero.exact=true wants the same bits: type zero.slow_wire=same."),
+    (Spec(Zero(slow_wire="bf16", slow_rounding="stochastic"), mesh=Mesh(shard=2)),
+     "zero.slow_rounding=stochastic is of codes", "zero.slow_wire=int4, or zero.slow_rounding=nearest."),
     (Spec(Zero(exact=True), mesh=Mesh(experts="fast")),
      "mesh.experts=fast adds up", "type mesh.experts=exact."),
     (Spec(mesh=Mesh(ep=2, pp=2, schedule="zero-bubble")),
@@ -116,6 +122,7 @@ OF_ENGINES = [
     for row in TABLE
     if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is row[0].mesh.sp is None
     and not (row[0].mesh.tp and (row[0].linear or row[0].offload == NARROW))
+    and not (row[0].mesh.shard and row[0].zero.slow_wire != "same")
     and row[0].quantize is None
 ]
 

@@ -80,12 +80,9 @@ def ring_bytes(longest: int) -> int:
     return DEPTH * padded(longest)
 
 
-def gradient_staging(elements: int, held: int, wide: int) -> int:
-    """Return the bytes in which gradients come back from the host, of buckets of so many elements: one ahead.
-
-    held  bytes of an element there; narrow ones are widened for their update, in one more buffer
-    """
-    return (STAGED * held + wide * (held < wide)) * elements
+def gradient_staging(elements: int, held: int) -> int:
+    """Return the bytes in which gradients of `held` bytes come back from the host, of such buckets: one ahead."""
+    return STAGED * held * elements
 
 
 def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
@@ -98,7 +95,9 @@ def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
     return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
 
 
-def record_scratch(elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False) -> int:
+def record_scratch(
+    elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False, narrow: bool = False
+) -> int:
     """Return the bytes in which a record of so many elements is updated on a device of this type.
 
     That is fp32 of what is in 16 bits, and noise by which moments are rounded, or what the cast of a master takes.
@@ -106,9 +105,10 @@ def record_scratch(elements: int, device: str, splits: bool, rounded: bool = Fal
     splits   masters are in halves
     rounded  moments are in bf16
     casts    masters are cast to weights by `precision.cast_all`
+    narrow   gradients come from the host in bf16
     """
-    narrow = splits + 2 * rounded
-    return FP32 * (narrow * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
+    widened = splits + 2 * rounded + narrow
+    return FP32 * (widened * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
 
 
 def master_scratch(elements: int, device: str, splits: bool) -> int:

@@ -153,7 +153,7 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     staging = 0
     if plan.offload.gradients_leave and (plan.offload.executor != HOST or plan.offload.fraction < 1):
         wide = WIDTHS[plan.precision].reduced
-        staging = gradient_staging(shard.bucket, state_width(wide, plan.offload.gradient_dtype), wide)
+        staging = gradient_staging(shard.bucket, state_width(wide, plan.offload.gradient_dtype))
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
@@ -213,7 +213,8 @@ class _Holding:
             return 0.0
         copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
         splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
+        narrow = plan.offload.gradient_dtype == "bf16"
+        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts, narrow)
         return float(scratch + copies * self.shard.bucket)
 
 

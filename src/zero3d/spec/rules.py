@@ -147,7 +147,7 @@ RULES = (
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
         "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "
-        "copies: type {mesh.shard=RANKS}, those of a host, or {zero.slow_wire=same}.",
+        "copies: type {mesh.shard=8}, or as many ranks as a host has, or {zero.slow_wire=same}.",
     ),
     Rule(
         "zero.slow_wire",

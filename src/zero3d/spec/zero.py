@@ -42,11 +42,13 @@ class Zero:
         "how weights travel when they are gathered (stage 3): as they are, or in blocks of 256 with a scale each "
         "(int8), 0.51 of bf16's bytes; the model then computes with what is decoded, masters stay as they are",
         choices=("same", "int8"),
+        said="{} gathers",
     )
     second_shard: int | str | None = key(
         None,
         "neighbours on dp that keep a second shard of gathered weights together (stage 3): a number of ranks, or node, "
         "those of a host; only the first gather after an update leaves them",
+        said="second shard on {}",
     )
     slow_wire: str = key(
         SAME,

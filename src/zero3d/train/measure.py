@@ -248,15 +248,16 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
     wide = engine.policy.master.itemsize
     held = state_width(wide, engine.offload.gradient_dtype)
-    staging = gradient_staging(longest, held, wide) if engine.offload.gradients_leave else 0
+    staging = gradient_staging(longest, held) if engine.offload.gradients_leave else 0
+    narrow = held < wide
     if not buckets or engine.offload.executor != DEVICE:
-        return staging, 0
+        return staging, wide * longest * narrow
     rounded = engine.offload.moments == "bf16"
     device, splits = engine.mesh.device.type, engine.policy.split_master
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and engine.offload.optimizer != "none"
     ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
-    return ring + staging, record_scratch(longest, device, splits, rounded, casts=not splits)
+    return ring + staging, record_scratch(longest, device, splits, rounded, not splits, narrow)
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:
