@@ -38,7 +38,13 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(
-        config.model.path, config.data.length, config.model.attn, lora, bool(config.data.packing), config.freeze
+        config.model.path,
+        config.data.length,
+        config.model.attn,
+        lora,
+        bool(config.data.packing),
+        config.freeze,
+        quantize=config.model.quantize,
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)
