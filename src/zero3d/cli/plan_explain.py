@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         lora=lora,
         packed=bool(config.data.packing),
         freeze=config.freeze,
+        quantize=config.model.quantize,
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)

@@ -117,6 +117,7 @@ def open_spec(
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
+    quantize: str | None = None,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -125,11 +126,14 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
+    quantize  the format of frozen linear layers, as model.quantize
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
-    settings = Config(model=Model(path=path, init="random", attn=attn), lora=lora or Lora(), freeze=freeze)
+    settings = Config(
+        model=Model(path=path, init="random", attn=attn, quantize=quantize), lora=lora or Lora(), freeze=freeze
+    )
     model = open_trained(settings).module
     positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
