@@ -27,6 +27,7 @@ BASES = (
         PIPELINE,
         PIPELINE.replace(offload="host"),
         PIPELINE.replace(pp=1),
+        PIPELINE.replace(tp=1, pp=1, offload="host", gradients="host"),
         PIPELINE.replace(ep=2),
         PIPELINE.replace(sp=2),
         PIPELINE.replace(shard=1),
