@@ -44,7 +44,8 @@ def course(folder, options):
     model = build("net")
     model.embed.requires_grad_(False)
     recompute(model, "full")
-    engine, seen = engine_of(model, accumulate=2, **options), []
+    degrees = {name: options.pop(name) for name in ("shard",) if name in options}
+    engine, seen = engine_of(model, mesh=zero3d.Mesh(**degrees), accumulate=2, **options), []
 
     def step(number):
         for m in range(2):
@@ -88,6 +89,15 @@ def test_a_second_shard_changes_no_bit_of_a_course(ranks, tmp_path, wire):
         assert found == seen
         assert calls["node", "layers.0"] > calls["dp", "layers.0"]
     assert len({seen[-1] for seen, _ in plain}) == 1
+
+
+@pytest.mark.long
+def test_a_second_shard_inside_of_a_shard_group_changes_no_bit_either(ranks, tmp_path):
+    plain = ranks(8, course, tmp_path / "plain", {"shard": 4})
+    second = ranks(8, course, tmp_path / "second", {"shard": 4, **SECOND})
+    for (seen, _), (found, calls) in zip(plain, second, strict=True):
+        assert found == seen
+        assert calls["node", "layers.0"] > calls["shard", "layers.0"]
 
 
 # --- what is computed with -----------------------------------------------------------------------
