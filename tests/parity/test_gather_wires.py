@@ -81,7 +81,7 @@ def course(folder, options):
     return seen, calls
 
 
-@pytest.mark.parametrize("wire", ["same", "int8"])
+@pytest.mark.parametrize("wire", ["same", pytest.param("int8", marks=pytest.mark.long)])
 def test_a_second_shard_changes_no_bit_of_a_course(ranks, tmp_path, wire):
     plain = ranks(4, course, tmp_path / "plain", {"gather_wire": wire})
     second = ranks(4, course, tmp_path / "second", {"gather_wire": wire, **SECOND})

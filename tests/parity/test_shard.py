@@ -229,8 +229,9 @@ def on_mesh(degrees, options, model):
 
 
 @pytest.mark.parametrize(("degrees", "options"), [
-    ({"dp": 4, "tp": 2, "shard": 2}, {"stage": 3}),
+    ({"dp": 2, "tp": 2, "shard": 1}, {"stage": 3}),
     *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        ({"dp": 4, "tp": 2, "shard": 2}, {"stage": 3}),
         ({"dp": 4, "pp": 2, "shard": 2}, {"stage": 1}),
         ({"dp": 2, "tp": 2, "pp": 2, "shard": 1}, {"stage": 2}), ({"dp": 4, "tp": 2, "shard": 1}, {"stage": 0}),
         ({"dp": 4, "pp": 2, "shard": 2}, {"stage": 3, "schedule": "zbv"}),
