@@ -100,7 +100,10 @@ def labels(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Return Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups."""
+    """Return Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups.
+
+    tau is None where all runs of each group took as long as one another.
+    """
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         if point.group:
@@ -114,7 +117,7 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     regrets = [min(g, key=lambda p: p.predicted).actual / min(p.actual for p in g) - 1 for g in kept]
     return {
         "groups": len(kept),
-        "tau": agree / len(pairs),
+        "tau": agree / len(pairs) if pairs else None,
         "regret": sum(regrets) / len(regrets),
         "worst_regret": max(regrets),
     }
@@ -190,7 +193,8 @@ def labels_text(s: Mapping[str, Any]) -> str:
 def ranking_text(s: Mapping[str, Any]) -> str:
     """Write the table of configurations of one model."""
     regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst"
-    return f"{s['groups']} models: Kendall tau {s['tau']:.2f}, {regret}"
+    tau = "-" if s["tau"] is None else f"{s['tau']:.2f}"
+    return f"{s['groups']} models: Kendall tau {tau}, {regret}"
 
 
 def main() -> int:

@@ -55,6 +55,7 @@ def pytest_configure(config):
         from pool import ForkServers
 
         folder = tempfile.TemporaryDirectory()
+        os.environ["ZERO3D_CACHE"] = f"{folder.name}/cache"  # of all processes of this run, empty as it begins
         servers = ForkServers(folder.name)
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(servers.close)

@@ -387,9 +387,9 @@ def _noted(model: HostModel) -> Iterator[Replacement]:
         update(updates, unit, buckets)
         model.note(UPDATED, unit.name)
 
-    def gathered(weights: Any) -> None:
+    def gathered(weights: Any, exactly: bool = False) -> None:
         model.note(USED, weights.name)
-        gather(weights)
+        gather(weights, exactly)
 
     def is_ready(weights: Any) -> None:
         ready(weights)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-MODULES = ("zero3d", "zero3d.errors", "zero3d.plan", "zero3d.activations")
+MODULES = ("zero3d", "zero3d.errors", "zero3d.plan", "zero3d.activations", "zero3d.weights")
 ROW = re.compile(r"(\S(?:.{0,30}?\S)?) {2,}(\S.*)")
 CODE = re.compile(r"`[^`]+`")
 SPECIAL = re.compile(r"([*|\\]|_\b)")

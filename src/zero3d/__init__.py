@@ -41,7 +41,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero3d import optim as optim
+    from zero3d import optim as optim, weights as weights
     from zero3d.distributed.determinism import make_deterministic as make_deterministic
     from zero3d.distributed.mesh import Mesh as Mesh
     from zero3d.engine.engine import Engine as Engine
@@ -85,8 +85,8 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return import_module("zero3d.optim")
+    if name in ("optim", "weights"):
+        return import_module(f"zero3d.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zero3d' has no attribute {name!r}")
     return getattr(import_module(f"zero3d.{_HOME[name]}"), name)

@@ -12,6 +12,7 @@
       NonFiniteError          gradients or trained weights that are NaN or infinite
       MemoryExhaustedError    a device or a host has no memory left in the middle of a run
       CorruptionError         a rank computed other gradients than it or its neighbour did from the same values
+      StreamError             streamed weights that did not reach their receiver as they were sent
       RankError               another rank failed, and not with one of these
 
 A message says what was asked, what was found (with the arithmetic) and what to type.
@@ -150,6 +151,10 @@ class MemoryExhaustedError(Zero3dError, MemoryError):
 
 class CorruptionError(Zero3dError, ArithmeticError):
     """A rank computed other gradients than it or its neighbour did from the same values: a machine is at fault."""
+
+
+class StreamError(Zero3dError, RuntimeError):
+    """Streamed weights that did not reach their receiver as they were sent, or a receiver that did not take them."""
 
 
 class RankError(Zero3dError, RuntimeError):

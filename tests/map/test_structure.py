@@ -22,6 +22,7 @@ LAYERS = {
         "spec",
         "config",
         "watchdog",
+        "weights",
     ),
     "core": ("zero", "account"),
     "parallel": (
@@ -76,7 +77,7 @@ TORCH_FREE = (
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
-    "models.foreign_code", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
+    "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
 )  # fmt: skip
 WITH_TORCH = {
     "plan.calibrate", "integrations.deepspeed.batches", "integrations.deepspeed.checkpoints", "integrations.deepspeed.client_state",

@@ -678,6 +678,6 @@ def test_a_buffer_that_is_no_number_is_not_exported(tmp_path):
     model = build("net")
     model.register_buffer("running", torch.tensor([1.0, float("nan")]))
     engine = zero3d.Engine(model, stage=2)
-    with pytest.raises(zero3d.Zero3dError, match="nothing was exported: buffer running"):
+    with pytest.raises(zero3d.Zero3dError, match="buffer running"):
         engine.export(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -1,4 +1,6 @@
-"""Moments of 16 bits: the same at every place, executor and cut, over dp in exact mode, and unbiased."""
+"""Moments of 16 bits: the same at every place, executor and cut, over dp in exact mode, and unbiased; gradients of 16."""
+
+from math import inf, isfinite, nan
 
 import pytest
 import torch
@@ -86,3 +88,54 @@ def test_after_6000_steps_parameters_are_where_32_bit_moments_bring_them(executo
     share = float((found * far).sum() / far.square().sum())
     assert abs(share - 1) < 0.01
     assert float((found - far).norm() / far.norm()) < 0.05
+
+
+# --- gradients in 16 bits ------------------------------------------------------------------------
+
+NARROW = {"optimizer": "host", "gradients": "host", "gradient_dtype": "bf16"}
+CLOSE = 2**-8  # of losses: bf16 keeps 8 binary digits
+NEARER = 2**-12  # of norms, over which rounding averages
+
+
+def far(one, other, name):
+    """The largest distance of losses or norms of two runs, relative."""
+    pairs = zip(one[name], other[name], strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs if isfinite(a) and isfinite(b))
+
+
+def figures(case, place, steps=STEPS):
+    run = trained(case, place, steps)
+    assert not run.unplanned, run.unplanned
+    losses, norms = (eval(run.bits[name], {"inf": inf, "nan": nan}) for name in ("losses", "norms"))
+    return run.bits | {"losses": [each for step in losses for each in step], "norms": norms}
+
+
+def check_narrow(case, places):
+    """Losses and norms near those of fp32, the same steps left out, and the same bits at all of these places."""
+    wide, *narrow = [figures(case, place) for place in ({**NARROW, "gradient_dtype": "fp32"}, *places)]
+    assert all(found["reasons"] == wide["reasons"] for found in narrow)
+    assert all(0 < far(found, wide, "losses") < CLOSE for found in narrow)
+    assert all(0 < far(found, wide, "norms") < NEARER for found in narrow)
+    assert len({found["hash"] for found in narrow}) == 1
+    return narrow[0]["hash"]
+
+
+def test_gradients_of_16_bits_on_the_host_train_nearly_as_those_of_32():
+    places = (NARROW, NARROW | {"executor": "device"}, NARROW | {"fraction": 0.5})
+    check_narrow(Case(1, 2, moments=(4, "auto")), places)
+
+
+def test_gradients_of_16_bits_do_so_over_ranks_and_with_weights_on_the_host(ranks):
+    case, hashes = Case(2, 3, precision="fp32", moments=(2, "auto"), grouped=True), set()
+    hashes |= set(ranks(2, check_narrow, case, (NARROW, NARROW | {"params": "host", "executor": "device"})))
+    assert len(hashes) == 1
+
+
+def kept(dtype):
+    """Bytes of gradients on the host, in a model of which nothing is padding but the ends of units."""
+    engine = engine_of(Case(1, 2), NARROW | {"gradient_dtype": dtype})
+    return sum(row.measured for row in engine.memory if (row.category, row.place) == ("gradients", "host"))
+
+
+def test_gradients_of_16_bits_take_half_of_the_memory_of_the_host():
+    assert kept("bf16") * 2 == kept("fp32") > 0

@@ -157,6 +157,8 @@ def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed
         (P(dp=8, shard=2, stage=2, accumulate=2), 2), (P(dp=8, shard=4, stage=1, reduce_dtype="bf16"), 2),
         (P(dp=4, shard=1, stage=3), 2), (P(dp=4, shard=2, stage=0), 2), (P(dp=4, shard=2, stage=3, activations="full"), 8),
         (P(dp=4, shard=2, tp=2, stage=3), 2), (P(dp=4, shard=2, sp=2, stage=3), 2),
+        (P(dp=4, shard=2, stage=3, slow_wire="int8"), 2), (P(dp=8, shard=1, stage=1, slow_wire="int4", micro_batch=2), 2),
+        (P(dp=8, shard=2, stage=2, slow_wire="bf16", accumulate=2), 2),
         (P(dp=2, shard=1, pp=2, stage=1, accumulate=4), 4), (P(dp=4, shard=2, stage=3, exact=True, accumulate=2), 2),
         (P(dp=4, shard=2, stage=3, offload="host", activations="full"), 2),
     ]),
@@ -182,6 +184,20 @@ def test_a_plan_of_shards_with_copies_has_the_bytes_and_traffic_of_the_dry_run(a
 ], ids=str)  # fmt: skip
 def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, packed, layers):
     assert 0.97 <= ratio(alone, models, plan, packed=packed, layers=layers) <= 1.05
+
+
+@pytest.mark.parametrize(("plan", "layers"), [
+    (P(dp=8, stage=3, gather_wire="int8", second_shard=4, accumulate=2), 2),
+    *(pytest.param(*case, marks=long) for case in [
+        (P(dp=8, stage=3, gather_wire="int8"), LAYERS),
+        (P(dp=8, stage=3, second_shard=4, accumulate=2), LAYERS),
+        (P(dp=4, stage=3, second_shard=2, activations="full"), LAYERS),
+        (P(dp=4, stage=3, gather_wire="int8", params="host", offload="host"), LAYERS),
+        (P(dp=4, tp=2, stage=3, gather_wire="int8", second_shard=2), LAYERS),
+    ]),
+], ids=str)  # fmt: skip
+def test_a_plan_of_wires_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, layers):
+    assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -229,6 +245,7 @@ FRACTION = P(dp=4, stage=3, offload="host", params="disk", fraction=0.4, master=
         P(dp=2, pp=2, stage=1, offload="disk", accumulate=4, schedule="zbv"),
         P(dp=4, stage=2, offload="host", gradients="host", activations="full"),
         P(dp=2, stage=3, offload="disk", params="host", gradients="host", accumulate=2, activations="full"),
+        P(dp=2, stage=3, offload="host", gradients="host", gradient_dtype="bf16", accumulate=2, activations="full"),
     ) for tied in (False, True)[: 1 + (plan.offload.fraction < 1)]),
 ])  # fmt: skip
 def test_bytes_of_every_place_are_the_simulated_ones_and_so_is_the_peak(alone, models, plan, tied, layers):

@@ -112,6 +112,28 @@ def test_losses_and_norms_are_those_of_one_process_in_float64(ranks, name, degre
     check(ranks(world, partial(trained, **options), name, degrees), wanted)
 
 
+def balanced(degrees, accumulate=1, activations="none"):
+    """Losses and norms of a mixture whose loss balances experts over all tokens, with padding and without."""
+    recompute(model := tiny("moe"), activations)
+    with LiftCasts():
+        engine, found = engine_of(model, degrees, accumulate=accumulate), []
+        for number, length in enumerate((48, 33)):
+            mask = torch.ones(2, length, dtype=torch.int64)
+            mask[1, 20 + number * 13 :] = 0
+            given = [batch(10 * number + k, length) | {"attention_mask": mask} for k in range(accumulate)]
+            found.append((float(engine.train_batch(given)), float(engine.last_step.grad_norm)))
+    assert model.config.output_router_logits
+    return found, None
+
+
+@pytest.mark.parametrize(("degrees", "options"), [
+    ({"sp": 2}, {"activations": "full"}), ({"sp": 2, "pp": 2}, {"accumulate": 2}),
+], ids=str)  # fmt: skip
+def test_experts_are_balanced_over_the_tokens_of_whole_sequences(ranks, degrees, options):
+    ((one, _),) = ranks(1, partial(balanced, **options), {})
+    check(ranks(2 * degrees.get("pp", 1), partial(balanced, **options), degrees), one)
+
+
 def by_hand(degrees, weighs):
     """One's own loop: a backward of the output's mean, with its weight or without."""
     with LiftCasts():
@@ -240,6 +262,15 @@ def test_exact_mode_has_one_fingerprint_at_one_sp(ranks):
     assert ranks(4, exactly, {"sp": 2, "dp": 4})[3] == want
     assert ranks(4, partial(exactly, stage=2, activations="full"), {"sp": 2, "dp": 4})[0] == want
     assert ranks(4, partial(exactly, stage=1), {"sp": 2, "dp": 4})[1] == want
+
+
+def told(exact):
+    return engine_of(tiny("llama"), {"sp": 2}, exact=exact, precision="fp32").sequence.describe(1)
+
+
+def test_a_run_tells_that_exact_mode_is_of_its_sp(ranks):
+    assert ranks(2, told, False)[0] == "sequences over 2 ranks, attention by heads"
+    assert ranks(2, told, True)[0] == "sequences over 2 ranks, attention by heads, exact for mesh.sp=2 alone"
 
 
 def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
@@ -457,6 +488,15 @@ def test_models_are_tried_without_their_weights_and_experts_in_their_usual_form(
     assert mixing_module(smoothed().model) == "layers.3.mlp.mlp.gate_proj"
 
 
+def odd_router():
+    """A mixture of experts whose decoder returns router logits of other tokens than its own."""
+    model = tiny("moe")
+    model.model.register_forward_hook(
+        lambda _, args, output: output.__setitem__("router_logits", (torch.zeros(96, 4),))
+    )
+    return model
+
+
 def net():
     import models
 
@@ -465,7 +505,7 @@ def net():
 
 @pytest.mark.parametrize(("name", "degrees", "options", "why"), [
     ("llama", {"sp": 2}, {"replay": 2}, "all neighbours are needed"),
-    ("moe", {"sp": 2}, {}, "output_router_logits"),
+    ("moe", {"sp": 2}, {"loads": odd_router}, "[96, 4] router logits"),
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
@@ -487,7 +527,11 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks, name, degrees, options, wh
 
 def moved(degrees, **options):
     """Traffic of the sp axis in a step, and what the formula says of the calls that were made."""
-    recompute(model := tiny("llama", kv_heads=1, lora=options.pop("lora", False)), options.pop("activations", "none"))
+    name, lora = options.pop("name", "llama"), options.pop("lora", False)
+    recompute(
+        model := tiny(name, **({} if name == "moe" else {"kv_heads": 1, "lora": lora})),
+        options.pop("activations", "none"),
+    )
     engine = engine_of(model, degrees, **options)
     engine.traffic.reset()
     before = engine.sequence.calls
@@ -500,7 +544,7 @@ def moved(degrees, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"activations": "full"}, {"lora": True}, {"sp_kind": "gather"}, {"sp_kind": "heads"},
+    {}, {"activations": "full"}, {"lora": True}, {"sp_kind": "gather"}, {"sp_kind": "heads"}, {"name": "moe"},
 ], ids=str)  # fmt: skip
 def test_what_is_sent_is_what_the_formula_says(ranks, options):
     for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):

@@ -125,7 +125,7 @@ def trained(folder, sp, by_json=False):
             given = {"deepspeed": JSON | {"sequence_parallel_size": sp}}
         args = arguments(
             folder, per_device_train_batch_size=2, max_steps=-1, num_train_epochs=1, per_device_eval_batch_size=4,
-            eval_strategy="epoch", **given,
+            eval_strategy="epoch", include_num_input_tokens_seen="all", **given,
         )  # fmt: skip
         trainer = Trainer(hf("llama"), args, train_dataset=data, eval_dataset=Rows(6, seed=1))
         trainer.train()
@@ -133,18 +133,19 @@ def trained(folder, sp, by_json=False):
         logs = trainer.state.log_history
         steps = [(log["loss"], float(log["grad_norm"]), log["learning_rate"]) for log in logs if "loss" in log]
         evaluated = [log["eval_loss"] for log in logs if "eval_loss" in log]
-        return steps, evaluated, data.seen, trainer.get_total_train_batch_size(trainer.args)
+        counted = trainer.get_total_train_batch_size(trainer.args), trainer.state.num_input_tokens_seen
+        return steps, evaluated, data.seen, counted
 
 
 @pytest.mark.parametrize("by_json", [False, True])
 def test_a_trainer_is_that_of_one_rank(ranks, tmp_path, by_json):
-    ((steps, evaluated, seen, batch),) = ranks(1, trained, tmp_path, 1)
-    assert (len(steps), len(evaluated), batch) == (4, 1, 4)
+    ((steps, evaluated, seen, counted),) = ranks(1, trained, tmp_path, 1)
+    assert (len(steps), len(evaluated), counted) == (4, 1, (4, Rows(16).ids.numel()))
     for found in ranks(2, trained, tmp_path, 2, by_json):
         for one, other in zip(found[0], steps, strict=True):
             assert one == pytest.approx(other, **CLOSE)
         assert found[1] == pytest.approx(evaluated, **CLOSE)
-        assert found[2:] == (seen, batch)
+        assert found[2:] == (seen, counted)
 
 
 def refused(asked, folder):
@@ -166,6 +167,11 @@ def refused(asked, folder):
             if "json" in asked:
                 document = json.dumps(JSON | {"sequence_parallel_size": asked["json"]})
                 arguments(folder, parallelism_config=given["parallelism_config"], deepspeed=document)
+            elif asked.get("smooths"):
+                args = arguments(
+                    folder, parallelism_config=given["parallelism_config"], label_smoothing_factor=asked["smooths"]
+                )
+                Trainer(hf("llama"), args, train_dataset=Rows(16))
             elif asked.get("predicts"):
                 args = arguments(folder, parallelism_config=given["parallelism_config"])
                 trainer = Trainer(hf("llama"), args, train_dataset=Rows(16))
@@ -189,6 +195,7 @@ def refused(asked, folder):
     ({"sp_size": 2, "mesh": True}, "would cut the model twice"),
     ({"sp_size": 2, "dispatches": True}, "dispatch_batches=True has rank 0 read a batch"),
     ({"sp_size": 2, "json": 4}, "sequence_parallel_size is 4 in the JSON"),
+    ({"sp_size": 2, "smooths": 0.1}, "label_smoothing_factor=0.1 takes a loss of whole sequences' logits"),
     ({"sp_size": 2, "predicts": True}, "predictions are logits of whole sequences"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_refused(ranks, tmp_path, asked, words):

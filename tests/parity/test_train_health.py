@@ -253,16 +253,20 @@ def test_weights_of_a_folder_that_are_not_finite_are_refused_by_name(folder, ran
     assert not (folder / "out").exists()
 
 
-def test_an_export_that_computes_no_number_is_not_the_same():
+@pytest.mark.parametrize(("wire", "reloaded", "said"), [
+    ("same", float("nan"), "nan, NOT the same"), ("same", 2.6, "2.600000, NOT the same"),
+    ("int8", float("nan"), "nan, NOT the same"), ("int8", 2.6, "2.600000, of the weights themselves"),
+])  # fmt: skip
+def test_an_export_that_computes_another_number_is_not_the_same(wire, reloaded, said):
     result = SimpleNamespace(
         steps=[], history=[], seconds=1.0, peak_memory=1, peak_host=1, peak_reserved=None, held_out_loss=2.5,
         exported_loss=2.5, averaged_loss=2.25,
-        reloaded_loss=float("nan"), fingerprint="", expert_load={}, values={"accuracy": 0.5}, of_sources={}, exports=[Path("out/hf")],
+        reloaded_loss=reloaded, fingerprint="", expert_load={}, values={"accuracy": 0.5}, of_sources={}, exports=[Path("out/hf")],
         reloaded_by="AutoModelForCausalLM",
-        config=load({"checkpoint": {"verify": True}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
+        config=load({"checkpoint": {"verify": True}, "zero": {"gather_wire": wire}}), folder=Folder(Path("out")), checkpoint=Path("out/step-1"),
     )  # fmt: skip
     lines = list(summary(result))
-    assert any("loaded with AutoModelForCausalLM.from_pretrained: nan, NOT the same" in line for line in lines)
+    assert any(f"loaded with AutoModelForCausalLM.from_pretrained: {said}" in line for line in lines)
     assert "evaluated: accuracy 0.5" in lines
 
 

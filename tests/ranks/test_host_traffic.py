@@ -255,7 +255,7 @@ def test_a_run_reads_one_value_a_step_and_waits_for_nothing_else_of_ours(alone, 
 # --- gradients on the host ----------------------------------------------------------------------
 
 
-def gradients_on_host(count):
+def gradients_on_host(count, dtype):
     """Copies by place, and waits, of the backwards and of the step; units, and losses beside those with all resident."""
     from unittest import mock
 
@@ -284,16 +284,19 @@ def gradients_on_host(count):
         mock.patch.object(tiers, "HostSlab", Pinned),
     ):  # fmt: skip
         engine, resident, on_host = (
-            engine_of(gradients="host"),
+            engine_of(gradients="host", gradient_dtype=dtype),
             engine_of(),
-            engine_of(gradients="host", executor="host"),
+            engine_of(gradients="host", gradient_dtype=dtype, executor="host"),
         )
         found = {}
         for step in range(3):
             given = [batch(10 * step + number).to(device) for number in range(count)]
-            losses = {float(each.train_batch(given)) for each in (engine, resident, on_host)}
-            norms = {float(each.last_step.grad_norm) for each in (engine, resident, on_host)}
-            assert (len(losses), len(norms)) == (1, 1)
+            losses = [float(each.train_batch(given)) for each in (engine, resident, on_host)]
+            norms = [float(each.last_step.grad_norm) for each in (engine, resident, on_host)]
+            for found_there in (losses, norms):
+                if dtype == "fp32":
+                    assert len(set(found_there)) == 1
+                assert found_there == pytest.approx([found_there[1]] * 3, rel=2**-8)
             assert min(norms) > 0.5, "nothing was clipped"
         for number in range(count):
             loss = loss_of(engine, batch(number).to(device))
@@ -308,9 +311,9 @@ def gradients_on_host(count):
         return found, sum(unit.grads is not None for unit in engine.units)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_reduced_shard_goes_to_the_host_once_a_backward_and_nobody_waits(alone, count):
-    found, units = alone(gradients_on_host, count)
+@pytest.mark.parametrize(("count", "dtype"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_reduced_shard_goes_to_the_host_once_a_backward_and_nobody_waits(alone, count, dtype):
+    found, units = alone(gradients_on_host, count, dtype)
     assert units > 2
     assert found.pop(("device to host", "streams.py")) == count * units
     assert found.pop(("host to device", "gradients.py"), 0) == (count - 1) * units

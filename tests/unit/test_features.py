@@ -173,7 +173,7 @@ def test_a_feature_that_does_not_train_what_was_frozen_is_named_where_that_is_as
 
 def test_an_engine_has_the_features_that_its_options_ask_for_and_enters_those_alone_that_do_something():
     plain, averaging = weighted(), weighted(ema=0.9)
-    assert [type(feature).__name__ for feature in plain.features] == ["Health", "ExpertBias"]
+    assert [type(feature).__name__ for feature in plain.features] == ["Health", "ExpertBias", "Streaming"]
     assert plain.averages is None
     assert averaging.averages is find(averaging.features, features.Averages)
     assert having(averaging.features, "around") == []

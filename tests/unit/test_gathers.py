@@ -27,7 +27,7 @@ class Weights:
     def ahead(self):
         assert self.state is State.SHARDED
 
-    def gather(self):
+    def gather(self, exactly=False):
         assert self.state is State.SHARDED
         self._log.append(f"gather {self._name}")
         self.state = State.GATHERING

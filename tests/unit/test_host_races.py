@@ -23,6 +23,7 @@ PLACES = {
     "params host": {"optimizer": "host", "params": "host"},
     "params disk": {"optimizer": "disk", "params": "disk"},
     "gradients": {"optimizer": "host", "gradients": "host"},
+    "narrow gradients": {"optimizer": "host", "gradients": "host", "gradient_dtype": "bf16"},
     "all on host": {"optimizer": "host", "params": "host", "gradients": "host"},
 }
 SETTINGS = (
@@ -36,9 +37,10 @@ SETTINGS = (
 
 
 def is_possible(case):
-    _, stage, place, *_ = case
+    (_, tp, pp), stage, place, *_ = case
     offload = PLACES[place]
-    return (stage == 3 or "params" not in offload) and (stage > 1 or "gradients" not in offload)
+    alone = tp == pp == 1 or "gradient_dtype" not in offload
+    return alone and (stage == 3 or "params" not in offload) and (stage > 1 or "gradients" not in offload)
 
 
 def run(case, without=""):
@@ -115,8 +117,11 @@ FAULTS = {
 }  # fmt: skip
 
 
-def test_copies_threads_and_disks_are_ordered(alone):
-    check(*alone(run, QUICK))
+@pytest.mark.parametrize(
+    "case", [QUICK, ((1, 1, 1), 2, "narrow gradients", "device", "fp32", "fp32")], ids=["all", "narrow"]
+)
+def test_copies_threads_and_disks_are_ordered(alone, case):
+    check(*alone(run, case))
 
 
 def measured():

@@ -18,7 +18,8 @@ from zero3d.spec.zero import Zero
 
 MODEL = gpt(8, 64, 8, 128, 32)
 KEYS = [(name, *place) for name, place in PLAN_KEYWORDS.items() if place[1]]
-NUMBERS = {"stage": [0, 1, 2], "fraction": [0.25], "dp": [4], "tp": [2], "pp": [2], "ep": [2], "sp": [2], "shard": [1]}
+NUMBERS = {"stage": [0, 1, 2], "fraction": [0.25], "dp": [4], "tp": [2], "pp": [2], "ep": [2], "sp": [2], "shard": [1],
+           "second_shard": [2]}  # fmt: skip
 UNPRICED = {"gather_budget", "directory", "host_budget", "ep_plan", "tp_plan", "blocks", "sp_mask_budget"}
 PIPELINE = ParallelPlan(dp=2, tp=2, pp=2, accumulate=4, activations="full")
 BASES = (
@@ -26,8 +27,11 @@ BASES = (
         PIPELINE,
         PIPELINE.replace(offload="host"),
         PIPELINE.replace(pp=1),
+        PIPELINE.replace(tp=1, pp=1, offload="host", gradients="host"),
         PIPELINE.replace(ep=2),
         PIPELINE.replace(sp=2),
+        PIPELINE.replace(shard=1),
+        PIPELINE.replace(shard=1, slow_wire="int8"),
     ),
     *(PIPELINE.replace(precision=name) for name in ("fp16", "fp64")),
 )

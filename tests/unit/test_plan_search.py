@@ -218,7 +218,7 @@ def test_states_are_tried_over_the_ranks_of_a_node_where_there_are_several():
 
 def test_what_if_cuts_states_over_a_node_and_over_all_of_dp():
     row = next(row for row in found().rows if row.plan.shard == 8 and row.plan.dp == 16)
-    knob = next(knob for knob in what_if(row, MODEL, A100, price) if knob.change == "mesh.shard: all of dp")
+    knob = next(knob for knob in what_if(row, MODEL, A100, price) if knob.change == "mesh.shard: null")
     assert knob.plan == row.plan.replace(shard=None)
     back = what_if(row._replace(plan=knob.plan), MODEL, A100, price)
     assert next(knob.plan for knob in back if knob.change == "mesh.shard: 8") == row.plan

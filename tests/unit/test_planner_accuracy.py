@@ -10,7 +10,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner_accuracy import Tables, beside, score
+from planner_accuracy import Tables, as_text, beside, ranking, score
+from planner_tables import Point
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "planner"
@@ -54,6 +55,16 @@ def test_iteration_times_meet_the_target(found, name):
 def test_memory_meets_the_target(found):
     entry = found["torchtitan", "memory"]
     assert (entry["mean"] <= 0.12, entry["p90"] <= 0.20) == (True, True)
+
+
+def test_a_group_of_equal_times_has_no_ranking_and_every_table_of_one_row_is_scored():
+    equal = [Point("set", f"run {i}", "time", 1.0 + i, 2.0, "model") for i in range(3)]
+    assert ranking(equal) == {"groups": 1, "tau": None, "regret": 0.0, "worst_regret": 0.0}
+    assert "Kendall tau -, regret 0.0 %" in as_text(beside(score(equal), []), {}, [])
+    points = Tables(DATA).points
+    rows = {(point.set, point.kind): [point] for point in points}
+    assert all(as_text(beside(score(row), []), {}, []) for row in rows.values())
+    assert ranking([point for point in points if point.group])["tau"] > 0
 
 
 def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):

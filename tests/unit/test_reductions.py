@@ -50,7 +50,7 @@ class Gradients:
     def complete(self):
         self._log.append(f"complete {self._name}")
 
-    def sum_copies(self):
+    def sum_copies(self, step):
         self._log.append(f"sum {self._name}")
         return Pending(lambda: self._log.append(f"summed {self._name}"))
 

@@ -21,6 +21,7 @@ from zero3d.spec.sections import Spec
 from zero3d.spec.zero import Zero
 
 ROOT = Path(__file__).parents[2]
+NARROW = Offload("host", gradients="host", gradient_dtype="bf16")
 TABLE = [  # for each rule in its place: what breaks it and no other, and how a file's refusal begins and ends
     (Spec(Zero(master="split"), precision="fp32"),
      "zero.master=split keeps masters", "precision=fp32 has no such weights: type precision=bf16, or zero.master=fp32."),
@@ -36,6 +37,24 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "zero.gather_budget=64MB gathers", "leave one of them out."),
     (Spec(Zero(gather_budget="64MB"), mesh=Mesh(pp=2, schedule="zbv")),
      "zero.gather_budget=64MB with mesh.schedule=zbv", "or leave zero.gather_budget=64MB out."),
+    (Spec(Zero(2, gather_wire="int8")),
+     "zero.gather_wire=int8 is about parameters that are gathered", "type zero.stage=3, or zero.gather_wire=same."),
+    (Spec(Zero(gather_wire="int8", release="every_step")),
+     "zero.gather_wire=int8 is about gathers", "type zero.release=every_use, or zero.gather_wire=same."),
+    (Spec(Zero(2, second_shard=4)),
+     "zero.second_shard=4 is about parameters that are gathered", "type zero.stage=3, or zero.second_shard=null."),
+    (Spec(Zero(second_shard="node", release="every_step")),
+     "zero.second_shard=node is about gathers", "type zero.release=every_use, or zero.second_shard=null."),
+    (Spec(Zero(second_shard="host")),
+     "zero.second_shard=host is no number", "zero.second_shard=node for those of a host, or zero.second_shard=null."),
+    (Spec(Zero(second_shard=4), mesh=Mesh(ep=2)),
+     "zero.second_shard=4 with mesh.ep=2", "type zero.second_shard=null, or mesh.ep=1."),
+    (Spec(Zero(slow_wire="int8")),
+     "zero.slow_wire=int8 is how sums travel", "type mesh.shard=8, or as many ranks as a host has, or zero.slow_wire=same."),
+    (Spec(Zero(slow_wire="int4", exact=True), mesh=Mesh(shard=2)),
+     "zero.slow_wire=int4 rounds sums", "zero.exact=true wants the same bits: type zero.slow_wire=same."),
+    (Spec(Zero(slow_wire="bf16", slow_rounding="stochastic"), mesh=Mesh(shard=2)),
+     "zero.slow_rounding=stochastic is of codes", "zero.slow_wire=int4, or zero.slow_rounding=nearest."),
     (Spec(Zero(exact=True), mesh=Mesh(experts="fast")),
      "mesh.experts=fast adds up", "type mesh.experts=exact."),
     (Spec(mesh=Mesh(ep=2, pp=2, schedule="zero-bubble")),
@@ -66,6 +85,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "model.linear=fp8 with mesh.tp=2", "type mesh.tp=1, or model.linear=null."),
     (Spec(Zero(gather_budget="64MB"), linear="fp8"),
      "model.linear=fp8 multiplies by whole matrices", "type zero.gather_budget=null, or model.linear=null."),
+    (Spec(linear="fp8", quantize="nf4"),
+     "model.quantize=nf4 decodes frozen matrices", "type model.linear=null, or model.quantize=null."),
     (Spec(Zero(2), Offload(params="host")),
      "offload.params=host with zero.stage=2", "type zero.stage=3, or offload.params=none."),
     (Spec(Zero(1), Offload("host", gradients="host")),
@@ -82,6 +103,16 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "offload.gradients=host brings", "type offload.optimizer=host, or offload.gradients=device."),
     (Spec(offload=Offload("auto", moments="bf16")),
      "offload.moments=bf16 with offload.optimizer=auto", "type offload.optimizer=host, or offload.moments=fp32."),
+    (Spec(offload=Offload("host", gradient_dtype="bf16")),
+     "offload.gradient_dtype=bf16 is of gradients", "type offload.gradients=host, or offload.gradient_dtype=fp32."),
+    (Spec(Zero(exact=True), NARROW),
+     "offload.gradient_dtype=bf16 rounds sums", "type offload.gradient_dtype=fp32."),
+    (Spec(offload=NARROW, precision="fp64"),
+     "offload.gradient_dtype=bf16 keeps 8 of the 53", "type offload.gradient_dtype=fp32, which keeps them all."),
+    (Spec(offload=NARROW, mesh=Mesh(tp=2)),
+     "offload.gradient_dtype=bf16 with tp or pp above 1", "type offload.gradient_dtype=fp32."),
+    (Spec(offload=NARROW, optimizer="muon"),
+     "offload.gradient_dtype=bf16 with optimizer.name=muon", "type offload.gradient_dtype=fp32."),
     (Spec(offload=Offload("auto", fraction=0.5)),
      "offload.fraction=0.5 with offload.optimizer=auto", "leave it out, or type offload.optimizer=host."),
 ]  # fmt: skip
@@ -90,7 +121,9 @@ OF_ENGINES = [
     row
     for row in TABLE
     if row[0].activations is row[0].optimizer is row[0].mesh.ep is row[0].mesh.pp is row[0].mesh.sp is None
-    and not (row[0].linear and row[0].mesh.tp)
+    and not (row[0].mesh.tp and (row[0].linear or row[0].offload == NARROW))
+    and not (row[0].mesh.shard and row[0].zero.slow_wire != "same")
+    and row[0].quantize is None
 ]
 
 
@@ -126,7 +159,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
         "optimizer": {"name": spec.optimizer or "adamw"},
         "train": {"ema": spec.ema},
         "health": {"replay": spec.replay},
-        "model": {"linear": spec.linear},
+        "model": {"linear": spec.linear, "quantize": spec.quantize},
     }
     with pytest.raises(ConfigError) as refused:
         load(tree)
@@ -171,7 +204,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
 
 def test_what_a_rule_names_is_a_setting():
     known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
-             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear"}  # fmt: skip
+             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
     assert {rule.key for rule in RULES} <= known
 
 

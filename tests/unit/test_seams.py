@@ -29,6 +29,7 @@ ARGUMENTS = {  # what each is called with besides self
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "get_total_train_batch_size": ["args"],
+    "_track_num_input_tokens": ["inputs"],
     "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
 }
 

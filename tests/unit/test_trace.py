@@ -5,12 +5,14 @@ import torch
 from tensors import tiny
 from torch import nn
 
+from zero3d.cli.plan_options import lora_of
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import add_adapters
 from zero3d.models.build import build
 from zero3d.models.open import Opened
+from zero3d.plan.sequence import sp_refused
 from zero3d.sim.figures import HEAD, measure
-from zero3d.sim.model_spec import lora_of, outline, trace
+from zero3d.sim.model_spec import outline, trace
 from zero3d.sim.units import find_part_names
 
 # Published sizes; the counts follow from them by the sums in `llama` and `gpt2` below.
@@ -60,6 +62,14 @@ def test_parameters_of_gpts(name):
     spec = outline(build(GPT2Config(n_embd=h, n_layer=layers, n_head=heads)), 16)
     assert spec.params == wanted
     assert [unit.copy_of for unit in spec.parts[-1].units] == [None, "transformer.wte"]
+
+
+@pytest.mark.parametrize(("name", "mixing"), [("next", "linear_attention"), ("llama", None)])
+def test_layers_that_mix_tokens_are_told_and_no_plan_cuts_their_sequences(name, mixing):
+    spec = outline(tiny(name), 16)
+    assert spec.mixing == mixing
+    refused = sp_refused(spec, 2, 1, 2)
+    assert refused is None if mixing is None else "has linear_attention" in refused
 
 
 def test_operations_of_a_llama_block_and_head():

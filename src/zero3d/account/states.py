@@ -14,7 +14,8 @@ Per trainable parameter, of four widths in bytes:
     3               w/N          a/N                      k/N
 
 With `reduce: every_step` stages 2 and 3 have stage 1's gradients, with `release: every_step` stage 3 has stage 2's
-parameters. A frozen parameter has a weight only. An element of padding costs what a parameter does.
+parameters. A frozen parameter has a weight only. A second shard of gathered weights (zero.second_shard) is w/RANKS more
+of parameters at stage 3, in blocks of 8 bits (1 + 4/256)/RANKS. An element of padding costs what a parameter does.
 Source of the paper's figures: Rajbhandari et al., "ZeRO" (2020), section 5 and figure 1.
 """
 
@@ -25,6 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.account.optimizers import OptimizerBytes
+from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.stages import counter_buffers, resolve_policies, stage_row
 
@@ -115,6 +117,7 @@ class UnitShare(NamedTuple):
     weight   bytes of a compute weight
     sources  ranks whose tokens give gradients that are kept apart (experts); 0 and 1 are one
     away     categories that are not on the device
+    second   bytes per parameter of a second shard, which stays there (`second_shard_bytes`)
     """
 
     stage: int
@@ -123,6 +126,7 @@ class UnitShare(NamedTuple):
     trainable: bool = True
     sources: int = 1
     away: tuple[str, ...] = ()
+    second: Fraction = Fraction(0)
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +144,18 @@ def per_parameter(unit: UnitShare, sums: Sums, optimizer: Fraction | int) -> Sta
         whole, sharded = _gradient_widths(unit, sums._replace(reduce=reduce))
         gradients = max(1, unit.sources) * whole + sharded * share
         held = StateBytes(held.parameters, gradients, optimizer * (share if row.shards_optimizer else Fraction(1)))
-    return held._replace(**{category: Fraction(0) for category in unit.away})
+    held = held._replace(**{category: Fraction(0) for category in unit.away})
+    return held._replace(parameters=held.parameters + unit.second)
+
+
+def second_shard_bytes(weight: int, coded: bool, node: int) -> Fraction:
+    """Return the bytes per parameter that a rank keeps of gathered weights, of `weight` bytes each or in blocks.
+
+    node  neighbours who keep them together; 1: nobody keeps any
+    """
+    if node == 1:
+        return Fraction(0)
+    return (Fraction(block_bytes(CODE_BITS), BLOCK) if coded else Fraction(weight)) / node
 
 
 def _gradient_widths(unit: UnitShare, sums: Sums) -> tuple[int, int]:

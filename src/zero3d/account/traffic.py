@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import CANONICAL
 from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
@@ -67,7 +69,10 @@ class UnitTraffic(NamedTuple):
     reduced  of a reduced gradient
     wire     of a gradient on its way to the reduction
     ranks    over which experts are cut, where an ep axis shares them out; None: as all other units
+    coded    its weights travel in blocks of 8 bits (zero.gather_wire)
+    node     neighbours who keep a second shard of it together; 1: nobody does (zero.second_shard)
     sums     of a reduced gradient on its way to the sum over copies of shards; None: `reduced`
+    slow     the form in which it travels there (zero.slow_wire)
     """
 
     name: str
@@ -77,7 +82,19 @@ class UnitTraffic(NamedTuple):
     wire: int
     trainable: bool
     ranks: int | None = None
+    coded: bool = False
+    node: int = 1
     sums: int | None = None
+    slow: str = SAME
+
+    @property
+    def as_gathered(self) -> tuple[int, int]:
+        """Return what travels of it when it is gathered: elements, and bytes of each; of blocks every byte is one."""
+        return (message_bytes(self.elements, CODE_BITS), 1) if self.coded else (self.elements, self.weight)
+
+    def gathers_across(self, gathers: int) -> int:
+        """Return how many of so many gathers in a step are over all ranks: of second shards one, after an update."""
+        return gathers if self.node == 1 else min(gathers, int(self.trainable))
 
 
 class Levels(NamedTuple):
@@ -117,29 +134,32 @@ def step_traffic(
              the norms of a rank's cells are exchanged, those of experts apart if there are any (`cells_of_experts`)
 
     A step exchanges each rank's weight with its orders, and its norms. Where shards have copies, it sums what it
-    reduced over these, in exact mode behind every reduction.
+    reduced over these, in exact mode behind every reduction. What gathers from second shards send is `node_traffic`.
     """
     row, levels = stage_row(stage), n if isinstance(n, Levels) else Levels(n)
     dp = levels.shard * levels.replicate
     _, reduce = resolve_policies(row, "auto", reduce)
     moved: dict[tuple[str, str], Moved] = {}
 
-    def add(operation: str, unit: UnitTraffic, calls: int, width: int) -> None:
+    def add(operation: str, unit: UnitTraffic, calls: int, width: int, elements: int | None = None) -> None:
         ranks = levels.shard if unit.ranks is None else unit.ranks
         if calls and ranks > 1:
-            elements = calls * unit.elements * (ranks - 1) // ranks
-            moved[operation, unit.name] = Moved(calls, elements, elements * width)
+            sent = calls * ((unit.elements if elements is None else elements) * (ranks - 1) // ranks)
+            moved[operation, unit.name] = Moved(calls, sent, sent * width)
 
     def add_copies(unit: UnitTraffic, calls: int) -> None:
         ranks = levels.shard if unit.ranks is None else unit.ranks
-        half = calls * unit.elements // ranks * (levels.replicate - 1) // levels.replicate
-        if half:
-            widths = (unit.reduced if unit.sums is None or exact else unit.sums) + unit.reduced
-            moved["all_reduce", unit.name] = Moved(calls, 2 * half, half * widths)
+        if levels.replicate > 1:
+            sent = sum_of_copies(unit.elements // ranks, levels.replicate, unit.reduced, unit.slow)
+            if unit.slow == SAME and not exact:
+                sent[0] = sent[0][0], unit.reduced if unit.sums is None else unit.sums
+            elements, nbytes = sum(n for n, _ in sent), sum(n * width for n, width in sent)
+            moved["all_reduce", unit.name] = Moved(1, elements, nbytes).times(calls)
 
     for unit in units:
         if row.shards_parameters:
-            add("all_gather", unit, gathers.get(unit.name, 0), unit.weight)
+            elements, width = unit.as_gathered
+            add("all_gather", unit, unit.gathers_across(gathers.get(unit.name, 0)), width, elements)
         elif unit.trainable:
             add("all_gather", unit, 1, gathered_width(row, unit.weight, unit.reduced))
         if unit.trainable:
@@ -151,4 +171,19 @@ def step_traffic(
     exchanged = ((micro_batches if exact else 1) + orders, norms)
     values = sum(exchanged) * (dp - 1)
     moved["exchange", "-"] = Moved(len(exchanged), values, 8 * values)
+    return moved
+
+
+def node_traffic(units: Sequence[UnitTraffic], gathers: Mapping[str, int]) -> dict[tuple[str, str], Moved]:
+    """Return what a rank sends to its neighbours in one step of stage 3, by (operation, unit): second shards.
+
+    gathers  as of `step_traffic`; the first of a trainable unit was over all ranks
+    """
+    moved = {}
+    for unit in units:
+        calls = gathers.get(unit.name, 0) - unit.gathers_across(gathers.get(unit.name, 0))
+        if calls and unit.node > 1:
+            elements, width = unit.as_gathered
+            sent = calls * (elements * (unit.node - 1) // unit.node)
+            moved["all_gather", unit.name] = Moved(calls, sent, sent * width)
     return moved

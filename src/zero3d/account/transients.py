@@ -8,6 +8,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
                terms of 16 bits       a slot for each rank, added up by their owner
                a cast                 a slot for each rank, where gradients travel in another dtype than they have
 
+messages       of units that are gathered in blocks of 8 bits: one is decoded, WINDOW on their way
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
 scratch        fp32 of what an update or a cast works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
@@ -15,31 +16,41 @@ logits         of a loss that is not made in tiles: as computed, in fp32, and in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
+from zero3d.distributed.block_bytes import CODE_BITS, coding_scratch, message_bytes
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
+from zero3d.zero.stages import LEAVING, WINDOW
 
 LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
 STAGED = 2  # buckets' gradients on the device that are kept on the host: one is used, one comes
 DEPTH = 3  # buffers through which records pass: one is read, one is used, one goes back
 
 
-def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2) -> int:
+def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, ahead: int = WINDOW) -> int:
     """Return an upper bound of the bytes of units that are whole at the same time, from the name and bytes of each.
 
     at_once  units in use, or filling, at a hand-over
+    ahead    others that are on their way; none are whole where what travels is decoded when it is used
 
     >>> whole_units([("root", 1), ("a", 10), ("b", 20)])
     81
     """
     sizes = list(sizes)
     largest = max((size for name, size in sizes if name != ROOT), default=0)
-    return sum(size for name, size in sizes if name == ROOT) + (at_once + WINDOW) * largest
+    return sum(size for name, size in sizes if name == ROOT) + (at_once + ahead) * largest
+
+
+def coded_messages(elements: int, device: str) -> int:
+    """Return the bytes of gathers under way in blocks of 8 bits, and of scratch in which one is decoded.
+
+    elements  of the largest unit, padding among them
+    """
+    return (1 + WINDOW) * message_bytes(elements, CODE_BITS) + FP32 * coding_scratch(elements, device)
 
 
 class Reduction(NamedTuple):
@@ -69,12 +80,24 @@ def ring_bytes(longest: int) -> int:
     return DEPTH * padded(longest)
 
 
-def gradient_staging(elements: int, wide: int) -> int:
-    """Return the bytes in which gradients come back from the host, of buckets of so many elements: one ahead."""
-    return STAGED * wide * elements
+def gradient_staging(elements: int, held: int) -> int:
+    """Return the bytes in which gradients of `held` bytes come back from the host, of such buckets: one ahead."""
+    return STAGED * held * elements
 
 
-def record_scratch(elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False) -> int:
+def arriving_bytes(shards: Sequence[int], held: int, wide: int) -> int:
+    """Return the bytes of sums on their way to the host, of shards in the order of their reductions.
+
+    The last ones are under way, with what is added to them in the dtype that the host has; those before are leaving.
+    """
+    narrow = held if held < wide else 0
+    under_way, leaving = shards[-WINDOW:], shards[-WINDOW - LEAVING : -WINDOW]
+    return sum(under_way) * (wide + narrow) + sum(leaving) * (narrow or wide)
+
+
+def record_scratch(
+    elements: int, device: str, splits: bool, rounded: bool = False, casts: bool = False, narrow: bool = False
+) -> int:
     """Return the bytes in which a record of so many elements is updated on a device of this type.
 
     That is fp32 of what is in 16 bits, and noise by which moments are rounded, or what the cast of a master takes.
@@ -82,9 +105,10 @@ def record_scratch(elements: int, device: str, splits: bool, rounded: bool = Fal
     splits   masters are in halves
     rounded  moments are in bf16
     casts    masters are cast to weights by `precision.cast_all`
+    narrow   gradients come from the host in bf16
     """
-    narrow = splits + 2 * rounded
-    return FP32 * (narrow * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
+    widened = splits + 2 * rounded + narrow
+    return FP32 * (widened * elements + max(rounded * elements, cast_scratch(elements, device) if casts else 0))
 
 
 def master_scratch(elements: int, device: str, splits: bool) -> int:

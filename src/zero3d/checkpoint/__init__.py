@@ -19,6 +19,7 @@ restore           check all of it, then fill every rank's pieces from the boxes 
 slots             what a restart from the slots of a disk needs beside their records
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 fingerprint       one hash of all states, however ranks share them out
+published         the weights as whole tensors by their published names, unit by unit
 export            the weights as a folder that `from_pretrained` loads
 
 In one process, without an engine:

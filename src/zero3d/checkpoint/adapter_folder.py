@@ -160,6 +160,12 @@ class AdapterForm:
         config.save_pretrained(folder)
 
 
+def streamed_name(name: str) -> str:
+    """Return the name under which a tensor of a form reaches those who load an adapter without its folder."""
+    whole = f"{WRAPPER}{name.removeprefix(WHOLE)}" if name.startswith(WHOLE) else name
+    return whole.removeprefix(BESIDE)
+
+
 def _inside(name: str, parts: Iterable[nn.Module]) -> str:
     """Return a name without what it begins with around the base."""
     return next((name.removeprefix(prefix) for part in parts if name.startswith(prefix := base_prefix(part))), name)

@@ -1,41 +1,37 @@
 """Export: the weights as a folder that `from_pretrained` loads, gathered unit by unit.
 
-    every pipeline stage   gathers its units on its own dp axis; rank 0 of that has the tp ranks' slices joined,
-                           parameter by parameter (one in tiles once they are all there, on the host), and as
-                           tp rank 0 writes stage-STAGE-0, -1, ...
+    every pipeline stage   gathers its units on its own dp axis; its first rank has whole tensors by their published
+                           names (published.py), and writes stage-STAGE-0, -1, ...
     in turn                persistent buffers that no earlier pipeline stage wrote
     rank 0 of all          gives the files their names, writes index and config
 
-No rank ever holds the model, or more of it than a file. A tied parameter's copy is left out.
+No rank ever holds the model, or more of it than a file.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zero3d.checkpoint.forms import Form, form_of
-from zero3d.checkpoint.hub_names import Exported
+from zero3d.checkpoint.forms import Form
+from zero3d.checkpoint.hub_names import on_host
+from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
 from zero3d.checkpoint.writing import removed_on_failure, told, write_json, write_tensors
 from zero3d.distributed.agreement import agree
-from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
 from zero3d.offload.commit_file import sync
-from zero3d.precision import is_finite
-from zero3d.shards.cuts import Tile
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
-_OpenTiles = dict[str, tuple[list[Tensor], int]]  # parameter -> its slices so far, elements that each still lacks
 Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
@@ -50,7 +46,7 @@ def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str |
     model = model_of(engine.modules[0])
     directory, temporary = export_places(directory)
     world, coordinates = engine.world.patient, engine.degrees.place(engine.world.rank)
-    form = agree(world, lambda: form_of(kind, _exported(engine, model)))
+    published = agree(world, lambda: Published(engine, kind))
     writer = ExportWriter(temporary, coordinates.pp)
 
     def on(chosen: bool, action: Callable[[], None]) -> None:
@@ -58,104 +54,24 @@ def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str |
 
     on(world.rank == 0, partial(prepare_export, directory, temporary))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, form, gathered))
+        agree(world, partial(_add_units, writer, engine, published, gathered))
         for stage in range(engine.degrees.pp):
-            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, engine, form))
-        on(world.rank == 0, partial(_finish, temporary, directory, model, form, engine.degrees.pp))
+            on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
+        on(world.rank == 0, partial(_finish, temporary, directory, model, published.form, engine.degrees.pp))
     return directory
 
 
-def _exported(engine: EngineState, model: nn.Module) -> Exported:
-    """Return what a form is told of an engine's model."""
-    full = engine.full_model
-    names = [full.owner(slot.name) for unit in engine.owned_units for slot in unit.layout.slots]
-    base = None if engine.base is None else engine.base.folder
-    return Exported(model, engine.modules, names, full.trainable, full.shapes, base, full.copies)
-
-
-def _add_units(writer: ExportWriter, engine: EngineState, form: Form, gathered: Gathered) -> None:
-    """Gather this pipeline stage's units, of which each has its own number, as far as the form needs them."""
-    open_ones: _OpenTiles = {}
-    for unit in engine.owned_units:
-        if not any(form.wants(engine.full_model.owner(slot.name)) for slot in unit.layout.slots):
-            continue
+def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathered: Gathered) -> None:
+    """Gather this pipeline stage's units and write them on its first rank."""
+    for unit in published.units:
         with gathered(unit):
-            takes_part = engine.dp.rank < _parts_on_dp(engine, unit)
-            add = partial(_add, writer, engine, form, unit, open_ones) if takes_part else lambda: None
+            add = partial(_add, writer, published, unit)
             agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
-def _parts_on_dp(engine: EngineState, unit: Unit) -> int:
-    """Return how many neighbours on dp have parts of a unit's parameters: of experts as many as there are on ep."""
-    cut = engine.cut(unit.layout.slots[0].name)
-    return engine.folds[cut.axis].size if cut is not None and cut.axis in engine.folds else 1
-
-
-def _add(writer: ExportWriter, engine: EngineState, form: Form, unit: Unit, open_ones: _OpenTiles) -> None:
-    """Write a gathered unit on rank 0 of tp and dp; others only take part in joining it. A tile waits for the others.
-
-    Of experts, which every tp rank has, tp rank 0 and its peers on ep do so.
-    """
-    named = {}
-    for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True):
-        slices = _whole(engine.full_model.tiles.get(slot.name), _slices(engine, slot.name, p.detach()), open_ones)
-        if slices:
-            cut, name = engine.cut(slot.name), engine.full_model.owner(slot.name)
-            named[name] = slices[0] if cut is None or len(slices) == 1 else cut.join(slices)
-    if engine.tp.rank == 0 and engine.dp.rank == 0:
-        refuse_nonfinite(named)
-        writer.add(form.take(named))
-
-
-def refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are NaN or infinite. Raises NonFiniteError."""
-    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
-    bad = [name for name, tensor in floating.items() if not is_finite(tensor)]
-    if bad:
-        more = f" and {len(bad) - 1} more beside it" if len(bad) > 1 else ""
-        raise NonFiniteError(
-            f"nothing was exported: {bad[0]}{more} has values that are NaN or infinite. Go back to an earlier "
-            "checkpoint, whose weights are finite."
-        )
-
-
-def refuse_nan(buffers: Mapping[str, Tensor]) -> None:
-    """Refuse buffers such as running statistics of a forward that was not finite; infinities may be a mask's."""
-    bad = [name for name, buffer in buffers.items() if buffer.is_floating_point() and bool(buffer.isnan().any())]
-    if bad:
-        raise NonFiniteError(
-            f"nothing was exported: buffer {bad[0]} has values that are NaN. Go back to an earlier checkpoint, whose "
-            "buffers are finite."
-        )
-
-
-def _slices(engine: EngineState, name: str, local: Tensor) -> Sequence[Tensor]:
-    """Return a parameter's slices: on rank 0 of its axis all of a cut one, in host memory; else this rank's.
-
-    For a cut one every rank of the axis holds the whole for a moment, and receives (N-1)/N of it.
-    """
-    cut = engine.cut(name)
-    if cut is None:
-        return [local]
-    axis = engine.folds.get(cut.axis, engine.tp)
-    slices = local.new_empty(axis.size, *local.shape)
-    axis.all_gather(slices.view(-1), local.reshape(-1), name).wait()
-    return slices.cpu().unbind() if axis.rank == 0 else [local]
-
-
-def _whole(tile: Tile | None, slices: Sequence[Tensor], open_ones: _OpenTiles) -> Sequence[Tensor]:
-    """Put slices of a tile to those of its parameter's other tiles, on the host; return them once they are whole."""
-    if tile is None:
-        return slices
-    if tile.owner not in open_ones:
-        open_ones[tile.owner] = [torch.empty(tile.shape, dtype=t.dtype) for t in slices], prod(tile.shape)
-    whole, missing = open_ones.pop(tile.owner)
-    for target, values in zip(whole, slices, strict=True):
-        target.view(-1)[tile.start : tile.start + values.numel()].copy_(values.reshape(-1))
-    if missing == slices[0].numel():
-        return whole
-    open_ones[tile.owner] = whole, missing - slices[0].numel()
-    return []
+def _add(writer: ExportWriter, published: Published, unit: Unit) -> None:
+    """Write copies of a gathered unit's tensors, which others only take part in joining."""
+    writer.add(on_host(published.take(unit)))
 
 
 def export_places(directory: Path) -> tuple[Path, Path]:
@@ -215,13 +131,10 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish_stage(writer: ExportWriter, engine: EngineState, form: Form) -> None:
+def _finish_stage(writer: ExportWriter, published: Published) -> None:
     """Add the persistent buffers that no earlier pipeline stage has, and finish this stage's files."""
-    names = engine.persistent_buffers
-    buffers = form.buffers({name: same[0] for name, same in engine.buffers.items() if name in names})
-    refuse_nan(buffers)
     written = writer.earlier()
-    writer.add({name: tensor for name, tensor in buffers.items() if name not in written})
+    writer.add({name: tensor for name, tensor in published.buffers().items() if name not in written})
     writer.finish()
 
 

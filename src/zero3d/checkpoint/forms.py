@@ -5,7 +5,8 @@
     adapter   what was trained                             a folder for `PeftModel.from_pretrained` (adapter_folder.py)
 
 A form takes parameters as they come, by their names in the model, and gives tensors under the names that files have.
-Those that a merge needs together wait on the host for one another: a block of the model, and no more.
+Those that a merge needs together wait on the host for one another: a block of the model, and no more. In the place of
+a matrix in 8 or 4 bits whole and merged have that of the base's folder, from which it was made.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Form(Protocol):
         """Say whether a parameter is needed."""
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take whole parameters that may change afterwards; return what can be written now, on the host, by name."""
+        """Take whole parameters that may change afterwards; return what can be written now, on the host, by name.
+
+        What is returned may share their memory.
+        """
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take the persistent buffers, last of all; return those that are written, and what waited, on the host."""
@@ -67,13 +71,15 @@ class WholeForm:
     """Every parameter, under the names of the model's published checkpoints."""
 
     def __init__(self, exported: Exported) -> None:
-        self._model = exported.model
+        self._model, self._in_full = exported.model, exported.in_full
 
     def wants(self, name: str) -> bool:
         return True
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return named_as_saved(self._model, tensors)
+        return as_published(
+            self._model, {name: tensor.detach().cpu() for name, tensor in self._in_full(tensors).items()}
+        )
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return named_as_saved(self._model, buffers)
@@ -92,7 +98,7 @@ class MergedForm:
     def __init__(self, exported: Exported) -> None:
         assert exported.model is not None
         _refuse_unmerged(exported)
-        self._model = inner_model(exported.model)
+        self._model, self._in_full = inner_model(exported.model), exported.in_full
         self._base = tuple({base_prefix(model_of(module)) for module in exported.modules})
         self._layers = adapted_layers(exported.modules)
         self._others = exported.other_names
@@ -129,7 +135,7 @@ class MergedForm:
         """Merge a whole group."""
         plain: dict[str, Tensor] = {}
         of_layers: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in self._in_full(tensors).items():
             layer = next((each for each in self._layers if name.startswith(f"{each}.")), None)
             if layer is None and name.startswith(self._base):
                 plain[plain_name(name)] = tensor

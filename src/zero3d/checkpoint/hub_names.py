@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero3d.models.quantised import as_matrices
+from zero3d.zero.initial_weights import Source
+
 
 class Exported(NamedTuple):
     """A model as an export sees it.
@@ -24,6 +27,7 @@ class Exported(NamedTuple):
     shapes     of all parameters of the whole model, by name
     base       the folder that frozen weights came from, where one is known
     copies     a tied parameter's copy on a later pipeline stage -> the parameter
+    matrices   gives, by name, those of the base that are in groups of 8 or 4 bits; None where they are not known
     """
 
     model: nn.Module | None
@@ -33,6 +37,7 @@ class Exported(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     base: Path | None
     copies: Mapping[str, str] = MappingProxyType({})
+    matrices: Source | None = None
 
     @property
     def other_names(self) -> dict[str, list[str]]:
@@ -48,6 +53,10 @@ class Exported(NamedTuple):
             if len(everywhere) > 1:
                 found |= {name: [each for each in everywhere if each != name] for name in everywhere}
         return found
+
+    def in_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with the base's matrices in the place of their groups."""
+        return as_matrices(self.modules, tensors, self.matrices)
 
 
 def has_adapters(model: nn.Module | None) -> bool:

@@ -19,20 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero3d.checkpoint.export import (
-    ExportWriter,
-    export_places,
-    finish_export,
-    prepare_export,
-    refuse_nan,
-    refuse_nonfinite,
-)
+from zero3d.checkpoint.export import ExportWriter, export_places, finish_export, prepare_export
 from zero3d.checkpoint.fields import quote_name
 from zero3d.checkpoint.forms import form_of
 from zero3d.checkpoint.frozen_base import FolderSource, check_base
 from zero3d.checkpoint.hub_names import Exported
 from zero3d.checkpoint.integrity import verify
 from zero3d.checkpoint.manifest import BUFFER, FROZEN
+from zero3d.checkpoint.published import refuse_nan, refuse_nonfinite
 from zero3d.checkpoint.stored_states import StoredStates
 from zero3d.distributed.degrees import Place
 from zero3d.errors import CheckpointError, OutOfBudget
@@ -67,7 +61,8 @@ def export_stored(
     trainable = frozenset(name for name in order if stored.parameters[name].trainable)
     shapes = {name: each.shape for name, each in stored.parameters.items()}
     folder = None if base is None else base.folder
-    form = form_of(kind, Exported(model, [] if model is None else [model], order, trainable, shapes, folder))
+    modules = [] if model is None else [model]
+    form = form_of(kind, Exported(model, modules, order, trainable, shapes, folder, matrices=base))
     values = _values(stored, [name for name in order if form.wants(name)], base)
     directory, temporary = export_places(directory)
     _check_room(stored, directory, values)

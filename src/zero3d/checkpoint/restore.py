@@ -283,10 +283,12 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
 
 
 def refresh(engine: EngineState) -> None:
-    """Make weights of the masters that were read."""
+    """Make weights of the masters that were read; those of frozen units were read themselves."""
     for unit in engine.units:
         if unit.grads is not None:
             unit.weights.refresh().wait()
+        else:
+            unit.weights.changed()
 
 
 def _state_piece(engine: EngineState, owned: MasterPiece, state: str, values: Tensor) -> StatePiece:

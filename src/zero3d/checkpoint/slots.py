@@ -196,6 +196,7 @@ def _restore(note: Note, engine: EngineState, records: Committed) -> None:
     records.go_back()
     for unit in optimizer.units:
         unit.weights.masters.revive()
+        unit.weights.changed()
     for owned in optimizer.pieces:
         optimizer.torch.state[owned.master]["step"].fill_(note.step)
     for group, saved in zip(optimizer.torch.param_groups, entries["optimizer"]["groups"], strict=True):

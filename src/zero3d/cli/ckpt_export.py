@@ -15,10 +15,9 @@ from zero3d.cli.worker import quiet_environment
 from zero3d.config import Config, load
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, short
-from zero3d.models.adapters import add_adapters
 from zero3d.models.open import Opened, open_bare
 from zero3d.models.places import is_called
-from zero3d.models.trained import open_trained
+from zero3d.models.trained import as_trained, open_trained
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
 
 NONE = "none"
@@ -103,8 +102,7 @@ def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
     try:
         if stored.manifest.left_out:
             return open_trained(config)
-        bare = open_bare(config.model)
-        return bare if config.lora.rank is None else add_adapters(bare, config.lora, config.seed)
+        return as_trained(open_bare(config.model), config)
     except ConfigError as error:
         if typed is not None:
             raise

@@ -16,8 +16,10 @@ from typing import Any
 import yaml
 
 from zero3d.cli import plan_explain, plan_theory
-from zero3d.cli.plan_options import USABLE, number, open_cluster, parse_size, tokens_of
+from zero3d.cli.kept_specs import open_spec
+from zero3d.cli.plan_options import USABLE, lora_of, number, open_cluster, parse_size, tokens_of
 from zero3d.cli.plan_theory import parse_params
+from zero3d.cli.progress import ProgressLine
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
@@ -33,6 +35,7 @@ from zero3d.spec.optimizer import ADAMW, NAMES
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
 MOST = 4096  # tokens of a sequence, where nothing is said
+STOPPED = 130  # exit code of what Ctrl-C ended
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -110,7 +113,10 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     target = Target(
         _sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload, arguments.optimizer
     )
-    result = search(model, cluster, target, evaluate, device_at_least)
+    with ProgressLine() as line:
+        result = search(model, cluster, target, evaluate, device_at_least, line.of_search)
+    if not result.whole:
+        print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
     if not result.rows:
         if arguments.assert_fits:
             print(plan_text.nothing_fits(model, cluster, target, result, None))
@@ -125,7 +131,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
-    return 0
+    return 0 if result.whole else STOPPED
 
 
 def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
@@ -139,8 +145,6 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
         from zero3d.plan.shapes import of_params
 
         return of_params(parse_params(arguments.params), length or MOST)
-    from zero3d.sim.model_spec import lora_of, open_spec
-
     lora = lora_of(arguments.lora) if arguments.lora else None
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     return open_spec(path, length, lora=lora, packed=packed, beyond=True)
@@ -174,7 +178,8 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         sequences = -(-target.sequences // bigger.gpus) * bigger.gpus
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
-        result = search(model, bigger, wanted, evaluate, device_at_least)
+        with ProgressLine() as line:
+            result = search(model, bigger, wanted, evaluate, device_at_least, line.of_search)
         if result.rows:
             return bigger.gpus, result.rows[0]
         times *= 2
@@ -218,8 +223,6 @@ def _adapters(asked: str | None) -> dict[str, Any]:
     """Return the section `lora` of a file, where --lora asks for one."""
     if asked is None:
         return {}
-    from zero3d.sim.model_spec import lora_of
-
     choice, plain = to_dict(Config(lora=lora_of(asked)))["lora"], to_dict(Config())["lora"]
     return {"lora": {key: value for key, value in choice.items() if value != plain[key]}}
 

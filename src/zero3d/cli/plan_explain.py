@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zero3d.cli.plan_options import USABLE, open_cluster, parse_size
+from zero3d.cli.kept_specs import open_spec
+from zero3d.cli.plan_options import USABLE, lora_of, open_cluster, parse_size
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
@@ -28,8 +29,6 @@ TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the terms; return 1 if --assert-fits gives a size and the plan needs more."""
-    from zero3d.sim.model_spec import lora_of, open_spec
-
     path, overrides = split_words(list(words))
     if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
@@ -38,7 +37,13 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
     model = open_spec(
-        config.model.path, config.data.length, config.model.attn, lora, bool(config.data.packing), config.freeze
+        config.model.path,
+        config.data.length,
+        attn=config.model.attn,
+        lora=lora,
+        packed=bool(config.data.packing),
+        freeze=config.freeze,
+        quantize=config.model.quantize,
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)

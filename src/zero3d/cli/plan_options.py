@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from zero3d.cli.plan_theory import parse_gpus, parse_params
+from zero3d.config import Lora
+from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
 from zero3d.plan.hardware import base_of, card, cluster, read_file
 from zero3d.plan.spec import ClusterSpec
@@ -62,3 +64,11 @@ def parse_size(text: str) -> float:
     if not 0 < value < 1e18:
         raise ConfigError(f"{short(text)!r} is no size: type 78GB, 72.5GiB or 800MB.")
     return value
+
+
+def lora_of(asked: str) -> Lora:
+    """Return the section `lora` that --lora asks for: every linear layer of the blocks. Raises ConfigError."""
+    key, _, rank = asked.partition("=")
+    if key != "r" or not rank.isdecimal() or int(rank) < 1:
+        raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
+    return Lora(rank=int(rank), targets=(ALL_LINEAR,), dropout=0.05)

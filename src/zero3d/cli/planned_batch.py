@@ -71,7 +71,13 @@ def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tu
     from zero3d.sim.model_spec import open_spec
 
     model = open_spec(
-        config.model.path, config.data.length, config.model.attn, config.lora, bool(config.data.packing), config.freeze
+        config.model.path,
+        config.data.length,
+        config.model.attn,
+        config.lora,
+        bool(config.data.packing),
+        config.freeze,
+        quantize=config.model.quantize,
     )
     micro_batch = 1
     while micro_batch <= MOST:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
+from zero3d.cli.progress import say
 from zero3d.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.cli.worker import quiet_environment
 from zero3d.cli.workers import ranks_here
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     def report(rank: RankResult) -> None:
         print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
+    say(f"simulating a step of {world} ranks: one of each class, each in a process of its own")
     given = arguments.rank, arguments.backend, arguments.every_micro_batch
     simulation = simulate(config, world, *given, report, arguments.nodes)
     if arguments.trace is not None:

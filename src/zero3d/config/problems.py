@@ -174,6 +174,7 @@ def _spec_of(config: Config) -> Spec:
         ema=config.train.ema,
         replay=config.health.replay,
         linear=config.model.linear,
+        quantize=config.model.quantize,
     )
 
 

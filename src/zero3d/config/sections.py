@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from zero3d.config.deepspeed_schedules import OPTIONS
 from zero3d.config.sources import FORMATS, DataSource
+from zero3d.spec import formats
 from zero3d.spec.declaring import key
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
@@ -46,6 +47,15 @@ class Model:
         "fp8: linear layers of blocks multiply in fp8, by torchao, on cards with such products; a run says which do",
         choices=("fp8",),
     )
+    quantize: str | None = key(
+        None,
+        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), int8 or fp8 (8 bits); each is "
+        "decoded where it is multiplied by, in forward and in backward",
+        choices=tuple(formats.FORMATS),
+    )
+
+
+ALL_LINEAR = "all-linear"  # of lora.targets
 
 
 @dataclass(frozen=True)

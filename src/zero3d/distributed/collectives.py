@@ -33,7 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.algorithms import AllToAll, Fake, Native, Pairwise
 from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages
+from zero3d.distributed.block_bytes import sum_of_copies
 from zero3d.distributed.choice import choose_algorithm
+from zero3d.distributed.coded_sums import CodedSum
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
@@ -95,6 +97,7 @@ class Comm:
     """Owns the collectives over one axis and a running hash of each kind of operation, `_order`.
 
     reduce_scatter, on_host  how gradients are reduced over it, if they are: `choose_algorithm`
+    within  the axis that its ranks are some of, whose hashes are of operations on both
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Comm:
         check_every_gather: bool = False,
         reduce_scatter: str = "",
         on_host: int | None = None,
+        within: Comm | None = None,
     ) -> None:
         self.axis = axis.name
         self.rank = axis.rank
@@ -115,7 +119,7 @@ class Comm:
         self._ledger = ledger
         self._check = check_every_gather
         self._last = "nothing yet"
-        self._order = {"all_gather": 0, "reduce_scatter": 0}
+        self._order: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0} if within is None else within._order
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
 
@@ -161,6 +165,18 @@ class Comm:
         call = self._all_reduction(shard, unit, wire)
         take = partial(self._sum, shard=part, add=False)
         return self._then_gather(call, shard, self._algorithm.reduce_scatter(call, shard, wire, take, part))
+
+    def all_reduce_coded(self, shard: Tensor, unit: str, form: str, noise: torch.Generator | None = None) -> Pending:
+        """Do so with terms that travel in a narrow form (coded_sums.py), coded once."""
+        if self.size == 1:
+            return DONE
+        coded = CodedSum(form, self.rank, self.size, self._algorithm, self._arena)
+        self._last = f"all_reduce of unit {unit!r}"
+        self._hash("reduce_scatter", unit)
+        for number, (elements, width) in enumerate(sum_of_copies(shard.numel(), self.size, shard.element_size(), form)):
+            count = self._ledger.record if number == 0 else self._ledger.widen
+            count("all_reduce", self.axis, unit, elements, width)
+        return coded.start(self._reduction("all_reduce", unit), shard, noise)
 
     def all_reduce_tree(self, shard: Tensor, unit: str, add_up: Callable[[list[Tensor], Tensor], object]) -> Pending:
         """Do so in the order of `add_up`, which is given all terms of this rank's part and a buffer for their sum."""
@@ -259,6 +275,14 @@ class Comm:
         self._ledger.record("trade", self.axis, unit, values.numel(), values.dtype.itemsize)
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
+
+    def send_to_first(self, buffer: Tensor, source: int, unit: str) -> None:
+        """Copy one rank's `buffer` into that of rank 0; the other ranks have no part in it."""
+        if self.rank not in (0, source) or source == 0:
+            return
+        sends = self.rank == source
+        self._ledger.record("send", self.axis, unit, buffer.numel() if sends else 0, buffer.dtype.itemsize)
+        messages(self._axis, "send", unit, {0: buffer} if sends else {}, {} if sends else {source: buffer})
 
     def leave_under_way(self, pending: Iterable[Pending]) -> None:
         """Leave operations under way when a step returns; this rank does not end before they are complete."""

@@ -42,6 +42,7 @@ from math import lcm, prod
 from typing import Any, NamedTuple
 
 from zero3d.errors import MeshError
+from zero3d.spec.zero import NODE
 
 
 class Fold(NamedTuple):
@@ -216,11 +217,16 @@ class Degrees(NamedTuple):
         for fold in FOLDS:
             degree = self.size(fold.name)
             if axis == fold.name:
-                first = here.dp - here.dp % degree
-                return [self.rank(here._replace(dp=dp)) for dp in range(first, first + degree)]
+                return self.neighbours(rank, degree)
             if axis == fold.complement:
                 return [self.rank(here._replace(dp=dp)) for dp in range(here.dp % degree, self.dp, degree)]
         return [self.rank(here._replace(**{axis: position})) for position in range(self.size(axis))]
+
+    def neighbours(self, rank: int, count: int) -> list[int]:
+        """Return the `count` neighbours on dp that `rank` is one of, in their order."""
+        here = self.place(rank)
+        first = here.dp - here.dp % count
+        return [self.rank(here._replace(dp=dp)) for dp in range(first, first + count)]
 
     def model_parallel(self, rank: int) -> list[int]:
         """Return the ranks that hold one copy of the model together with `rank`, in their order."""
@@ -248,6 +254,43 @@ class Degrees(NamedTuple):
             return None
         together = self.dp == 1 or ranks >= self.world or ranks % (self.dp * self.tp) == 0
         return self.dp if together else min(self.dp - 1, -(-ranks // self.tp))
+
+    def second_shard(self, asked: int | str | None, per_host: int | None) -> int:
+        """Return how many neighbours on dp keep a second shard together: 1, none, where all that have shards would.
+
+        asked     a number, "node" for the ranks of a host, or None
+        per_host  ranks of the largest host; None where nobody knows
+
+        Raises MeshError with the arithmetic.
+        """
+        axis, size = self.group("shard"), self.size("shard")
+        if asked is None or size == 1:
+            return 1
+        ranks = self._dp_of_host(per_host) if asked == NODE else int(asked)
+        if ranks >= size:
+            return 1
+        if size % ranks:
+            quotient = f"{size} / {ranks} = {size / ranks:.4g}"
+            raise MeshError(
+                f"second_shard={asked} cuts {axis}={size} into groups of {ranks}: {quotient} is not whole. Pass a "
+                f"number of ranks that divides {axis}, or None."
+            )
+        return ranks
+
+    def _dp_of_host(self, per_host: int | None) -> int:
+        """Return how many neighbours on dp each host has. Raises MeshError where hosts differ, or nobody knows."""
+        if per_host is None:
+            raise MeshError(
+                "second_shard='node' is of the ranks of a host, and no launcher says how many there are: pass a number."
+            )
+        if per_host >= self.world or per_host % (self.dp * self.tp) == 0:
+            return self.dp
+        if per_host % self.tp or self.dp * self.tp % per_host:
+            raise MeshError(
+                f"second_shard='node': hosts of {per_host} ranks do not have equally many whole neighbours on "
+                f"dp={self.dp} (tp={self.tp}): pass a number of ranks, or None."
+            )
+        return per_host // self.tp
 
     def table(self) -> str:
         """Return the rank map as text, as in this module's head."""

@@ -1,7 +1,7 @@
 """Process groups of an axis: what they are for, how they are made, and their first collective.
 
     axis            carries                   NCCL
-    dp              what compute waits for,   a stream of high priority
+    dp, node        what compute waits for,   a stream of high priority
                     beside compute (side streams)
     pp, tp          activations               its defaults
     world, replica  a few numbers             one channel: each more takes device memory and brings nothing
@@ -38,7 +38,7 @@ def options_of(axis: str) -> GroupOptions:
     """Return what the groups of an axis are to be like, by what they carry."""
     if axis in ("world", "replica"):
         return GroupOptions(channels=1)
-    return GroupOptions(high_priority=axis == "dp")
+    return GroupOptions(high_priority=axis in ("dp", "node"))
 
 
 def backend_options(backend: str, options: GroupOptions, patience: timedelta) -> Any:

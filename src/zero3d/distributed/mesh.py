@@ -86,11 +86,11 @@ class Mesh:
         self.tp = self.degrees.tp
         self.ep = self.degrees.ep
         self.sp = self.degrees.sp
-        self.shard = self.degrees.size("shard")
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
+        self._node = 1  # ranks of the axis "node"
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
@@ -130,6 +130,11 @@ class Mesh:
         return self.place.dp // self.sp
 
     @property
+    def shard(self) -> int:
+        """Return over how many neighbours on dp states are cut."""
+        return self.degrees.size("shard")
+
+    @property
     def data(self) -> Axis:
         """The dp axis as this rank sees it: the ranks that hold the same layers."""
         return self.axis("dp")
@@ -157,6 +162,13 @@ class Mesh:
                 atexit.register(_close, weakref.ref(axis))
         return self._axes[name]
 
+    def node(self, ranks: int) -> Axis:
+        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group."""
+        if ranks != self._node:
+            self._axes.pop("node", None)
+            self._node = ranks
+        return self.axis("node")
+
     def open_axis(self, name: str) -> Axis:
         """Make an axis and its groups. All its ranks call it; a dry run has axes of its own."""
         ranks = self._ranks(name)
@@ -168,7 +180,7 @@ class Mesh:
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
         if name == "world":
             first = second = dist.group.WORLD
-        elif name == "replica":
+        elif name in ("replica", "node"):
             first = second = make()
         else:  # on the host a group has no options, and every pair of its ranks a connection
             first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
@@ -183,6 +195,8 @@ class Mesh:
         """Return the ranks of this rank's axis, in its order."""
         if name == "world":
             return range(self.world)
+        if name == "node":
+            return self.degrees.neighbours(self.rank, self._node)
         return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:

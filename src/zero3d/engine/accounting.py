@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes
-from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.account.traffic import UnitTraffic
 from zero3d.activations.host_slots import HostSlots
 from zero3d.distributed.collectives import Comm
@@ -19,6 +19,7 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
 from zero3d.spec.sizes import decimal
 from zero3d.spec.tiers import HOST
+from zero3d.spec.zero import SAME
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
 from zero3d.zero.state_spans import Span
@@ -126,14 +127,23 @@ class Accounts:
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` takes them."""
-        reduced = self._policy.master.itemsize
-        return [
-            UnitTraffic(u.name, u.layout.total, u.dtype.itemsize, *wire, u.grads is not None, self._ranks(u), sums)
-            for u in self._units
-            for wire, sums in [
-                ((reduced, u.grads.travels.itemsize), u.grads.sums.itemsize) if u.grads is not None else ((0, 0), None)
-            ]
-        ]
+        return [self._traffic_of(unit) for unit in self._units]
+
+    def _traffic_of(self, unit: Unit) -> UnitTraffic:
+        trained, weights = unit.grads is not None, unit.weights
+        return UnitTraffic(
+            unit.name,
+            unit.layout.total,
+            unit.dtype.itemsize,
+            reduced=self._policy.master.itemsize if trained else 0,
+            wire=unit.gradients.travels.itemsize if trained else 0,
+            trainable=trained,
+            ranks=self._ranks(unit),
+            coded=weights.coded,
+            node=weights.node,
+            sums=unit.gradients.sums.itemsize if trained else None,
+            slow=unit.gradients.slow if trained else SAME,
+        )
 
     def _ranks(self, unit: Unit) -> int | None:
         """Return over how many ranks a unit of experts is cut; None for all others."""
@@ -147,7 +157,9 @@ class Accounts:
     def _of_unit(self, unit: Unit) -> Held:
         away = unit.weights.records is not None and unit.weights.records.shard is not None
         gone = ("parameters",) * away + ("gradients",) * (unit.name in self._kept)
-        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, unit.grads is not None, unit.sources, gone)
+        second = second_shard_bytes(unit.dtype.itemsize, unit.weights.coded, unit.weights.node)
+        trainable = unit.grads is not None
+        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, trainable, unit.sources, gone, second)
         if unit.grads is None:
             return unit_bytes(share, Sums(self._policy.release), unit.layout, OptimizerBytes(0))
         sums = Sums(self._policy.release, self._policy.reduce, unit.grads.micro_batches, self._exact)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
-from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, unit_bytes
-from zero3d.account.transients import record_scratch, ring_bytes, whole_units
+from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, second_shard_bytes, unit_bytes
+from zero3d.account.transients import coded_messages, record_scratch, ring_bytes, whole_units
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.memory.budget import host_budget
@@ -148,11 +148,17 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
         sizes[spec.name] = sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
         held, record = _of_unit(base, spec, kinds)
         states, longest = states + held.states, max(longest, record)
-    moving = whole_units(sizes.items())
+    moving, coded = whole_units(sizes.items()), base.options.zero.gather_wire != "same"
+    largest = max(lay_out(base, spec).total for spec in specs) if coded else 0
+    messages = coded_messages(largest, base.axes.arena.device.type) if coded else 0
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
         "gradients": 0 if offload.gradients_leave else ceil(states.gradients),
-        "gathered units": moving if policy.stage.shards_parameters else 0,
+        "gathered units": whole_units(sizes.items(), ahead=0) + messages
+        if coded
+        else moving
+        if policy.stage.shards_parameters
+        else 0,
         "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
     }
     passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
@@ -164,7 +170,10 @@ def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held,
     policy, layout = base.resolved.policy, lay_out(base, spec)
     comm = base.axes.shard(spec.experts)
     sources = base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
-    share = UnitShare(policy.stage.number, comm.size, spec.dtype.itemsize, trains(spec), sources)
+    node, coded = base.axes.node, base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
+    second = second_shard_bytes(spec.dtype.itemsize, coded, 1 if node is None else node.size)
+    width = spec.dtype.itemsize
+    share = UnitShare(policy.stage.number, comm.size, width, trains(spec), sources, second=second)
     sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)
     if not share.trainable:
         return unit_bytes(share, sums, layout, OptimizerBytes(0)), 0

@@ -45,11 +45,14 @@ from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepO
 from zero3d.engine.partition import share_random_state
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
+from zero3d.engine.stream_guard import Streaming
+from zero3d.engine.streaming import Sender, Sent, WeightStreams
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
 from zero3d.nested import map_tensors
 from zero3d.precision import Precision
+from zero3d.weights.buckets import Bucket
 from zero3d.zero.hooks import KEEP
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.optimizer import ShardedOptimizer, StepResult
@@ -121,6 +124,14 @@ class Engine:
     partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
     gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
                   multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
+    gather_wire   "same" | "int8": how weights travel when they are gathered at stage 3. "int8": in blocks of 256 with a
+                  scale each, 0.51 of bf16's bytes; forwards, evaluations and generation compute with what is decoded,
+                  the same on all ranks. Masters, checkpoints, exports and `full_params()` have the weights themselves
+    second_shard  so many neighbours on dp ("node": the ranks of a host) keep a second shard of gathered weights at
+                  stage 3: only the first gather of a unit after an update leaves them. The same bits
+    slow_wire     "same" | "bf16" | "int8" | "int4": how sums of gradients travel between copies of shards, where mesh
+                  has shard=; each rank's term is coded once, sums are in fp32 and equal on all ranks
+    slow_rounding "nearest" | "stochastic": how codes of int8 and int4 round
     replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
                   one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
                   differs; on a GPU after `zero3d.make_deterministic()`. 0: never
@@ -155,6 +166,9 @@ class Engine:
     tp = Exposed(lambda assembly: assembly.base.axes.tp)
     dp = Exposed(lambda assembly: assembly.base.axes.dp)
     world = Exposed(lambda assembly: assembly.base.axes.world)
+    second_shard_ranks = Exposed(
+        lambda assembly: 1 if assembly.base.axes.node is None else assembly.base.axes.node.size
+    )
     model_group = Exposed(lambda assembly: assembly.runtime.model_group)
     # this rank's share of the model
     module = Exposed(lambda assembly: assembly.base.partition.module)
@@ -214,6 +228,10 @@ class Engine:
         sp_mask_budget: int | str = "4GB",
         partition_activations: bool = False,
         gather_budget: int | str | None = None,
+        gather_wire: str = "same",
+        second_shard: int | str | None = None,
+        slow_wire: str = "same",
+        slow_rounding: str = "nearest",
         tiled_loss: bool = False,
         replay: int = 0,
         ema: float | None = None,
@@ -221,7 +239,20 @@ class Engine:
     ) -> None:
         options = Options(
             ModelOptions(precision, weights, units, compile, linear),
-            spec.Zero(stage, reduce_dtype, release, reduce, reduce_scatter, master, gather_budget, exact),
+            spec.Zero(
+                stage=stage,
+                reduce_dtype=reduce_dtype,
+                release=release,
+                reduce=reduce,
+                reduce_scatter=reduce_scatter,
+                master=master,
+                gather_budget=gather_budget,
+                gather_wire=gather_wire,
+                second_shard=second_shard,
+                slow_wire=slow_wire,
+                slow_rounding=slow_rounding,
+                exact=exact,
+            ),
             spec.Offload.of(offload),
             spec.Mesh(
                 experts=experts,
@@ -241,6 +272,7 @@ class Engine:
         saves = open_saves(assembly.base)
         self._unsharded = Unsharded(assembly, saves)
         self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
+        self._streams = WeightStreams(assembly, self._unsharded)
         self._counts = Counts(assembly.base.resolved.mesh)
         self.last_step: StepResult | None = None
         self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), mesh is None
@@ -509,6 +541,7 @@ class Engine:
         self._assembly.freezing.set(self.module, pattern, trained=True)
 
     def _refuse_window(self, call: str) -> None:
+        required(self.features, Streaming).refuse(call)
         if self.accumulation.count:
             raise ConfigError(
                 f"{call} after {self.accumulation.count} micro-batches of a step that is not applied yet: call it "
@@ -632,6 +665,41 @@ class Engine:
         """
         return self.checkpoints.export(directory, kind)
 
+    # --- to whoever serves ----------------------------------------------------------------------
+
+    def stream_weights(
+        self, dtype: str | None = None, bucket_bytes: int | str = "256MB", adapters: str = "merged"
+    ) -> Iterator[Bucket]:
+        """Yield the weights in buckets, unit by unit; all ranks iterate together, and rank 0's buckets have tensors.
+
+        dtype         of parameters of floating numbers: "fp32", "bf16", ...; None: training's. Buffers keep theirs
+        bucket_bytes  of each of two buckets; a larger tensor goes in parts
+        adapters      of a model that has some: "merged" into its weights, or "alone"
+
+        A bucket's `parts` have the names and bits that `export` writes, and a checksum, the XXH3 of a tensor, with its
+        last part. Their tensors may be used until the next but one bucket is asked for. Rank 0 holds the largest unit
+        and two buckets. A rank that leaves the loop ends the stream on all with StreamError. Raises ConfigError between
+        backward and step, and while another stream is under way; NonFiniteError.
+        """
+        self._refuse_window("stream_weights()")
+        return self._streams.stream(dtype, bucket_bytes, adapters)
+
+    def send_weights(
+        self,
+        sender: Sender | None,
+        dtype: str | None = None,
+        bucket_bytes: int | str = "256MB",
+        adapters: str = "merged",
+    ) -> Sent:
+        """Stream the weights to the receivers of rank 0's `sender` (`zero3d.weights`); other ranks give None.
+
+        A bucket is made once receivers have acknowledged the one before last; returns when they have all of it. Where
+        one of them dies, or acknowledges nothing for the sender's `timeout`, all ranks raise one StreamError that names
+        it, and training may go on. Else as `stream_weights`.
+        """
+        self._refuse_window("send_weights()")
+        return self._streams.send(sender, dtype, bucket_bytes, adapters)
+
     # --- accounting -----------------------------------------------------------------------------
 
     @property
@@ -671,7 +739,8 @@ class Engine:
     @property
     def memory(self) -> list[MemoryEntry]:
         """Bytes by category and place on this rank, planned and measured."""
-        return self._assembly.accounts.memory + frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory
+        held = frozen_entry(self._assembly.originals.nbytes) + self.checkpoints.memory + self._streams.memory
+        return self._assembly.accounts.memory + held
 
 
 class _Closed(Engine):

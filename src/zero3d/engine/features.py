@@ -26,6 +26,7 @@ from zero3d.engine.health import Health
 from zero3d.engine.muon import MatrixSteps
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.statistics import RunningStatistics
+from zero3d.engine.stream_guard import Streaming
 
 if TYPE_CHECKING:
     from zero3d.distributed.mesh import Mesh
@@ -38,6 +39,7 @@ FEATURES: tuple[type[Feature], ...] = (
     Averages,  # ema
     Replay,  # replay
     ExpertBias,  # expert_bias_rate; always counts, where there are experts
+    Streaming,  # always
 )
 
 F = TypeVar("F", bound=Feature)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
+from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
@@ -27,8 +28,9 @@ from zero3d.models.fp8 import use_fp8
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
+from zero3d.spec.zero import SAME
 from zero3d.zero.initial_weights import hollow
-from zero3d.zero.layout import UnitLayout
+from zero3d.zero.layout import GROUP, UnitLayout
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Axes:
     folds           those that fold dp, by name: of shards dp itself where they are all of it
     complements     the complements of these, by name: dp itself where the degree is 1
     eshard          the ranks of a shard group that hold the same experts
+    node            the neighbours on dp who keep second shards together; None where nobody does
     """
 
     arena: Arena
@@ -51,18 +54,21 @@ class Axes:
     folds: Mapping[str, Comm]
     complements: Mapping[str, Comm]
     eshard: Comm
+    node: Comm | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh, reduce_scatter: str) -> Axes:
+    def of(cls, mesh: Mesh, reduce_scatter: str, second_shard: int | str | None = None) -> Axes:
         """Open the axes of a mesh, in one order on all ranks: none is opened in the middle of a step.
 
         reduce_scatter  of gradients, over dp
+        second_shard    of gathered weights, among neighbours on dp. Raises MeshError where dp has no such
         """
         arena, ledger = mesh.make_arena(mesh.device), Ledger()
         pp, tp = (Comm(mesh.axis(name), arena, ledger) for name in ("pp", "tp"))
         data = mesh.data
         world, model_parallel = (Comm(axis, arena, ledger) for axis in (mesh.everyone, mesh.model_parallel))
-        on_host = mesh.degrees.dp_on_host(ranks_per_host(mesh, world))
+        per_host = ranks_per_host(mesh, world)
+        on_host = mesh.degrees.dp_on_host(per_host)
         opened: dict[str, Comm] = {}
 
         def of_states(name: str) -> Comm:
@@ -80,7 +86,10 @@ class Axes:
             folds[fold.name] = of_states(fold.name) if of_all else Comm(mesh.axis(fold.name), arena, ledger)
             complements[fold.complement] = of_states(fold.complement)
         eshard = of_states(EXPERT_SHARD)
-        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements, eshard)
+        together = mesh.degrees.second_shard(second_shard, per_host)
+        within = folds["shard"]
+        node = None if together == 1 else Comm(mesh.node(together), arena, ledger, mesh.debug, within=within)
+        return cls(arena, ledger, pp, tp, dp, world, model_parallel, folds, complements, eshard, node)
 
     @property
     def ep(self) -> Comm:
@@ -120,7 +129,7 @@ class Foundation:
     def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
         """Check options, open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         resolved = resolve(model, mesh, options)
-        axes = Axes.of(resolved.mesh, options.zero.reduce_scatter)
+        axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
 
@@ -153,7 +162,9 @@ def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
     """Return the layout of a unit's parameters."""
     groups, owner = base.resolved.groups.group_of, base.partition.full_model.owner
     parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
-    block = base.resolved.groups.block
+    zero = base.options.zero
+    coded = zero.gather_wire != SAME or zero.sums_in_blocks
+    block = max(base.resolved.groups.block, BLOCK if coded else GROUP)
     if spec.experts:
         dp, ep = base.axes.dp.size, base.axes.ep.size
         return UnitLayout.for_experts(parameters, dp, ep, block, base.axes.replicate.size)

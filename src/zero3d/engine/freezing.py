@@ -57,6 +57,11 @@ class Freezing:
         new = [unit for unit in units if unit.grads is None]
         if not new:
             return
+        if (packed := next((unit for unit in new if not unit.dtype.is_floating_point), None)) is not None:
+            raise ConfigError(
+                f"parameter {packed.layout.slots[0].name!r} is {packed.dtype}, which has no gradient: train a matrix "
+                "that is not quantised (model.quantize=null), or adapters beside it."
+            )
         self._refuse(new[0])
         runtime = self._runtime
         for unit in new:

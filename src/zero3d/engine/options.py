@@ -137,7 +137,7 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check(options.settings(mesh, precision))
     schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
     budgeted = options.gather_budget is not None and row.shards_parameters
-    released = "every_use" if budgeted else options.offload.release(zero.release)
+    released = "every_use" if budgeted else zero.release_of(options.offload.release(zero.release))
     release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
     check_step(step.accumulate, options.optimizer.clip_norm)
     compile_options(options.model.compile)

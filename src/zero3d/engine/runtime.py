@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
+from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.engine.slots import Slots
@@ -21,6 +22,7 @@ from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
 from zero3d.spec.mesh import EXACT
+from zero3d.spec.zero import SAME
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
@@ -29,7 +31,7 @@ from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
 from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.policy import Setting
+from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.reductions import Reductions
 from zero3d.zero.stages import stage_row
 from zero3d.zero.streams import SideStream, ToHost
@@ -66,6 +68,10 @@ def build_units(
     tiers, slots = open_tiers(base, specs, layouts)
     axes = base.axes
     setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
+    codec = BlockCodec(8) if base.options.zero.gather_wire == "int8" else None
+    zero = base.options.zero
+    slow = None if zero.slow_wire == SAME else SlowWire(zero.slow_wire, zero.slow_rounding == "stochastic")
+    setting = setting._replace(codec=codec, node=axes.node, slow=slow)
     if tiers is not None:
         to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
         setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
@@ -81,6 +87,7 @@ def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
     """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
     cut, policy = base.axes.shard(experts=True), setting.policy
     gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
+    gathers = gathers or setting.codec is not None  # what is decoded, the same at every degree
     if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
@@ -139,7 +146,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
     reductions = Reductions(units, SideStream("reduce", axes.arena), order.closes, everywhere)
-    reductions.updates = optimizer.updates
+    reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
     per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw
     accumulation = Accumulation(base.options.step.accumulate, per_micro_batch, precision.scales_loss, draw)

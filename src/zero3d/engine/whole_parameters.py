@@ -23,7 +23,7 @@ from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.errors import LayoutError
 from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
-from zero3d.zero.gathers import OPENED
+from zero3d.zero.gathers import EXPORT, OPENED
 from zero3d.zero.policy import parameter_views
 from zero3d.zero.unit import Unit
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zero3d.engine.foundation import Axes
     from zero3d.engine.runtime import Runtime
 
-EXPORT, CHUNK = "export", "whole"  # tokens of a unit's users
+CHUNK = "whole"  # the token of a unit's user
 
 
 def is_open(unit: Unit) -> bool:

@@ -15,5 +15,7 @@ plan_names.py    names as transformers' plans call them
 experts.py       how experts are computed
 tiles.py         linear layers and embeddings whose weight is gathered in tiles
 fp8.py           linear layers that multiply in fp8
+quantised.py     frozen linear layers in 8 or 4 bits, decoded where they are used
+codecs.py        weights to groups of 8 and 4 bits, and back
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """

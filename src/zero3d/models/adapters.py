@@ -12,6 +12,7 @@ compute dtype.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import re
@@ -26,17 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.config import Lora
+from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
-from zero3d.models.load import FileWeights
 from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
 
-ALL = "all-linear"
+ALL = ALL_LINEAR
 MARK = "lora_"  # in the names of all parameters that PEFT's LoRA adds
 LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
 
@@ -207,22 +208,33 @@ class AdapterWeights:
         return self._latest[1][slices(box)]
 
     @property
+    def source(self) -> Source:
+        """The source of the model's own values."""
+        return self._source
+
+    def over(self, source: Source) -> AdapterWeights:
+        """Return the same adapters over another source of the model's own values."""
+        made = copy.copy(self)
+        made._source, made._latest = source, None
+        return made
+
+    @property
     def folder(self) -> Path | None:
         """The folder that frozen weights come from; None where they are new ones."""
         return getattr(self._source, "folder", None)
 
     def files(self) -> list[Path]:
         """Return the folder's files of weights."""
-        return self._source.files() if isinstance(self._source, FileWeights) else []
+        return self._source.files() if hasattr(self._source, "files") else []
 
     def holds(self, name: str) -> bool:
         """Say whether the folder's files have the values of a parameter."""
-        return isinstance(self._source, FileWeights) and MARK not in name and self._source.holds(own_name(name))
+        return hasattr(self._source, "holds") and MARK not in name and bool(self._source.holds(own_name(name)))
 
     def close(self) -> None:
         """Let go of files and of the values made last."""
         self._latest = None
-        if isinstance(self._source, FileWeights):
+        if hasattr(self._source, "close"):
             self._source.close()
 
     def _make(self, name: str) -> Tensor:
@@ -242,8 +254,9 @@ class AdapterWeights:
         return int.from_bytes(hashlib.sha256(f"{self._seed}:{name}".encode()).digest()[:7], "big")
 
     def _magnitude(self, layer: str) -> Tensor:
-        """Return the norm of each row of a layer's frozen matrix, read whole."""
+        """Return the norm of each row of a layer's frozen matrix, read whole, as forward has it."""
         matrix = f"{layer}.base_layer.weight"
-        values = self._source(own_name(matrix), whole(self._shapes[matrix])).float()
+        read = getattr(self._source, "decoded", self._source)
+        values = read(own_name(matrix), whole(self._shapes[matrix])).float()
         rows: Tensor = torch.linalg.vector_norm(values.T if layer in self._transposed else values, dim=1)
         return rows

@@ -255,7 +255,7 @@ def _rename(specs: Mapping[_Kind, UnitSpec]) -> None:
             spec.name = f"{kind.owner}/experts"
         if len(siblings) > 1:
             trained = "trainable" if kind.trainable else "frozen"
-            spec.name = f"{spec.name}/{trained}-{NAMES.get(kind.dtype, str(kind.dtype))}"
+            spec.name = f"{spec.name}/{trained}-{NAMES.get(kind.dtype, str(kind.dtype).removeprefix('torch.'))}"
 
 
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:

@@ -24,6 +24,7 @@ from zero3d.zero.streams import wait_for_device
 from zero3d.zero.updates import BucketPieces, OpenBucket, Options, update_buckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WIDE = 4  # bytes of an element of a gradient that an optimizer takes
 
 
 class Executor(Protocol):
@@ -89,9 +90,15 @@ class DeviceExecutor(Executor):
 
     def update(self, opened: OpenBucket, options: Options) -> None:
         with nullcontext(opened.grad) if self._staged is None else self._staged.here(opened.grad) as grad:
-            if opened.clip != 1.0:
-                grad.mul_(opened.clip)
-            self._update(opened._replace(grad=grad), options)
+            wide = grad if grad.dtype.itemsize >= WIDE else self._arena.borrow("wire", grad.numel(), torch.float32)
+            if wide is not grad:
+                wide.copy_(grad)
+            for factor in opened.factors:
+                if factor != 1.0:
+                    wide.mul_(factor)
+            self._update(opened._replace(grad=wide), options)
+            if wide is not grad:
+                self._arena.give_back("wire", wide)
 
     def _update(self, opened: OpenBucket, options: Options) -> None:
         device, weights = self._arena.device, opened.weights
@@ -166,7 +173,7 @@ class OnHost(Executor):
         ordered = sorted(of.pieces, key=lambda owned: owned.piece.offset)
         places = [(of.within(owned), rules[owned.group]) for owned in ordered]
         pieces = [BucketPiece(within.start, within.stop, rule) for within, rule in places]
-        self._executor.update(states, pieces, int(counts[0]), [opened.clip])
+        self._executor.update(states, pieces, int(counts[0]), opened.factors)
         if weights is not opened.weights:
             opened.weights.copy_(weights, non_blocking=True)
             wait_for_device(opened.weights.device)  # staging is used again

@@ -170,13 +170,18 @@ class Placement:
                 fields = self._fields(spec, placed.place, names)
                 name = f"{spec.name}[{placed.start}:{placed.start + placed.elements}]"
             elif placed.kind == GRADIENTS:
-                fields, name = {"gradients": self.policy.master}, f"{spec.name} gradients"
+                fields, name = {"gradients": self._gradient}, f"{spec.name} gradients"
             else:
                 fields, name = {WEIGHTS: spec.dtype}, f"{spec.name} weights"
             record = Record(name, tuple((dtype, placed.elements) for dtype in fields.values()))
             assert record.nbytes == placed.nbytes, f"{name}: {record.nbytes} bytes, and {placed.nbytes} were planned"
             used = Fraction(layout.numel, layout.total)
             yield StateRecord(spec.name, record, placed, used, tuple(fields))
+
+    @property
+    def _gradient(self) -> torch.dtype:
+        """The dtype in which reduced gradients wait."""
+        return torch.bfloat16 if self.offload.gradient_dtype == "bf16" else self.policy.master
 
     def _segments(self, spec: UnitSpec, layout: UnitLayout) -> Segments:
         sharded = self.policy.stage.shards_optimizer
@@ -188,7 +193,7 @@ class Placement:
         wide = self.policy.master
         master = master_width(spec.dtype.itemsize, wide.itemsize, self.policy.split_master)
         states = [(end - begin, sum(self._dtype(name).itemsize for name in names)) for begin, end, names in segments]
-        return UnitStates(layout.shard, spec.dtype.itemsize, master, states, wide.itemsize, trains(spec))
+        return UnitStates(layout.shard, spec.dtype.itemsize, master, states, self._gradient.itemsize, trains(spec))
 
     def _fields(self, spec: UnitSpec, place: str, states: Sequence[str]) -> dict[str, torch.dtype]:
         """Return the dtypes of a bucket's fields by name: 16-bit ones first, so that all are aligned."""

@@ -60,7 +60,7 @@ class RecordUpdates(DeferredUpdates):
         self._queue: deque[Unit] = deque()
         self._made: dict[Unit, Future[None]] = {}
         self._order = [each for of_unit in self._buckets.values() for each in of_unit]
-        self._step: tuple[Options, float] = ((), 1.0)  # options of groups, what gradients are to be multiplied by
+        self._step: tuple[Options, Sequence[float]] = ((), ())  # options of groups, factors of gradients
         self._grads: dict[Unit, Tensor] = {}
         self._failure: BaseException | None = None
 
@@ -69,11 +69,11 @@ class RecordUpdates(DeferredUpdates):
         """What is updated, by unit in forward order."""
         return self._buckets
 
-    def begin(self, options: Options, clip: float = 1.0) -> None:
-        """Take over a step: its gradients stay until they are used, and are final but for this factor."""
+    def begin(self, options: Options, factors: Sequence[float] = ()) -> None:
+        """Take over a step: its gradients stay until they are used, and are final but for these factors."""
         self.finish()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would say it came too early
-        self._step, self._grads = (options, clip), {unit: unit.gradients.owned for unit in self._buckets}
+        self._step, self._grads = (options, factors), {unit: unit.gradients.owned for unit in self._buckets}
         self._queue.extend(self._buckets)
         self._bring_gradients(0)
         if self._thread is not None:
@@ -154,9 +154,10 @@ class RecordUpdates(DeferredUpdates):
         for following in self._order[place + 1 : place + 1 + AHEAD]:
             self._records.ahead(following.bucket.record)
         self._bring_gradients(place)
-        options, clip = self._step
+        options, factors = self._step
         with each.buckets.opened(each.bucket) as fields:
-            opened = OpenBucket(each, fields, weights[each.range], self._grads[each.unit][each.range], clip=clip)
+            grad = self._grads[each.unit][each.range]
+            opened = OpenBucket(each, fields, weights[each.range], grad, factors=factors)
             self._executor.update(opened, options)
             if WEIGHTS in fields:
                 fields[WEIGHTS].copy_(opened.weights)  # one on the host may go to a disk at once

@@ -17,6 +17,7 @@ from zero3d.plan.what_if import WhatIf
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
+from zero3d.spec.zero import Zero
 
 KNOBS = 5  # what-if lines
 
@@ -81,10 +82,10 @@ def settings(plan: ParallelPlan) -> str:
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["loss in tiles"] if plan.tiled_loss else []
-    return ", ".join([*words, *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
+    return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 
 
-def _said(section: Mesh | Offload, plan: ParallelPlan) -> Iterator[str]:
+def _said(section: Zero | Mesh | Offload, plan: ParallelPlan) -> Iterator[str]:
     """Yield what a section says of a plan that is not by default, and not on the device, in words that it declares."""
     silent = without_effect(plan)
     for key in fields(section):

@@ -48,7 +48,8 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
     return (
         {
-            "model": {"path": path} | ({} if plan.linear is None else {"linear": plan.linear}),
+            "model": {"path": path}
+            | {key: value for key in ("linear", "quantize") if (value := getattr(plan, key)) is not None},
             "data": {"length": model.length}
             | ({"packing": False} if model.length >= LONG and "packed" not in model.provenance else {})
             | ({"tokenizer": tokenizer} if tokenizer else {}),
@@ -98,6 +99,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         ema=config.train.ema,
         replay=config.health.replay,
         linear=config.model.linear,
+        quantize=config.model.quantize,
         micro_batch=batch.micro_batch,
         accumulate=batch.accumulate,
         tiled_loss=config.train.tiled_loss is True,

@@ -103,6 +103,7 @@ def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) 
     return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True))
 
 
+@lru_cache(maxsize=64)
 def _resolved(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, as_zero3d: bool) -> ParallelPlan:
     """Return the plan with its algorithm and executor chosen. Raises ConfigError for what cannot be."""
     if as_zero3d:  # its schedules are torch's: the chunks per rank follow

@@ -43,6 +43,7 @@ class Footprint(NamedTuple):
     skipped: float
 
 
+@lru_cache(maxsize=64)
 def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
     """Return the footprint of one micro-batch of `plan` in every part of the model."""
     run = _Run(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from operator import le, mul
 from typing import NamedTuple
 
 from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
@@ -51,6 +52,48 @@ def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     if plan.pp == 1:
         return (Moment(0, WHOLE, (1,), (0,), 0, final=True),)
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
+
+
+class Counted(NamedTuple):
+    """The beginning of a backward as sums need it.
+
+    turn     the place of its chunk among the rank's
+    flights  of each chunk, micro-batches in flight that keep all, and those that wait for their W
+    passed   hidden states and gradients of them, beside what they keep
+    """
+
+    moment: Moment
+    turn: int
+    flights: tuple[tuple[int, int], ...]
+    passed: int
+
+
+def counted(
+    plan: ParallelPlan, pp_stage: int, states: tuple[int, ...], gradients: tuple[int, ...]
+) -> tuple[Counted, ...]:
+    """Count what is there at each of `moments`.
+
+    states, gradients  by chunk of the rank, what a micro-batch in flight has beside what it keeps, and one that waits
+    """
+    if plan.pp == 1:
+        return tuple(_count(moment, (0,), states, gradients) for moment in moments(plan, pp_stage))
+    return _counted(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage, states, gradients)
+
+
+@lru_cache(maxsize=4096)
+def _counted(
+    name: str, pp: int, count: int, stage: int, states: tuple[int, ...], gradients: tuple[int, ...]
+) -> tuple[Counted, ...]:
+    chunks = Schedule.of(name).chunks_of(stage, pp)
+    return tuple(_count(moment, chunks, states, gradients) for moment in _moments(name, pp, count, stage))
+
+
+def _count(moment: Moment, chunks: Sequence[int], states: Sequence[int], gradients: Sequence[int]) -> Counted:
+    turn = chunks.index(moment.chunk)
+    passed = len(chunks) - 1 + gradients[turn] + moment.under_way
+    passed += sum(map(mul, moment.in_flight, states)) + sum(map(mul, moment.waiting, gradients))
+    flights = tuple((i - w, w) for i, w in zip(moment.in_flight, moment.waiting, strict=True))
+    return Counted(moment, turn, flights, passed)
 
 
 def _micro_batches_to_run(plan: ParallelPlan) -> int:
@@ -102,7 +145,7 @@ def _fullest(rivals: Sequence[Moment]) -> list[Moment]:
 
 def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
     """Say whether one has no more of anything than the other."""
-    return all(a <= b for a, b in zip(one, other, strict=True))
+    return all(map(le, one, other))
 
 
 def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
@@ -130,13 +173,14 @@ def actions_of_rank(name: str, pp: int, count: int, stage: int) -> tuple[Action,
     """Return the actions of a rank, in order."""
     schedule = Schedule.of(name)
     chunks = schedule.chunks_of(stage, pp)
-    done: Counter[tuple[str, int]] = Counter()
-    actions = []
-    for kind, turn in _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count):
-        if done[kind, turn] < count:
-            actions.append(Action(kind, chunks[turn], done[kind, turn]))
-            done[kind, turn] += 1
-    return tuple(actions)
+    kinds = ("F", INPUTS, WEIGHTS) if schedule.splits_backward else ("F", WHOLE)
+    left = {
+        (kind, turn): iter([Action(kind, chunk, i) for i in range(count)])
+        for kind in kinds
+        for turn, chunk in enumerate(chunks)
+    }
+    order = _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count)
+    return tuple(action for which in order if (action := next(left[which], None)) is not None)
 
 
 def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:

@@ -29,6 +29,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
@@ -37,10 +38,10 @@ from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
-from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, moments
+from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, counted
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
-from zero3d.plan.rank_model import rank_model, unlike_stages
+from zero3d.plan.rank_model import chunks_of_rank, first_alike, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, states, states_key
@@ -89,7 +90,7 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
     reserved = RESERVED * allocated
     device = _shown(reserved, plan)
     on_node = min(plan.world, cluster.per_node if cluster is not None else plan.world)
-    largest = max((unit.largest for units in rank.units.values() for unit in units), default=0)
+    largest = max((unit.largest for units in rank.units for unit in units), default=0)
     fullest = max(ranks, key=lambda each: sum(held.total for held in each.shard.away.values())).shard
     on_host = {
         "process": PROCESS,
@@ -151,7 +152,8 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     staging = 0
     if plan.offload.gradients_leave and (plan.offload.executor != HOST or plan.offload.fraction < 1):
-        staging = gradient_staging(shard.bucket, WIDTHS[plan.precision].reduced)
+        wide = WIDTHS[plan.precision].reduced
+        staging = gradient_staging(shard.bucket, state_width(wide, plan.offload.gradient_dtype))
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
@@ -170,18 +172,19 @@ def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 class _Holding:
     """What a rank of the pp axis holds of a model, and what moves with it, whatever its micro-batches keep.
 
+    units     of each of its chunks, in their order
     shard     its model states
     matrices  bytes of those that travel in a step
-    moving    buffers that come and go with units, by chunk
+    moving    buffers that come and go with units, by chunk; still: those where nothing is reduced before the end
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.plan = plan
-        self.chunks, self.units, _ = rank_model(model, plan, stage)
+        self.units = list(rank_model(model, plan, stage).units.values())
         self.shard: States = states(model, plan, stage)
         self.matrices = float(matrices_held(model, plan, stage))
-        self.moving = backwards(model, plan, stage)
-        self.still = {number: _without_wire(moving) for number, moving in self.moving.items()}
+        self.moving = list(backwards(model, plan, stage).values())
+        self.still = [_without_wire(moving) for moving in self.moving]
         self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
         self.held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
 
@@ -191,7 +194,7 @@ class _Holding:
         if self.plan.offload.states:
             return _step(max(self._bucket_scratch(), self.matrices))
         width = WIDTHS[self.plan.precision].weight
-        units = [unit for units in self.units.values() for unit in units if unit.trainable]
+        units = [unit for units in self.units for unit in units if unit.trainable]
         share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
         rounds, splits = self.plan.precision == "bf16", self.plan.zero.master == "split"
@@ -211,7 +214,8 @@ class _Holding:
             return 0.0
         copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
         splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
-        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts)
+        narrow = plan.offload.gradient_dtype == "bf16"
+        scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts, narrow)
         return float(scratch + copies * self.shard.bucket)
 
 
@@ -229,7 +233,7 @@ def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
 @lru_cache(maxsize=1 << 14)
 def _holding_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose ranks hold the same: states, and where they are."""
-    return replace(states_key(plan), offload=replace(plan.offload, activations="none"))
+    return states_key(plan).replace(offload=replace(plan.offload, activations="none"))
 
 
 @lru_cache(maxsize=256)
@@ -247,9 +251,10 @@ class _Rank:
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         self.plan, self.stage = plan, stage
-        self._holding = holding = _holding(model, _holding_key(plan), stage)
-        self.chunks, self.units = holding.chunks, holding.units
-        self.shard = holding.shard
+        self._holding = holding = _holding(model, _holding_key(plan), first_alike(model, plan, stage))
+        self.chunks = chunks_of_rank(model, plan, stage)
+        self.units, self.shard = holding.units, holding.shard
+        self._turns = {number: turn for turn, number in enumerate(self.chunks)}
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
         self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
@@ -282,22 +287,20 @@ class _Rank:
         """Yield the instants that may be the fullest."""
         kept = {number: sum(f.kept for f in footprints) for number, footprints in self._footprints.items()}
         between = {number: self._between(number) for number in self.chunks} if self._splits else kept
-        states, gradients = self._passes()
-        numbers = list(self.chunks)
         fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
-        for moment in moments(self.plan, self.stage):
-            others, passed = -kept[moment.chunk], len(numbers) - 1 + gradients[moment.chunk] + moment.under_way
-            for number, in_flight, waiting in zip(numbers, moment.in_flight, moment.waiting, strict=True):
-                others += (in_flight - waiting) * kept[number] + waiting * between[number]
-                passed += in_flight * states[number] + waiting * gradients[number]
-            key, bytes_ = (moment.chunk, moment.kind, self._reduces(moment)), passed * self._hidden
+        sizes, hidden = [(kept[number], between[number]) for number in self.chunks], self._hidden
+        for moment, turn, flights, passed in counted(self.plan, self.stage, *self._passes()):
+            others = -sizes[turn][0]
+            for (whole, waiting), (forward, half) in zip(flights, sizes, strict=True):
+                others += whole * forward + waiting * half
+            key, bytes_ = (turn, moment.kind, moment.final or self._every_micro_batch), passed * hidden
             if key not in fullest or fullest[key][0] < others + bytes_:
                 fullest[key] = others + bytes_, bytes_, moment
         for total, bytes_, moment in fullest.values():
             yield from self._of(moment, total - bytes_, bytes_)
         yield self._holding.step
 
-    def _passes(self) -> tuple[dict[int, int], dict[int, int]]:
+    def _passes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.
 
         That is what came in from another rank, unless it is the kept input of a recomputed block as it is, and what
@@ -307,9 +310,10 @@ class _Rank:
         """
         chunks, last = self.chunks, self.plan.pp * len(self.chunks) - 1
         recomputed = Policy.of(self.plan.activations).kind in ("full", "every") and share_here(self.plan) == 1
-        receives = {number: number > 0 and number - 1 not in chunks and not recomputed for number in chunks}
-        sends = {number: number < last and number + 1 not in chunks for number in chunks}
-        return {number: receives[number] + sends[number] for number in chunks}, {n: int(sends[n]) for n in chunks}
+        receives = [number > 0 and number - 1 not in chunks and not recomputed for number in chunks]
+        sends = [number < last and number + 1 not in chunks for number in chunks]
+        states = tuple(came + goes for came, goes in zip(receives, sends, strict=True))
+        return states, tuple(map(int, sends))
 
     def _of(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one.
@@ -348,7 +352,7 @@ class _Rank:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
         order = self._backwards(moment)
         given = sum(footprint.for_weights for _, footprint, _ in order)
-        grads = sum(u.layout.numel * u.itemsize for u in self.units[moment.chunk] if u.trainable)
+        grads = sum(u.layout.numel * u.itemsize for u in self.units[self._turns[moment.chunk]] if u.trainable)
         alive = others + self._between(moment.chunk) - given
         yield Peak("backward of weights", alive, max(given, grads), passed, *order[0][2])
 
@@ -361,7 +365,8 @@ class _Rank:
         return list(zip(parts, footprints, self._moving(moment).turns, strict=True))
 
     def _moving(self, moment: Moment) -> Backward:
-        return (self._holding.moving if self._reduces(moment) else self._holding.still)[moment.chunk]
+        moving = self._holding.moving if self._reduces(moment) else self._holding.still
+        return moving[self._turns[moment.chunk]]
 
     def _reduces(self, moment: Moment) -> bool:
         return moment.final or self._every_micro_batch

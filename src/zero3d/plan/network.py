@@ -18,6 +18,7 @@ from math import log2
 
 from zero3d.plan.constants import constant
 from zero3d.plan.spec import ClusterSpec, Link, ParallelPlan
+from zero3d.plan.states import node_of
 
 REACHED = constant("links", "reached")  # of a data sheet's link rate, what the best collective gets
 
@@ -39,7 +40,8 @@ class Group:
 class Groups:
     """The groups of a plan; tp ranks are neighbours, then dp, then pp. On dp those of ep are neighbours, then edp.
 
-    Those of sp and of shard are neighbours on dp, too. experts: those over which experts are cut.
+    Those of sp and of shard are neighbours on dp, too, and so are those who keep second shards together, node. experts:
+    those over which experts are cut.
     """
 
     tp: Group
@@ -49,6 +51,7 @@ class Groups:
     shard: Group
     replicate: Group
     experts: Group
+    node: Group
     hop_inside: bool
 
     @classmethod
@@ -62,7 +65,9 @@ class Groups:
         shard = Group(plan.shard, max(1, min(plan.shard, cluster.per_node // plan.tp)))
         experts = Group(inside, max(1, min(inside, cluster.per_node // (plan.tp * plan.ep))))
         copies = Group(plan.replicate, max(1, min(plan.replicate, cluster.per_node // (plan.tp * plan.shard))))
-        return cls(tp, dp, ep, sp, shard, copies, experts, plan.tp * plan.dp < cluster.per_node)
+        together = node_of(plan, cluster.per_node)
+        node = Group(together, min(together, dp.local))
+        return cls(tp, dp, ep, sp, shard, copies, experts, node, plan.tp * plan.dp < cluster.per_node)
 
 
 def send_seconds(size: float, link: Link) -> float:

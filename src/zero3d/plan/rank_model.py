@@ -19,11 +19,13 @@ from zero3d.account.states import WIDTHS
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
-from zero3d.pipeline.schedules import Schedule
+from zero3d.pipeline.schedules import SCHEDULES, Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.zero import Zero
 from zero3d.zero.layout import Piece, UnitLayout
+
+BLOCKS = "the model's list"  # as messages name what pipelines cut
 
 
 class RankUnit(NamedTuple):
@@ -54,6 +56,7 @@ class RankUnit(NamedTuple):
     def stage_of(self, plan: ParallelPlan) -> int:
         """Return the row of the stage table: experts that no other rank has too are never gathered."""
         alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
+        alone = alone and plan.zero.gather_wire == "same"
         return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
@@ -75,7 +78,7 @@ def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
 
 def _cut(model: ModelSpec, pp: int, name: str) -> list[list[Part]]:
     schedule = Schedule.of(name)
-    schedule.check_blocks(len(model.blocks), pp, "the model's list")
+    schedule.check_blocks(len(model.blocks), pp, BLOCKS)
     return _chunks(model, pp * schedule.chunks_per_rank)
 
 
@@ -120,14 +123,19 @@ class RankModel(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def partition_key(plan: ParallelPlan) -> ParallelPlan:
-    """Return one plan for all that divide a model alike: the key under which a partition is computed once."""
+    """Return one plan for all that divide a model alike: the key under which a partition is computed once.
+
+    Its schedule is the first one whose chunks are laid out as the plan's are.
+    """
+    layout = Schedule.of(plan.schedule)[2:]
+    schedule = next(name for name in SCHEDULES if Schedule.of(name)[2:] == layout)
     return ParallelPlan(
-        zero=Zero(exact=plan.zero.exact),
+        zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
         mesh=Mesh(
             *(plan.dp, plan.tp, plan.pp, plan.ep),
             shard=plan.degrees.shard,
             experts=plan.mesh.experts,
-            schedule=plan.schedule,
+            schedule=schedule,
         ),
         accumulate=plan.pp,
         precision=plan.precision,
@@ -138,7 +146,10 @@ def partition_key(plan: ParallelPlan) -> ParallelPlan:
 def rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankModel:
     """Return the chunks and units of one rank of the pp axis. Raises ConfigError for what cannot be cut so."""
     if plan.pp > 1:
-        Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
+        schedule = Schedule.of(plan.schedule)
+        schedule.check(plan.accumulate, plan.pp)
+        if model.chain:
+            schedule.check_blocks(len(model.blocks), plan.pp, BLOCKS)
     return _rank_model(model, partition_key(plan), pp_stage)
 
 
@@ -160,6 +171,21 @@ def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankMode
 def unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
     """Return the ranks of the pp axis whose chunks are not like those of the one before."""
     return _unlike_stages(model, partition_key(plan))
+
+
+def first_alike(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> int:
+    """Return the first rank of the pp axis whose chunks differ from this one's in names alone."""
+    return _first_alike(model, partition_key(plan))[pp_stage]
+
+
+@lru_cache(maxsize=1024)
+def _first_alike(model: ModelSpec, plan: ParallelPlan) -> list[int]:
+    stages = [chunks_of_rank(model, plan, stage).values() for stage in range(plan.pp)]
+    first: dict[tuple[tuple[int, ...], ...], int] = {}
+    return [
+        first.setdefault(tuple(tuple(part.likeness for part in parts) for parts in chunks), stage)
+        for stage, chunks in enumerate(stages)
+    ]
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,14 @@ from zero3d.spec.tiers import TIERS
 
 Bytes = Callable[[Memory], float]  # those that are short
 MOST = 4  # settings changed together
-ROUNDED = ("offload.moments", "zero.reduce_dtype", "zero.reduce_scatter")  # settings that round more than before
+ROUNDED = (
+    "offload.moments",
+    "offload.gradient_dtype",
+    "zero.reduce_dtype",
+    "zero.reduce_scatter",
+    "zero.gather_wire",
+    "zero.slow_wire",
+)  # settings that round more than before
 
 
 class Relief(NamedTuple):

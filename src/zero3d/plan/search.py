@@ -95,11 +95,28 @@ class Rejection(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The outcome of a search: ranked rows, and all that was rejected. tried: plans looked at."""
+    """The outcome of a search: ranked rows, and all that was rejected.
+
+    tried  plans looked at
+    whole  nobody stopped it
+    """
 
     rows: list[Row]
     rejected: list[Rejection]
     tried: int
+    whole: bool = True
+
+
+class Progress(NamedTuple):
+    """How far a search is: plans priced, rows of plans that are done, of how many, and the best that was found."""
+
+    priced: int
+    done: int
+    all: int
+    best: Row | None
+
+
+Watch = Callable[[Progress], None]
 
 
 class Target(NamedTuple):
@@ -119,11 +136,17 @@ class Target(NamedTuple):
 
 
 def search(
-    model: ModelSpec, cluster: ClusterSpec, target: Target, evaluate: Evaluate, at_least: AtLeast | None = None
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    target: Target,
+    evaluate: Evaluate,
+    at_least: AtLeast | None = None,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload.
 
     at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found
+    watch     is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
     """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
         if value not in choices:
@@ -132,16 +155,25 @@ def search(
     price = _Price(evaluate, at_least)
     sizes = list(_sizes(cluster)) if target.goal == "fewest-gpus" else [cluster.gpus]
     rows: list[Row] = []
-    for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
-        here = resized(cluster, gpus)
-        rows += [
-            row
-            for group in _groups(model, here, target, tiers, account)
-            for row in _fitting(group, model, here, price, account)
-        ]
-        if rows:
-            break
-    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried)
+    best: list[Row] = []  # the first of them, for who watches
+    whole = True
+    try:
+        for tiers, gpus in product(list(_turns(target.offload, model)), sizes):
+            here = resized(cluster, gpus)
+            groups = list(_groups(model, here, target, tiers, account))
+            for done, group in enumerate(groups, 1):
+                before = len(rows)
+                rows += _fitting(group, model, here, price, account)
+                if watch is not None:
+                    best = sorted([*best, *rows[before:]], key=_KEYS[target.goal])[:1]
+                    watch(Progress(account.priced, done, len(groups), next(iter(best), None)))
+            if rows:
+                break
+    except KeyboardInterrupt:
+        if watch is None or not rows:
+            raise
+        whole = False
+    return SearchResult(_explained(sorted(rows, key=_KEYS[target.goal])), account.rejected(), account.tried, whole)
 
 
 def _turns(offload: str, model: ModelSpec) -> Iterator[Tiers]:
@@ -182,6 +214,7 @@ class _Account:
 
     def __init__(self, limit: float) -> None:
         self.limit, self.tried = limit, 0
+        self.priced = 0
         self._count: dict[str, int] = {}
         self._nearest: dict[str, tuple[float, ParallelPlan, str]] = {}
 
@@ -212,10 +245,17 @@ class _Account:
 # --- enumeration --------------------------------------------------------------------------------
 
 
+class _Group(NamedTuple):
+    """Plans that differ in their micro-batch and in how many a step has: sizes, the smallest micro-batch first."""
+
+    plan: ParallelPlan
+    sizes: list[tuple[int, int]]
+
+
 def _groups(
     model: ModelSpec, cluster: ClusterSpec, target: Target, tiers: Tiers, account: _Account
-) -> Iterator[list[ParallelPlan]]:
-    """Yield groups of plans that differ in the micro-batch alone, the smallest first."""
+) -> Iterator[_Group]:
+    """Yield groups of plans that differ in the micro-batch alone."""
     for pp, dp, tp in _degrees(model, cluster, target.sequences, account):
         for stage, away in _stages(dp, tiers):
             for schedule in PIPELINES if pp > 1 else ("1f1b",):
@@ -234,7 +274,8 @@ def _groups(
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
-                        yield list(_micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account))
+                        sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
+                        yield _Group(plan, list(sizes))
 
 
 def _shards(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[int | None]:
@@ -332,19 +373,18 @@ def tp_refused(model: ModelSpec, tp: int, per_node: int) -> str | None:
     return None
 
 
-def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[ParallelPlan]:
-    """Yield the plan with each micro-batch that divides a rank's sequences and that the schedule takes."""
+def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Account) -> Iterator[tuple[int, int]]:
+    """Yield each micro-batch that divides a rank's sequences and that the schedule takes, and how many they are."""
     schedule, micro = Schedule.of(plan.schedule), 1
     while sequences % micro == 0:
-        candidate = replace(plan, micro_batch=micro, accumulate=sequences // micro)
         try:
             if plan.pp > 1:
-                schedule.check(candidate.accumulate, plan.pp)
+                schedule.check(sequences // micro, plan.pp)
                 schedule.check_blocks(blocks, plan.pp, "the model")
         except ConfigError:
             account.reject(f"{plan.schedule} cannot run these micro-batches or parts")
         else:
-            yield candidate
+            yield micro, sequences // micro
         micro *= 2
 
 
@@ -364,29 +404,29 @@ class _Price(NamedTuple):
     at_least: AtLeast | None
 
 
-def _fitting(
-    group: list[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account
-) -> Iterator[Row]:
+def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Price, account: _Account) -> Iterator[Row]:
     """Yield the plans that fit, up to the first that does not: more sequences at a time need more memory.
 
     One that does not fit by what it takes at least, and is not the nearest by that, is not priced.
     """
-    for i, candidate in enumerate(group):
+    for i, (micro, accumulate) in enumerate(group.sizes):
+        account.priced += 1
+        candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
         least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
         if least - account.limit > max(0.0, account.misses_by(DEVICE_MEMORY)):
-            account.reject(DEVICE_MEMORY, len(group) - i)
+            account.reject(DEVICE_MEMORY, len(group.sizes) - i)
             return
         estimate = price.evaluate(model, cluster, plan)
         excess = estimate.memory.device - account.limit
         lacks = estimate.memory.lacks(cluster)
         if excess > 0 or lacks:
             if excess > 0:
-                account.too_large(DEVICE_MEMORY, len(group) - i, plan, excess)
+                account.too_large(DEVICE_MEMORY, len(group.sizes) - i, plan, excess)
             else:
                 tier, more = next(iter(lacks.items()))
                 parts = _on_host(estimate.memory, cluster) if tier == HOST else ""
-                account.too_large(memory_of(tier), len(group) - i, plan, more, parts)
+                account.too_large(memory_of(tier), len(group.sizes) - i, plan, more, parts)
             return
         account.tried += 1
         yield Row(plan, estimate)

@@ -40,6 +40,8 @@ def sp_refused(model: ModelSpec, dp: int, tp: int, sp: int, by_heads: bool = Tru
     """Say why an sp degree cannot be, None where it can. by_heads: attention is shared out by these alone."""
     if dp % sp:
         return f"sp does not divide dp {dp}"
+    if model.mixing is not None:
+        return f"sp cuts sequences where attention alone mixes their tokens, and {model.name} has {model.mixing}"
     if by_heads and model.heads < tp * sp:
         return f"sp x tp = {sp * tp} is more than the {model.heads} attention heads, which they share"
     return f"a sequence of {model.length} tokens has no {sp} parts" if model.length < sp else None

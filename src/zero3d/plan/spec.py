@@ -34,7 +34,8 @@ ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here fo
     *("dp", "tp", "pp", "stage", "micro_batch", "accumulate", "activations", "sequence_parallel", "schedule"),
     *("virtual", "precision", "reduce_dtype", "release", "reduce", "offload", "exact", "reduce_scatter", "master"),
     *("params", "gradients", "fraction", "moments", "executor", "partition_activations", "offload_activations"),
-    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss", "shard"),
+    *("asynchronous_saves", "replay", "ema", "ep", "experts", "optimizer", "sp", "sp_kind", "tiled_loss"),
+    *("gather_wire", "second_shard", "shard", "slow_wire", "slow_rounding"),
 )
 
 
@@ -150,6 +151,15 @@ class Part:
         return hash((self.kind, self.units, self.operations, self.active, self.dispatched))
 
     @cached_property
+    def likeness(self) -> int:
+        """Return a number that parts share which differ in names alone: blocks; of others each has its own."""
+        if self.kind != "block":
+            return self._hash
+        outer = self.units[0].name.partition("/")[0] if self.units else ""
+        units = [(unit.name.removeprefix(outer), unit.copy_of, *map(_unnamed, unit.weights)) for unit in self.units]
+        return hash((tuple(units), self.operations, self.active, self.dispatched))
+
+    @cached_property
     def numel(self) -> int:
         """Count the parameters, copies left out."""
         return sum(weight.numel for unit in self.units if unit.copy_of is None for weight in unit.weights)
@@ -160,6 +170,10 @@ class Part:
         return sum(weight.numel for unit in self.units for weight in unit.weights if weight.stacked)
 
 
+def _unnamed(weight: Weight) -> Weight:
+    return replace(weight, name="")
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model at one sequence length.
@@ -167,6 +181,7 @@ class ModelSpec:
     heads   of queries
     experts of a layer, 0 for a dense model; chosen: those that a token meets
     chain   pipelines can cut it
+    mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
     """
 
     name: str
@@ -180,6 +195,7 @@ class ModelSpec:
     chosen: int = 0
     provenance: str = "closed form"
     chain: bool = True
+    mixing: str | None = None
 
     def __hash__(self) -> int:
         """Return the hash, computed once: plans by the thousand are priced for one model."""
@@ -301,6 +317,7 @@ class ParallelPlan(Spec):
     ema            decay of an average of the weights that is kept beside the moments (train.ema); None: none is
     replay         every so many steps one micro-batch is computed twice (health.replay); 0: never
     linear         fp8 where linear layers multiply in it, which is priced as bf16 (model.linear); None: they do not
+    quantize       the format of frozen linear layers (model.quantize), whose bytes a model says; None: none
     micro_batch, accumulate  sequences of a forward; forwards of a step
     virtual        model chunks per rank of a pipeline
     tiled_loss     the loss is computed tile by tile, without logits of the whole vocabulary (train.tiled_loss)
@@ -352,7 +369,8 @@ class ParallelPlan(Spec):
     @property
     def block(self) -> int:
         """Return of how many elements together no shard has a part."""
-        return ALIGN if OPTIMIZERS[self.optimizer].coded else GROUP
+        in_blocks = self.zero.gather_wire != "same" or self.zero.sums_in_blocks
+        return ALIGN if OPTIMIZERS[self.optimizer].coded or in_blocks else GROUP
 
     @property
     def averages(self) -> int:

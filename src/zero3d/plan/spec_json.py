@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -78,6 +79,7 @@ def _build_dataclass(kind: type, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {str(error).replace('__init__() ', '')}.") from None
 
 
+@cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     """Return the type of each entry: of a plan by keyword."""
     own = get_type_hints(kind)

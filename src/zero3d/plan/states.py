@@ -19,9 +19,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
-from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, unit_bytes
+from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.distributed.choice import NATIVE, choose_algorithm
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, MeshError
 from zero3d.memory.scratch import update_bucket
 from zero3d.offload.placement import UnitStates, placed_records
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
@@ -109,9 +109,8 @@ def _tiers(plan: ParallelPlan) -> Offload:
 def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
-    return replace(
-        plan,
-        offload=Offload(gradients=plan.offload.gradients),
+    return plan.replace(
+        offload=Offload(gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype),
         mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
         micro_batch=1,
         accumulate=many,
@@ -120,6 +119,7 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
         asynchronous_saves=False,
         replay=0,
         linear=None,
+        quantize=None,
     )
 
 
@@ -171,7 +171,8 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
     """Return what a rank's device holds of a unit, records apart."""
     leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients_leave and tiers.states}
     away = tuple(category for category, left in leaves.items() if left)
-    share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away)
+    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), node_of(plan))
+    share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away, second)
     optimizer = OptimizerBytes(0)
     if unit.trainable and not tiers.states:
         wide = WIDTHS[plan.precision].reduced
@@ -182,6 +183,26 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
             states += [(Span(0, elements, unit.layout.numel), wide)] * plan.averages
         optimizer = OptimizerBytes.of(master_bytes(unit, plan), states, elements)
     return unit_bytes(share, sums_of(plan), unit.layout, optimizer)
+
+
+def is_coded(unit: RankUnit, plan: ParallelPlan) -> bool:
+    """Return whether what is gathered of a unit travels in blocks of 8 bits."""
+    return plan.zero.gather_wire != "same" and unit.stage_of(plan) == 3
+
+
+def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
+    """Return how many neighbours keep second shards together: 1 where nobody does.
+
+    per_node  ranks of a node; not needed where `with_algorithm` has made a number of them
+
+    Raises ConfigError for what does not divide dp.
+    """
+    if plan.zero.stage != 3:
+        return 1
+    try:
+        return plan.degrees.second_shard(plan.zero.second_shard, per_node)
+    except MeshError as error:
+        raise ConfigError(f"zero.{error}") from error
 
 
 def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
@@ -198,7 +219,8 @@ def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int
     moment = state_width(wide, tiers.moments)
     elements, spans = updated(unit, plan, dp_rank)
     states = tuple((size, count * moment) for size, count in segments(plan.optimizer, spans, elements))
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, wide, unit.trainable)
+    gradient = state_width(wide, tiers.gradient_dtype)
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, gradient, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
@@ -216,7 +238,7 @@ def sums_of(plan: ParallelPlan) -> Sums:
 @lru_cache(maxsize=1 << 14)
 def policies(plan: ParallelPlan) -> tuple[str, str]:
     """Return `release` and `reduce` as the engine resolves them."""
-    release = plan.offload.release(plan.zero.release)
+    release = plan.zero.release_of(plan.offload.release(plan.zero.release))
     return resolve_policies(stage_row(plan.zero.stage), *pipeline_policies(plan.pp, release, plan.zero.reduce))
 
 
@@ -237,12 +259,19 @@ def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
 
 
 def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
-    """Return the plan with `reduce_scatter` as the engine takes it on a cluster's NCCL: no longer auto."""
+    """Return the plan with `reduce_scatter` as the engine takes it on a cluster's NCCL, and ranks of a second shard.
+
+    The one is no longer auto, the other no longer node.
+    """
     if plan.shard == 1:
         return plan
     degrees = plan.degrees
     on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
-    return plan.replace(reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host))
+    ranks = node_of(plan, cluster.per_node)
+    return plan.replace(
+        reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host),
+        second_shard=None if ranks == 1 else ranks,
+    )
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:

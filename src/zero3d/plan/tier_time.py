@@ -60,7 +60,7 @@ def executor_seconds(plan: ParallelPlan, cluster: ClusterSpec) -> dict[str, floa
     rates, record = Rates.of(cluster, place), record_width(plan, place)
     tier = record / rates.read + record / rates.write
     beside = 2 * weight if plan.offload.params != "none" else 0  # weights that come and go beside their records
-    beside += GRADIENT if plan.offload.gradients_leave else 0
+    beside += _gradient(plan) if plan.offload.gradients_leave else 0
     down = 0 if plan.offload.gradients_leave else GRADIENT
     return {
         DEVICE: max((2 * record + beside) / rates.link, tier),
@@ -101,10 +101,15 @@ def read_seconds(plan: ParallelPlan, cluster: ClusterSpec, shard: float, gathers
     return gathers * shard / min(rates.read, rates.link)
 
 
+def _gradient(plan: ParallelPlan) -> int:
+    """Return the bytes of a gradient on the host."""
+    return state_width(GRADIENT, plan.offload.gradient_dtype)
+
+
 def gradient_seconds(plan: ParallelPlan, cluster: ClusterSpec, elements: float) -> float:
     """Return seconds of a rank's reduced gradients on their way to the host, and back where they are added to."""
     ways = 2 * plan.accumulate - 1 if plan.offload.gradients_leave and plan.offload.states else 0
-    return ways * GRADIENT * elements / Rates.of(cluster).link
+    return ways * _gradient(plan) * elements / Rates.of(cluster).link
 
 
 def executor_note(plan: ParallelPlan, cluster: ClusterSpec) -> str:

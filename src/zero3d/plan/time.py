@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
+from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
@@ -45,6 +46,7 @@ from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import HOST
+from zero3d.spec.zero import SAME
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -101,6 +103,28 @@ def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[in
     return cut
 
 
+class Dealt(NamedTuple):
+    """A model's parts dealt out: by chunk, and which chunks are alike.
+
+    chunks  `part_indices`
+    alike   of each chunk a number, equal for those that run the same
+    unlike  one chunk of each number, and that
+    """
+
+    chunks: list[list[int]]
+    alike: list[int]
+    unlike: dict[int, int]
+
+
+@lru_cache(maxsize=256)
+def dealt(model: ModelSpec, ranks: int, virtual: int) -> Dealt:
+    """Deal out a model's parts."""
+    chunks, shapes = part_indices(model, ranks, virtual), digest(model).shapes
+    numbers: dict[tuple[int, ...], int] = {}
+    alike = [numbers.setdefault(tuple(id(shapes[i]) for i in chunk), len(numbers)) for chunk in chunks]
+    return Dealt(chunks, alike, {alike.index(number): number for number in numbers.values()})
+
+
 @dataclass(frozen=True)
 class _Step:
     """A plan on a cluster, as all terms of its step need it."""
@@ -123,8 +147,12 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     alike = {id(shape): shape for shape in known.shapes}
     works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels) for key, shape in alike.items()}
-    cut = part_indices(model, plan.pp, plan.virtual)
-    terms = [_part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in chunk]) for chunk in cut]
+    cut = dealt(model, plan.pp, plan.virtual)
+    timed = {
+        parts: _part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in cut.chunks[chunk]])
+        for chunk, parts in cut.unlike.items()
+    }
+    terms = [timed[parts] for parts in cut.alike]
     forward, backward = [t["forward"] for t in terms], [t["backward"] for t in terms]
     hop = _hop(step) if plan.pp > 1 else 0.0
     waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
@@ -133,7 +161,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    share = max((_share(step, [i for chunk in cut[r :: plan.pp] for i in chunk]) for r in range(plan.pp)), key=sum)
+    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
     numel = sum(share)
     parts["dp"] = _data(step, share, end, plan.accumulate * sum(backward[rank :: plan.pp]))
     hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
@@ -154,11 +182,17 @@ class Share(NamedTuple):
     experts: float
 
 
-def _share(step: _Step, parts: Sequence[int]) -> Share:
-    """Return a rank's share of these parts' parameters."""
-    known, plan = digest(step.model), step.plan
-    stacked = sum(known.stacked[i] for i in parts) if plan.ep > 1 else 0
-    return Share((sum(known.numels[i] for i in parts) - stacked) / plan.tp, stacked / plan.ep)
+@lru_cache(maxsize=1024)
+def _share(model: ModelSpec, pp: int, virtual: int, tp: int, ep: int) -> Share:
+    """Return the parameters of the rank that has most."""
+    known, cut = digest(model), part_indices(model, pp, virtual)
+
+    def of_rank(rank: int) -> Share:
+        parts = [i for chunk in cut[rank::pp] for i in chunk]
+        stacked = sum(known.stacked[i] for i in parts) if ep > 1 else 0
+        return Share((sum(known.numels[i] for i in parts) - stacked) / tp, stacked / ep)
+
+    return max((of_rank(rank) for rank in range(pp)), key=sum)
 
 
 def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[str, float]:
@@ -257,10 +291,11 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(part: float, width: float, seconds_of: Collective = gather_seconds) -> float:
-        """Time a collective of that part of all parameters."""
+    def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
+        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
         total = 0.0
-        for elements, group in zip(share, (step.groups.shard, step.groups.experts), strict=True):
+        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
                 hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
@@ -274,8 +309,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
-        gathers = collective(1.0, 2.0) * (2 * plan.accumulate if release != "every_step" else 1)
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, 2.0) / units
+        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else 2.0
+        uses = 2 * plan.accumulate if release != "every_step" else 1
+        gathers = uses * collective(1.0, width)
+        if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
+            gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
+        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -286,8 +325,14 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
     plan, group = step.plan, step.groups.replicate
     width = WIDTHS["fp32"].reduced if plan.zero.exact or plan.zero.reduce_dtype == "fp32" else WIDTHS["bf16"].weight
     own = (share.dense + share.experts * plan.ep) / plan.shard
-    halves = [gather_seconds(own * each, group, step.cluster) for each in (width, WIDTHS["fp32"].reduced)]
-    return times * sum(halves) / step.pace.network
+    wide, slow = WIDTHS["fp32"].reduced, plan.zero.slow_wire
+    if slow == SAME:
+        sizes = [own * width, own * wide]
+    elif all_get_terms(group.size, BITS[slow]):
+        sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
+    else:
+        sizes = [own * term_bytes(BLOCK, slow) / BLOCK, own * wide]
+    return times * sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
 
 
 def _besides_replay(step: _Step, numel: float, once: float) -> float:
@@ -305,7 +350,9 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
         or step.groups.shard.size == 1
     ):
         return hashes
-    gathers = 2 * gather_seconds(width * numel, step.groups.shard, step.cluster) / pace.network
+    gathered = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else float(width)
+    group = step.groups.node if step.groups.node.size > 1 else step.groups.shard
+    gathers = 2 * gather_seconds(gathered * numel, group, step.cluster) / pace.network
     return hashes + _exposed(gathers, once, pace.hide_dp)
 
 

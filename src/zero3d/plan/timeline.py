@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from zero3d.plan.constants import constant
 
@@ -22,7 +23,6 @@ SPLIT = {"zero-bubble": constant("schedules", "zero-bubble"), "zbv": constant("s
 Event = tuple[str, int, int]  # F or B, the chunk, the micro-batch
 
 
-@lru_cache(maxsize=256)
 def order(schedule: str, rank: int, ranks: int, micro_batches: int, virtual: int = 1) -> tuple[Event, ...]:
     """Return a rank's actions in order: `virtual` chunks v x ranks + rank each; interleaved: m in whole rounds."""
     total = micro_batches * virtual
@@ -45,32 +45,61 @@ def _event(kind: str, i: int, rank: int, ranks: int, virtual: int) -> Event:
     return kind, chunk * ranks + rank, group * ranks + within % ranks
 
 
+class _Turn(NamedTuple):
+    """An action as a row and a column of the table of ends, and the row that must be there before it.
+
+    row     chunk c's forwards in row c, its backwards in row chunks + c
+    before  2 x chunks, where all ends are 0, for the first chunk's forward and the last one's backward
+    """
+
+    row: int
+    micro_batch: int
+    before: int
+
+
 def simulate(
     orders: Sequence[Sequence[Event]], forward: Sequence[float], backward: Sequence[float], hop: float = 0.0
 ) -> float:
     """Return the seconds until the last action ends; forward and backward per chunk, `hop` between two chunks."""
-    chunks, micro_batches = len(forward), 1 + max(event[2] for event in orders[0])
-    done = {kind: [[-1.0] * micro_batches for _ in range(chunks)] for kind in "FB"}
-    clock, position = [0.0] * len(orders), [0] * len(orders)
-    active = list(range(len(orders)))
+    return _play([_steps(actions, len(forward)) for actions in orders], forward, backward, hop)
+
+
+def _steps(actions: Sequence[Event], chunks: int) -> tuple[_Turn, ...]:
+    rows = {("F", chunk): (chunk, chunk - 1 if chunk else 2 * chunks) for chunk in range(chunks)}
+    rows |= {("B", chunk): (chunks + chunk, chunks + chunk + 1) for chunk in range(chunks)}
+    return tuple(_Turn((row := rows[kind, chunk])[0], i, row[1]) for kind, chunk, i in actions)
+
+
+@lru_cache(maxsize=256)
+def _steps_of(schedule: str, ranks: int, micro_batches: int, virtual: int) -> list[tuple[_Turn, ...]]:
+    """Return the steps of all ranks of a schedule."""
+    orders = (order(schedule, rank, ranks, micro_batches, virtual) for rank in range(ranks))
+    return [_steps(actions, ranks * virtual) for actions in orders]
+
+
+def _play(steps: Sequence[Sequence[_Turn]], forward: Sequence[float], backward: Sequence[float], hop: float) -> float:
+    micro_batches = 1 + max(turn.micro_batch for turn in steps[0])
+    ends = [[-1.0] * micro_batches for _ in (*forward, *backward)] + [[0.0] * micro_batches]
+    seconds = [*forward, *backward]
+    clock, position = [0.0] * len(steps), [0] * len(steps)
+    active = list(range(len(steps)))
     while active:
         for rank in active:
-            actions, now = orders[rank], clock[rank]
-            for at in range(position[rank], len(actions)):
-                kind, chunk, i = actions[at]
-                if kind == "F":
-                    ready = done["F"][chunk - 1][i] if chunk else 0.0
-                else:
-                    ready = done["B"][chunk + 1][i] if chunk + 1 < chunks else 0.0
-                if ready < 0:
+            own, now = steps[rank], clock[rank]
+            for at in range(position[rank], len(own)):
+                row, i, before = own[at]
+                ready = ends[before][i]
+                if ready > 0:
+                    now = max(now, ready + hop)
+                elif ready < 0:
                     position[rank] = at
                     break
-                now = max(now, ready + hop if ready else 0.0) + (forward if kind == "F" else backward)[chunk]
-                done[kind][chunk][i] = now
+                now += seconds[row]
+                ends[row][i] = now
             else:
-                position[rank] = len(actions)
+                position[rank] = len(own)
             clock[rank] = now
-        active = [rank for rank in active if position[rank] < len(orders[rank])]
+        active = [rank for rank in active if position[rank] < len(steps[rank])]
     return max(clock)
 
 
@@ -81,9 +110,7 @@ def pipeline_seconds(
     virtual = len(forward) // ranks
     uneven = virtual > 1 and micro_batches % ranks
     if schedule not in SPLIT and not uneven and 2 * len(forward) * micro_batches <= SIMULATED:
-        return simulate(
-            [order(schedule, rank, ranks, micro_batches, virtual) for rank in range(ranks)], forward, backward, hop
-        )
+        return _play(_steps_of(schedule, ranks, micro_batches, virtual), forward, backward, hop)
     return closed_form(schedule, forward, backward, micro_batches, ranks, hop)
 
 

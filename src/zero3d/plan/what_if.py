@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.network import Groups
 from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.states import policies, wire_width, with_algorithm
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
+from zero3d.spec.zero import NODE
 
 Settings = Mapping[str, Any]
 
@@ -45,10 +47,8 @@ def what_if(row: Row, model: ModelSpec, cluster: ClusterSpec, evaluate: Evaluate
 def _change(settings: Settings) -> str:
     """Write the first setting as a configuration says it."""
     key, value = next(iter(settings.items()))
-    if value is None:
-        return f"{key}: all of dp"
     words = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-    return f"{key}: {words}"
+    return f"{key}: {'null' if value is None else words}"
 
 
 def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterator[Settings]:
@@ -77,7 +77,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     if inside < plan.dp:
         shard = None if plan.shard < plan.dp else inside
         if shard is None or shard_refused(plan.dp, plan.ep, plan.sp, shard) is None:
-            yield {"mesh.shard": shard}
+            yield {"mesh.shard": shard, **({"slow_wire": "same", "slow_rounding": "nearest"} if shard is None else {})}
     if plan.ep > 1 and not plan.zero.exact:
         yield {"mesh.experts": "exact" if plan.mesh.experts == "fast" else "fast"}
     if plan.tp > 1 and model.length % plan.tp == 0 and plan.ep == plan.sp == 1:
@@ -89,6 +89,12 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
         yield {"offload.activations": "none" if plan.offload.activations_leave else tiers_of(INPUTS)[0]}
         if plan.tp > 1 and not plan.mesh.sequence_parallel:
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
+    if plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step":
+        yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
+        if Groups.of(plan, cluster).shard.nodes > 1 and plan.ep == 1:
+            yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
+    if plan.shard < plan.dp and not plan.zero.exact:
+        yield {"zero.slow_wire": "int8" if plan.zero.slow_wire == "same" else "same", "slow_rounding": "nearest"}
     if plan.zero.reduce_dtype == "fp32" and plan.dp > 1:
         yield {"zero.reduce_dtype": "bf16"}
     now = with_algorithm(plan, cluster)
@@ -119,7 +125,12 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
     """Yield what the knobs of the section `offload` change."""
     for place in ("none", *TIERS):
         if place != plan.offload.optimizer and place in ("none", *tiers_of(OPTIMIZER)):
-            here = {"offload.moments": "fp32", "offload.fraction": 1.0, "offload.gradients": AUTO}
+            here = {
+                "offload.moments": "fp32",
+                "offload.fraction": 1.0,
+                "offload.gradients": AUTO,
+                "offload.gradient_dtype": "fp32",
+            }
             moved = here if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
         movable = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
@@ -127,4 +138,6 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
             yield {"offload.params": place}
     if plan.offload.optimizer != "none":
         yield {"offload.moments": "fp32" if plan.offload.moments == "bf16" else "bf16"}
+        if plan.offload.gradients_leave:
+            yield {"offload.gradient_dtype": "fp32" if plan.offload.gradient_dtype == "bf16" else "bf16"}
         yield {"offload.fraction": plan.offload.fraction / 2}

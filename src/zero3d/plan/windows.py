@@ -1,6 +1,7 @@
 """Transient buffers of units, as the engine has them in one backward. No torch.
 
-    gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it
+    gathered   stage 3, released after every use: the root, the unit in use, and WINDOW gathered ahead of it; in blocks
+               of 8 bits these are messages, on the wire
     bucket     stages 2 and 3, in exact mode all of them: local gradients of the unit in its backward, of WINDOW being
                reduced, of those that are reduced last (root and tied units); in the dtype in which they travel. Shards
                that go to the host come here first
@@ -16,13 +17,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import Reduction
+from zero3d.account.transients import Reduction, arriving_bytes
+from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, sends_terms, states_key, wire_width
+from zero3d.plan.states import is_coded, policies, sends_terms, states_key, wire_width
 from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import LEAVING, WINDOW
+from zero3d.zero.stages import WINDOW
 
 
 class Windows(NamedTuple):
@@ -69,12 +72,13 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     late = _late(order, tied)
     turns = [[unit for unit in units if unit not in late] for units in order]
     roots = [unit for unit in late if unit.owner == ROOT]
-    gathered = bucket = 0.0
+    gathered = bucket = messages = 0.0
     if plan.zero.stage == 3 and release != "every_step":
         using = late if at == 0 else roots
-        ahead = turns[at : at + 1 + WINDOW]
-        shown = (*using, *(unit for units in ahead for unit in units))
-        gathered = sum(_full_bytes(unit) for unit in shown if unit.stage_of(plan) == 3)
+        ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.stage_of(plan) == 3]
+        shown = [unit for unit in (*using, *turns[at]) if unit.stage_of(plan) == 3]
+        messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
+        gathered = sum(_full_bytes(unit) for unit in (*shown, *(unit for unit in ahead if not is_coded(unit, plan))))
     reduced = [unit for units in turns[:at] for unit in units if unit.trainable]
     moving = reduced[-WINDOW:]
     if (reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
@@ -83,7 +87,7 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
         filled = (*(() if summed else moving), *turns[at], *filling)
         bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
         bucket += _incoming(reduced, plan)
-    return Windows(gathered, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
+    return Windows(gathered, bucket, messages + sum(_wire_bytes(unit, plan, reduce) for unit in moving))
 
 
 def end_backward(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
@@ -118,8 +122,11 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
-    wide = WIDTHS[plan.precision].reduced if plan.offload.gradients_leave else 0
-    return sum(unit.layout.shard * wide for unit in reduced[-WINDOW - LEAVING :])
+    if not plan.offload.gradients_leave:
+        return 0
+    wide = WIDTHS[plan.precision].reduced
+    held = state_width(wide, plan.offload.gradient_dtype)
+    return arriving_bytes([unit.layout.shard for unit in reduced], held, wide)
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:

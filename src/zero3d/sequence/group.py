@@ -19,12 +19,12 @@ from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, layer_numbers, model_of
-from zero3d.models.packing import ATTENTION, inner_model
+from zero3d.models.packing import inner_model
 from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.entry import LENGTH, Entry
-from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss
+from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting
 from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
-from zero3d.sequence.trial import mixing_module
+from zero3d.sequence.trial import mixing_layers, mixing_module
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -32,7 +32,7 @@ _numbers = count()  # of groups in this process: each registers its attention un
 
 
 class Calls(NamedTuple):
-    """Counts calls that are alike: of attention by module and direction, of the loss."""
+    """Counts calls that are alike: of attention by module and direction, of the loss and what it gathers."""
 
     attention: Counter[tuple[str, Attended, bool]]
     loss: Counter[tuple[int, int, int]]
@@ -62,6 +62,7 @@ class SequenceGroup:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        chunks = list(chunks)
         models: list[Any] = [model_of(chunk) for chunk in chunks]
         decoders = [decoder_of(model) for model in models]
         self._sharing = sharing
@@ -80,6 +81,10 @@ class SequenceGroup:
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
+        self._routing = GroupRouting(comm)
+        for chunk, decoder in zip(chunks, decoders, strict=True):
+            if getattr(chunk, "is_last", True):  # where a pipeline's head has the router logits of all chunks
+                decoder.register_forward_hook(self._gather_routed)
         self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
         self._set(self._name)
 
@@ -94,7 +99,8 @@ class SequenceGroup:
         query = text.num_attention_heads // tp
         key = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tp)
         by = "heads" if self._sharing.by_heads(query, key) else "rows, to which keys are gathered"
-        return f"sequences over {self._sharing.ranks} ranks, attention by {by}"
+        told = f"sequences over {self._sharing.ranks} ranks, attention by {by}"
+        return f"{told}, exact for mesh.sp={self._sharing.ranks} alone" if self._sharing.repeats else told
 
     def _set(self, implementation: str) -> None:
         for config in self._configs.values():
@@ -106,6 +112,13 @@ class SequenceGroup:
     def _mask(self, *args: Any, **options: Any) -> Any:
         """Make a mask of whole sequences; inside the decoder, which was handed that and has rows, make none."""
         return None if any(entry.inside for entry in self._entries) else self._make_mask(*args, **options)
+
+    def _gather_routed(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        """Give the head router logits of whole sequences, for the loss that balances experts: a forward hook."""
+        routed = getattr(output, "router_logits", None)
+        if self._cuts and routed:
+            batch = output.last_hidden_state.shape[0]
+            output["router_logits"] = self._routing.gather(routed, batch, self._attention.length)
 
     def own_shape(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what this rank computes of token ids, [.., S]: all of them inside `whole()`."""
@@ -134,7 +147,7 @@ class SequenceGroup:
     def calls(self) -> Calls:
         """Return how often attention and loss were called since the beginning."""
         attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
-        return Calls(Counter(attended), sum((loss.calls for loss in self._losses), Counter()))
+        return Calls(Counter(attended), sum((loss.calls for loss in self._losses), self._routing.calls))
 
     def traffic(self, calls: Calls) -> Iterator[Sent]:
         """Yield what this rank has sent in calls, by formula."""
@@ -171,11 +184,10 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
         )
     if getattr(text, "is_encoder_decoder", False):
         raise ConfigError(f"mesh.sp={sp} cuts one sequence, and {kind} has an encoder's and a decoder's: type sp=1.")
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if odd or any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
+    if (layers := mixing_layers(decoder)) is not None:
         raise ConfigError(
-            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has "
-            f"{', '.join(odd) or 'convolutions'}: type mesh.sp=1."
+            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has {layers}: type "
+            "mesh.sp=1."
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(
@@ -186,11 +198,6 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
         raise ConfigError(
             f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
             "train.compile=false, or mesh.sp=1."
-        )
-    if getattr(inner.config, "output_router_logits", False):
-        raise ConfigError(
-            f"mesh.sp={sp} with output_router_logits: the loss that balances experts would be of each rank's tokens "
-            "alone. Set output_router_logits to false in the model's configuration, or type mesh.sp=1."
         )
     heads = min(layer_numbers(text, "num_attention_heads"), default=None)
     if sharing == "heads" and heads is not None and tp * sp > heads:

@@ -6,6 +6,8 @@
 Every rank has the group's mean, so that `backward(loss)` means what it means without sp. The gradient of that value
 reaches this rank's rows alone, and is taken sp times, because a step divides by the weights of all ranks, which name
 each label sp times.
+
+A loss that balances experts is of the router logits of all tokens of a micro-batch, which are gathered in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zero3d.distributed.collectives import Comm
+from zero3d.errors import ConfigError
 from zero3d.sequence.shares import even_parts
 from zero3d.tensor_parallel.vocabulary import IGNORED, shifted
 
@@ -76,6 +79,35 @@ class GroupLoss:
         return mean
 
 
+class GroupRouting:
+    """Gives the loss that balances experts the router logits of all ranks' tokens.
+
+    calls   by numbers of a token, length of sequences and bytes of a number: how often they were gathered
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.calls: Counter[tuple[int, int, int]] = Counter()
+
+    def gather(self, routed: Sequence[Tensor], batch: int, length: int) -> tuple[Tensor, ...]:
+        """Return router logits [B S, E] of every layer for those [B rows, E] of this rank.
+
+        Moves (sp - 1) router logits of a rank's rows to each rank. Raises ConfigError where layers have other shapes.
+        """
+        parts = even_parts(length, self._comm.size)
+        rows = len(parts[self._comm.rank])
+        odd = next((t for t in routed if t.shape != (batch * rows, routed[0].shape[-1])), None)
+        if odd is not None:
+            raise ConfigError(
+                f"output_router_logits gave {list(odd.shape)} router logits, and mesh.sp gathers those of "
+                f"{batch} x {rows} tokens in every layer: set output_router_logits to false, or type mesh.sp=1."
+            )
+        own = torch.stack(tuple(routed)).view(len(routed), batch, rows, -1).transpose(2, 3)
+        self.calls[own[..., 0].numel(), length, own.element_size()] += 1
+        whole: Tensor = _GroupRows.apply(own.flatten(0, 2), parts, self._comm)  # type: ignore[no-untyped-call]
+        return tuple(whole.view(*own.shape[:3], length).transpose(2, 3).flatten(1, 2).unbind())
+
+
 def _token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
     return F.cross_entropy(logits.float().view(-1, vocab_size), targets, ignore_index=ignored, reduction="none")
 
@@ -87,11 +119,7 @@ class _GroupMean(torch.autograd.Function):
     def forward(ctx: Any, losses: Tensor, counted: Tensor, parts: Sequence[range], comm: Comm, items: Any) -> Tensor:
         ctx.save_for_backward(counted[:, parts[comm.rank].start : parts[comm.rank].stop])
         ctx.scale = comm.size, counted.sum() if items is None else items
-        batch, most = len(losses), max(map(len, parts))
-        padded = losses.new_zeros(batch, most)
-        padded[:, : losses.shape[1]] = losses.detach()
-        everywhere = comm.exchange(padded.flatten()).view(comm.size, batch, most)
-        whole = torch.cat([t[:, : len(part)] for t, part in zip(everywhere, parts, strict=True)], 1)
+        whole = _of_all_ranks(losses.detach(), parts, comm)
         # Cross-entropy's own sum, of losses that are there already: the same order, and so the same bits.
         targets, how = torch.where(counted, 0, IGNORED).flatten(), "mean" if items is None else "sum"
         total = F.nll_loss(-whole.reshape(-1, 1), targets, ignore_index=IGNORED, reduction=how)
@@ -103,3 +131,25 @@ class _GroupMean(torch.autograd.Function):
         ranks, count = ctx.scale
         grad = grads[0] * ranks / count
         return torch.where(counted, grad, 0.0), None, None, None, None
+
+
+class _GroupRows(torch.autograd.Function):
+    """Gathers the rows [n, rows] of all ranks, [n, S]; gradients of this rank's are taken sp times, as a loss's are."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, parts: Sequence[range], comm: Comm) -> Tensor:
+        ctx.own, ctx.ranks = parts[comm.rank], comm.size
+        return _of_all_ranks(own, parts, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0][:, ctx.own.start : ctx.own.stop] * ctx.ranks, None, None
+
+
+def _of_all_ranks(own: Tensor, parts: Sequence[range], comm: Comm) -> Tensor:
+    """Return what all ranks have of [n, S], of which this rank has [n, rows]: parts are padded to the longest."""
+    count, most = len(own), max(map(len, parts))
+    padded = own.new_zeros(count, most)
+    padded[:, : own.shape[1]] = own
+    everywhere = comm.exchange(padded.flatten()).view(comm.size, count, most)
+    return torch.cat([t[:, : len(part)] for t, part in zip(everywhere, parts, strict=True)], 1)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
+from zero3d.models.packing import ATTENTION
 from zero3d.models.placeholders import Placeholder, first_argument
 
 PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
@@ -32,6 +33,14 @@ LENGTH, CUT = 33, 18  # no part is as long as widths are
 NAME = "sequence_trial"
 OF_A_KIND = 2
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
+
+
+def mixing_layers(decoder: nn.Module) -> str | None:
+    """Return the kinds of layers that mix tokens outside of attention by what they are; None where none is told."""
+    text = decoder.config.get_text_config()  # type: ignore[union-attr, operator]
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
+    convolves = any(isinstance(module, nn.Conv1d) for module in decoder.modules())
+    return ", ".join(odd) or ("convolutions" if convolves else None)
 
 
 def mixing_module(decoder: Any) -> str | None:

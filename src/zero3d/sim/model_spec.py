@@ -22,12 +22,12 @@ from torch import nn
 from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
-from zero3d.models.adapters import ALL
-from zero3d.models.bases import config_number, sees_images
+from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.search import LONG
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
+from zero3d.sequence.trial import mixing_layers
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.images import find_images, said_of
@@ -100,6 +100,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         chosen=_setting(config, "num_experts_per_tok"),
         provenance="outline",
         chain=part_names.chain,
+        mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
     )
 
 
@@ -116,6 +117,7 @@ def open_spec(
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
+    quantize: str | None = None,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -124,11 +126,14 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
+    quantize  the format of frozen linear layers, as model.quantize
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
-    settings = Config(model=Model(path=path, init="random", attn=attn), lora=lora or Lora(), freeze=freeze)
+    settings = Config(
+        model=Model(path=path, init="random", attn=attn, quantize=quantize), lora=lora or Lora(), freeze=freeze
+    )
     model = open_trained(settings).module
     positions = config_number(model, "max_position_embeddings")
     length = min(MOST, positions or MOST) if length is None else length
@@ -145,14 +150,6 @@ def open_spec(
 def _computes_positions(model: nn.Module) -> bool:
     """Return whether a model turns queries and keys by their positions, and has no table of them."""
     return any(name.rpartition(".")[2].startswith("rotary") for name, _ in model.named_modules())
-
-
-def lora_of(asked: str) -> Lora:
-    """Return the section `lora` that --lora asks for: every linear layer of the blocks. Raises ConfigError."""
-    key, _, rank = asked.partition("=")
-    if key != "r" or not rank.isdecimal() or int(rank) < 1:
-        raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
-    return Lora(rank=int(rank), targets=(ALL,), dropout=0.05)
 
 
 # --- tensor parallelism -------------------------------------------------------------------------

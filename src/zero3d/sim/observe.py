@@ -162,8 +162,8 @@ def _name_states(engine: Engine, memory: MemoryTracker) -> None:
     for unit in engine.units:
         grads = [] if unit.grads is None else unit.grads.buffers
         stored = unit.weights.masters.stored
-        of_masters = [] if stored is None else [stored]
-        for tensor in (unit.weights.full, unit.weights.shard, *of_masters, *grads):
+        beside = [tensor for tensor in (stored, unit.weights.second_shard) if tensor is not None]
+        for tensor in (unit.weights.full, unit.weights.shard, *beside, *grads):
             memory.name(tensor, unit.name)
     for owned in engine.optimizer.pieces:
         for state in engine.optimizer.torch.state[owned.master].values():

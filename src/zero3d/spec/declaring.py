@@ -14,6 +14,7 @@ KEYWORDS = {  # of keys outside of zero, offload and mesh
     "health.replay": "replay",
     "train.ema": "ema",
     "model.linear": "linear",
+    "model.quantize": "quantize",
 }
 
 BOUNDS = ("least", "most", "above", "below")

@@ -10,6 +10,7 @@
     fraction     share of the records' bytes that leave the device, in (0, 1]: whole records, last-needed first
     directory    for what is on a disk
     moments      in which Adam's are kept: bf16 ones are rounded at random, and are not bitwise those of fp32
+    gradient_dtype  in which gradients wait on the host: bf16 ones are rounded, too, and take half the memory and link
     executor     of updates: on the device, through which records pass, or on the host
     host_budget  bytes that all ranks of a host may take together, or a text such as 64GB
 
@@ -77,6 +78,13 @@ class Offload:
         "the same",
         choices=("fp32", "bf16"),
         said="{} moments",
+    )
+    gradient_dtype: str = key(
+        "fp32",
+        "in which gradients wait on the host; bf16 ones are rounded after every micro-batch, and the training is not "
+        "bitwise the same",
+        choices=("fp32", "bf16"),
+        said="{} gradients",
     )
     executor: str = key(
         "auto", "updates states on the device, through which they pass, or on the host", choices=(AUTO, DEVICE, HOST)

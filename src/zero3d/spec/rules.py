@@ -23,6 +23,7 @@ from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
+from zero3d.spec.zero import NODE, SAME
 
 SETTING = re.compile(r"\{([\w.]+)(?:=([^}]*))?\}")
 
@@ -60,6 +61,28 @@ def _of_recomputed_blocks(key: str, asked: Callable[[Spec], bool]) -> Rule:
         f"{key} is about the inputs of recomputed blocks, and none is recomputed: type activations=full, or leave it "
         "out.",
     )
+
+
+def _of_stage_3(key: str, asked: Callable[[Spec], bool], without: str) -> tuple[Rule, Rule]:
+    """Return what is refused of a setting that is about gathers of parameters, of which each use makes one."""
+    return (
+        Rule(
+            key,
+            lambda s: asked(s) and s.zero.stage != 3,
+            f"{{{key}}} is about parameters that are gathered for each use, which is stage 3, and this is "
+            f"{{zero.stage}}: type {{zero.stage=3}}, or {without}.",
+        ),
+        Rule(
+            key,
+            lambda s: asked(s) and s.zero.stage == 3 and s.zero.release == "every_step",
+            f"{{{key}}} is about gathers after the first one of a step, and {{zero.release}} leaves one alone, into "
+            f"the storage that has this rank's weights: type {{zero.release=every_use}}, or {without}.",
+        ),
+    )
+
+
+def _is_number_or_node(asked: object) -> bool:
+    return asked in (None, NODE) or (isinstance(asked, int) and not isinstance(asked, bool) and asked > 1)
 
 
 RULES = (
@@ -105,6 +128,38 @@ RULES = (
         ),
         "{zero.gather_budget} with {mesh.schedule}, whose weight phase needs all weights of a model chunk gathered: "
         "type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}, or leave {zero.gather_budget} out.",
+    ),
+    *_of_stage_3("zero.gather_wire", lambda s: s.zero.gather_wire != "same", "{zero.gather_wire=same}"),
+    *_of_stage_3("zero.second_shard", lambda s: s.zero.second_shard is not None, "{zero.second_shard=null}"),
+    Rule(
+        "zero.second_shard",
+        lambda s: not _is_number_or_node(s.zero.second_shard),
+        "{zero.second_shard} is no number of ranks that keep a second shard together: type 2 or more, "
+        "{zero.second_shard=node} for those of a host, or {zero.second_shard=null}.",
+    ),
+    Rule(
+        "zero.second_shard",
+        lambda s: s.zero.second_shard is not None and s.ep > 1,
+        "{zero.second_shard} with {mesh.ep}, whose ranks share experts out among the neighbours that would keep it, is "
+        "not built: type {zero.second_shard=null}, or {mesh.ep=1}.",
+    ),
+    Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
+        "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "
+        "copies: type {mesh.shard=8}, or as many ranks as a host has, or {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_wire",
+        lambda s: s.zero.slow_wire != SAME and s.zero.exact,
+        "{zero.slow_wire} rounds sums of some ranks, which are others at every dp, and {zero.exact} wants the same "
+        "bits: type {zero.slow_wire=same}.",
+    ),
+    Rule(
+        "zero.slow_rounding",
+        lambda s: s.zero.slow_rounding != "nearest" and not s.zero.sums_in_blocks,
+        "{zero.slow_rounding} is of codes, and {zero.slow_wire} has none: type {zero.slow_wire=int8} or "
+        "{zero.slow_wire=int4}, or {zero.slow_rounding=nearest}.",
     ),
     Rule(
         "mesh.experts",
@@ -186,6 +241,12 @@ RULES = (
         "type {zero.gather_budget=null}, or {model.linear=null}.",
     ),
     Rule(
+        "model.quantize",
+        lambda s: s.quantize is not None and s.linear is not None,
+        "{model.quantize} decodes frozen matrices into the compute dtype, and {model.linear} multiplies in fp8: type "
+        "{model.linear=null}, or {model.quantize=null}.",
+    ),
+    Rule(
         "offload.params",
         lambda s: s.offload.params != "none" and s.zero.stage != 3,
         "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "
@@ -212,6 +273,35 @@ RULES = (
         lambda s: s.offload.optimizer == AUTO and s.offload.moments == "bf16",
         "{offload.moments} with {offload.optimizer}: the training would depend on whether states fit the device, where "
         "moments are fp32: type {offload.optimizer=host}, or {offload.moments=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
+        "{offload.gradient_dtype} is of gradients that wait off the device, and the training would depend on whether "
+        "they do: type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.zero.exact,
+        "{offload.gradient_dtype} rounds sums that {zero.exact} keeps to the bit: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.precision == "fp64",
+        "{offload.gradient_dtype} keeps 8 of the 53 binary digits of gradients in fp64: type "
+        "{offload.gradient_dtype=fp32}, which keeps them all.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and (max(s.tp, s.pp) > 1 or s.shard < s.dp),
+        "{offload.gradient_dtype} with tp or pp above 1 or mesh.shard below dp, which add gradients up once more when "
+        "they are on the host: type {offload.gradient_dtype=fp32}.",
+    ),
+    Rule(
+        "offload.gradient_dtype",
+        lambda s: s.offload.gradient_dtype == "bf16" and s.orthogonal,
+        "{offload.gradient_dtype} with {optimizer.name}, whose momentum takes the place of gradients: type "
+        "{offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.fraction",

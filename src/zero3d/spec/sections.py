@@ -34,6 +34,7 @@ class Spec:
     activations  recomputation, None where it is not known
     optimizer    the name of its row; None for a builder of one's own
     linear       fp8 where linear layers multiply in it
+    quantize     the format of frozen linear layers
     """
 
     zero: Zero = field(default_factory=Zero)
@@ -45,6 +46,7 @@ class Spec:
     ema: float | None = None
     replay: int = 0
     linear: str | None = None
+    quantize: str | None = None
 
     @cached_property
     def dp(self) -> int:
@@ -81,6 +83,12 @@ class Spec:
         """Return whether the optimizer's states are codes of 8 bits."""
         row = OPTIMIZERS.get(self.optimizer or "")
         return row is not None and row.coded
+
+    @cached_property
+    def orthogonal(self) -> bool:
+        """Return whether the optimizer makes matrices orthogonal, which travel in the gradients' place."""
+        row = OPTIMIZERS.get(self.optimizer or "")
+        return row is not None and row.orthogonal
 
 
 def keywords(spec: type[Spec]) -> Keywords:

@@ -12,6 +12,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
+from zero3d.models.quantised import PACKED, QuantisedLinear
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
@@ -183,6 +184,8 @@ def apply_cuts(context: StyleContext) -> None:
         if p in local:
             module._parameters[key] = local[p]
             _resize(module, local[p] if key == "weight" else None)
+            if isinstance(module, QuantisedLinear) and key == PACKED:
+                module.take_part(context.cuts[p].dim, context.cuts[p].size)
     context.cuts = {local[p]: cut for p, cut in context.cuts.items()}
 
 

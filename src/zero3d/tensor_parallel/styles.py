@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
+from zero3d.models.quantised import QuantisedLinear
 from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.heads import slice_heads
@@ -89,7 +90,7 @@ def apply_style(context: StyleContext, name: str, style: Style, head: Head) -> N
 
 def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    context.cut(f"{name}.weight", base.weight, 1 if is_conv(base) else 0, style.blocks)
+    _cut_matrix(context, name, base, 0, style.blocks)
     if base.bias is not None:
         context.cut(f"{name}.bias", base.bias, 0, style.blocks)
     for a, b in adapters:
@@ -108,9 +109,21 @@ def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, 
         module.register_forward_pre_hook(partial(_copy_first, context.regions, name, whole), with_kwargs=True)
 
 
+def _cut_matrix(context: StyleContext, name: str, base: Any, dim: int, blocks: int) -> None:
+    """Cut the outputs (0) or the inputs (1) of a matrix."""
+    if isinstance(base, QuantisedLinear):
+        try:
+            base.check_cut(dim, context.regions.channel.size * blocks)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        context.cut(f"{name}.packed", base.packed, dim, blocks)
+    else:
+        context.cut(f"{name}.weight", base.weight, 1 - dim if is_conv(base) else dim, blocks)
+
+
 def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
     base, adapters = _matrix(name, module)
-    context.cut(f"{name}.weight", base.weight, 0 if is_conv(base) else 1, style.blocks)
+    _cut_matrix(context, name, base, 1, style.blocks)
     for a, b in adapters:
         for local, p in a.named_parameters():
             context.cut(f"{name}.{local}", p, 1, style.blocks)
@@ -238,7 +251,8 @@ def _matrix(name: str, module: nn.Module) -> tuple[Any, list[tuple[nn.Module, nn
     """Return the Linear or Conv1D that is cut, and PEFT's LoRA pairs (A, B) around it. Raises ConfigError."""
     base: Any = getattr(module, "base_layer", module)
     a, b = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
-    if not (isinstance(base, nn.Linear) or is_conv(base)) or not base.weight.is_floating_point():
+    plain = (isinstance(base, nn.Linear) or is_conv(base)) and base.weight.is_floating_point()
+    if not plain and not isinstance(base, QuantisedLinear):
         raise ConfigError(
             f"{name} should be cut over tp and is {_kind(base)}: nn.Linear, transformers' Conv1D and PEFT's LoRA of "
             f"these can be. Take it out of the plan with {name!r}: 'none'."
@@ -265,12 +279,14 @@ def _kind(module: nn.Module) -> str:
 
 
 class Unbiased:
-    """The forward of a Linear or Conv1D without its bias, which must be added once, to the sum over ranks."""
+    """The forward of a matrix without its bias, which must be added once, to the sum over ranks."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._conv = module, is_conv(module)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self._module, QuantisedLinear):
+            return self._module.product(x, None)
         weight: Tensor = self._module.weight
         return x @ weight if self._conv else F.linear(x, weight)
 

@@ -64,6 +64,7 @@ def _of_units(engine: Engine) -> Iterator[tuple[int, str]]:
     held: list[tuple[Any, str, str]] = []
     for unit in engine.units:
         held += [(unit.weights.full, "parameters", unit.name), (unit.weights.masters.stored, "master", unit.name)]
+        held += [(unit.weights.second_shard, "second shard", unit.name)]
         held += [(buffer, "gradients", unit.name) for buffer in (() if unit.grads is None else unit.grads.buffers)]
     for tensor, category, name in held:
         if tensor is not None:

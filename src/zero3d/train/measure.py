@@ -27,8 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
     Reduction,
+    arriving_bytes,
+    coded_messages,
     gradient_staging,
     master_scratch,
     record_scratch,
@@ -183,11 +186,14 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
-    wire      WINDOW reductions (`reduction_bytes`), of which one is being added up. Scratch in which masters are cast,
-              those in halves updated, or records. Besides, the ring of inputs of recomputed blocks on the host
+    wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.
+              Scratch in which masters are cast, those in halves updated, or records. Besides, the ring of inputs of
+              recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
-    full = whole_units((unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units)
+    coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
+    sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units]
+    full = whole_units(sizes, ahead=0 if len(coded) == len(sizes) else WINDOW)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
     local_gradients = whole_units(
         ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in engine.units), 2 * parts
@@ -213,6 +219,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         if exact or policy.reduce == "every_micro_batch"
         else 0,
         "wire": ring
+        + (coded_messages(max(coded), device) if coded else 0)
         + max(
             WINDOW * moving + adding,
             master_scratch(masters, device, policy.split_master),
@@ -225,7 +232,10 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
 def _to_host(engine: Engine) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host."""
     shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
-    return (WINDOW + LEAVING) * max(shards) * engine.policy.master.itemsize if engine.offload.gradients_leave else 0
+    if not engine.offload.gradients_leave:
+        return 0
+    wide = engine.policy.master.itemsize
+    return arriving_bytes((WINDOW + LEAVING) * [max(shards)], state_width(wide, engine.offload.gradient_dtype), wide)
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
@@ -236,15 +246,18 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     records = [unit.weights.records for unit in engine.units if unit.grads is not None]
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-    staging = gradient_staging(longest, engine.policy.master.itemsize) if engine.offload.gradients_leave else 0
+    wide = engine.policy.master.itemsize
+    held = state_width(wide, engine.offload.gradient_dtype)
+    staging = gradient_staging(longest, held) if engine.offload.gradients_leave else 0
+    narrow = held < wide
     if not buckets or engine.offload.executor != DEVICE:
-        return staging, 0
+        return staging, wide * longest * narrow
     rounded = engine.offload.moments == "bf16"
     device, splits = engine.mesh.device.type, engine.policy.split_master
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and engine.offload.optimizer != "none"
     ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
-    return ring + staging, record_scratch(longest, device, splits, rounded, casts=not splits)
+    return ring + staging, record_scratch(longest, device, splits, rounded, not splits, narrow)
 
 
 def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int, int]:

@@ -190,10 +190,11 @@ def described(engine: Engine) -> str | None:
     offload = engine.offload
     share = f" ({offload.fraction:g} of them)" if offload.fraction < 1 else ""
     kind = ", moments in bf16," if offload.moments == "bf16" else ""
+    in_bf16 = " in bf16" if offload.gradient_dtype == "bf16" else ""
     parts = {
         f"optimizer states{share}{kind}": offload.optimizer,
         "weights": offload.params,
-        "gradients": offload.gradients if offload.gradients_leave else "none",
+        f"gradients{in_bf16}": offload.gradients if offload.gradients_leave else "none",
         "inputs of recomputed blocks": offload.activations,
     }
     away = ", ".join(f"{name} on the {place}" for name, place in parts.items() if place != "none")

@@ -103,6 +103,9 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
     return Text("ABOVE" if at_most else "UNEQUAL", style="bold red")
 
 
+OF_WEIGHTS = "of the weights themselves, where this run computes with blocks of them (zero.gather_wire)"
+
+
 def summary(result: Result) -> Iterator[str]:
     """Yield the losses and where everything is."""
     most = size(result.peak_memory, keep_zero=True)
@@ -124,7 +127,9 @@ def summary(result: Result) -> Iterator[str]:
         line = f"{folder}{' (averages of the weights, train.ema)' if averaged else ''}"
         checked = result.config.checkpoint.verify and number == 0
         if checked and (math.isfinite(reloaded) or math.isfinite(exported)):
-            same = "the same" if math.isclose(exported, reloaded, rel_tol=1e-6) else "NOT the same"
+            coded = result.config.zero.gather_wire != "same" and math.isfinite(reloaded)
+            other = OF_WEIGHTS if coded else "NOT the same"
+            same = "the same" if math.isclose(exported, reloaded, rel_tol=1e-6) else other
             line += f" loaded with {result.reloaded_by}.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
     if result.fingerprint and result.history:

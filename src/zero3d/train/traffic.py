@@ -122,7 +122,10 @@ class SessionCounts(NamedTuple):
 
 def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts) -> list[TrafficRow]:
     """Return measured and planned traffic of the whole session, per operation."""
+    entries = traffic.entries()
     planned = list(planned_traffic(engine, traffic.gathers, counts))
+    if engine.second_shard_ranks > 1:
+        planned = list(_over_node(engine, planned, entries, traffic.gathers, counts.steps))
     if counts.steps:
         planned += planned_pipeline(engine, counts)
         planned += planned_tensor(engine, counts)
@@ -130,7 +133,7 @@ def traffic_rows(engine: Engine, traffic: TrainingTraffic, counts: SessionCounts
         planned += planned_experts(engine, traffic.passed)
         planned += traffic.sequence
         planned += planned_features(engine, counts.applied)
-    formula, measured = by_operation(planned), by_operation(traffic.entries())
+    formula, measured = by_operation(planned), by_operation(entries)
     return [
         TrafficRow(op, Moved.total(units.values()), Moved.total(actual.values()), actual == units)
         for op in formula | measured
@@ -169,6 +172,30 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
         yield Sent("dp", op, unit, moved.times(counts.steps if every else counts.applied))
     trainable = sum(unit.trainable for unit in units)
     yield Sent("dp", "broadcast", "-", Moved(1, trainable, 8 * trainable))
+
+
+def _over_node(
+    engine: Engine, planned: Iterable[Sent], entries: Iterable[Sent], gathers: Mapping[str, int], steps: int
+) -> Iterator[Sent]:
+    """Yield planned rows with gathers as second shards share them out between all ranks and neighbours.
+
+    A gather is over all ranks where weights have changed since the last one, which evaluations make, too, and skipped
+    steps do not: how many are is as measured, and what they and all others send by formula.
+    """
+    over = engine.mesh.degrees.group("shard")
+    crossed = {row.unit: row.moved.calls for row in entries if (row.axis, row.op) == (over, "all_gather")}
+    units = engine.traffic_units
+    yield from (row for row in planned if row.op != "all_gather")
+    for unit in units:
+        elements, width = unit.as_gathered
+        across = crossed.get(unit.name, 0)
+        for axis, ranks, calls in (
+            (over, engine.mesh.shard, across),
+            ("node", unit.node, gathers.get(unit.name, 0) * steps - across),
+        ):
+            if calls:
+                sent = calls * (elements * (ranks - 1) // ranks)
+                yield Sent(axis, "all_gather", unit.name, Moved(calls, sent, sent * width))
 
 
 def planned_pipeline(engine: Engine, counts: SessionCounts) -> Iterator[Sent]:

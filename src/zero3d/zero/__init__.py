@@ -2,6 +2,7 @@
 
 stages, layout, tokens             the stage table; where parameters lie; which uses of units gather them
 policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
+wires                              what travels when weights are gathered, and over which ranks
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
 buckets, masters                   a unit's states wherever they are placed; what the optimizer updates

@@ -27,7 +27,9 @@ from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit
 
 OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written
+EXPORT = "export"  # one unit, to be read by others than the model
 STEP = "step"  # release="every_step": from the first use to the end of the step
+EXACT = (OPENED, EXPORT)  # tokens of who needs the weights themselves, however they travel for the model
 
 
 def refuse_export(unit: Unit) -> None:
@@ -100,13 +102,15 @@ class Gathers:
         else:
             self._known[unit.name] = unit
             try:
-                self._gather(unit)
+                self._gather(unit, token in EXACT)
             except BaseException:
                 unit.users.discard(token)  # the next user gathers it
                 raise
             if self._every_step:
                 self._note(unit, STEP, True)
                 unit.users.add(STEP)
+        if token in EXACT:
+            unit.weights.show(exactly=True)
 
     def release(self, unit: Unit, token: object) -> None:
         """Take `token` back; the last one frees the full parameters. Repeating it is harmless."""
@@ -118,7 +122,10 @@ class Gathers:
             if not unit.users:
                 self._side.note("free", unit.name)
                 unit.weights.release()
-            elif unit.users <= {TURN, ROOT_TURN, STEP}:
+                return
+            if token in EXACT and unit.users.isdisjoint(EXACT):
+                unit.weights.show(exactly=False)
+            if unit.users <= {TURN, ROOT_TURN, STEP}:
                 unit.weights.keep()
 
     def pass_turn(self, units: Sequence[Unit]) -> None:
@@ -164,16 +171,16 @@ class Gathers:
         if self.events is not None:
             self.events.append(TokenEvent(unit.name, token, acquire))
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, exactly: bool) -> None:
         planned = [] if self._order is None else self._order.follow(unit)
-        self._issue(unit)
+        self._issue(unit, exactly)
         if unit in self._ahead:
             self._ahead.remove(unit)
         self._look_ahead(planned)
         self._side.join(unit.name)
         unit.weights.ready()
 
-    def _issue(self, unit: Unit) -> None:
+    def _issue(self, unit: Unit, exactly: bool = False) -> None:
         if unit.weights.state is State.SHARDED:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise ConfigError(
@@ -184,7 +191,7 @@ class Gathers:
             refuse_export(unit)
             unit.weights.flush()
             with self._side.issue(unit.name):
-                unit.weights.gather()
+                unit.weights.gather(exactly)
 
     def _look_ahead(self, planned: Sequence[Unit]) -> None:
         for unit in planned[WINDOW:]:

@@ -10,7 +10,8 @@ what a step has in the end is summed once more over the copies: `complete`, then
 Note 0, shards on the host (stages 2 and 3). A reduction goes to a bucket on the device, with what the shard has come
 back to it first where it adds: on the side stream, since the link has both ways at once, and a sum on the host would
 read and write its memory twice as often as two copies do. The bucket then goes to the host beside compute, and is let
-go of after the next one. The bits are those of a shard on the device.
+go of after the next one. The bits are those of a shard on the device. A shard that is narrower there, by choice, is
+rounded on the device and crosses in its own dtype, both ways: what is added is rounded after every micro-batch.
 
 Experts have gradients of several sources, the ranks of the ep axis, of which each has a row; the rows are summed in
 rank order, and that sum is reduced over the ranks that have the same experts. Others have one row.
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import ToHost
@@ -65,6 +67,7 @@ class Gradients:
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
         self._incoming: Tensor | None = None  # Note 0
+        self._crossing: Tensor | None = None  # the same in the shard's own dtype, where that is narrower
         self._pending = DONE
         self._gathering: Pending | None = None  # stage 0, since the sum was there
         self._keep(dtype)
@@ -136,6 +139,11 @@ class Gradients:
     def sums(self) -> torch.dtype:
         """In which sums travel that are reduced over copies of shards."""
         return self._wire
+
+    @property
+    def slow(self) -> str:
+        """In which form they travel there."""
+        return SAME if self._setting.slow is None else self._setting.slow.form
 
     @property
     def accumulates(self) -> bool:
@@ -259,10 +267,10 @@ class Gradients:
         wire = self.travels if single else self._wire
         shard = self.shard
         if self._name in self._setting.kept:
-            shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+            shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self._wide)
             if add:
                 self.to_host.follow()
-                shard.copy_(self.shard, non_blocking=True)
+                self._bring_back(shard)
         self._pending = self._setting.comm.reduce_scatter(self._of_sources(self.full), shard, self._name, wire, add)
         self.state = State.REDUCING
 
@@ -287,8 +295,8 @@ class Gradients:
             return
         self._pending.wait()
         if self._incoming is not None:
-            incoming, self._incoming = self._incoming, None
-            self.to_host.copy(self.shard, incoming, partial(self._arena.give_back, "bucket", incoming))
+            leaving, self._incoming = self._rounded(self._incoming), None
+            self.to_host.copy(self.shard, leaving, partial(self._arena.give_back, "bucket", leaving))
         self._drop_sum_of_sources()
         if self._stash is not None:
             self.shard.add_(self._stash)
@@ -297,6 +305,25 @@ class Gradients:
         self._summed = True
         self._drop_bucket()
         self.state = State.REDUCED
+
+    def _bring_back(self, sums: Tensor) -> None:
+        """Copy what the host has of this step's sums into a bucket on the device."""
+        if self.shard.dtype == sums.dtype:
+            sums.copy_(self.shard, non_blocking=True)
+            return
+        self._crossing = self._arena.borrow("bucket", len(self.shard), self.shard.dtype)
+        sums.copy_(self._crossing.copy_(self.shard, non_blocking=True))
+
+    def _rounded(self, sums: Tensor) -> Tensor:
+        """Return sums in the dtype in which the host keeps them, and give up the wider ones."""
+        if self.shard.dtype == sums.dtype:
+            return sums
+        crossing, self._crossing = self._crossing, None
+        if crossing is None:
+            crossing = self._arena.borrow("bucket", len(self.shard), self.shard.dtype)
+        crossing.copy_(sums)
+        self._arena.give_back("bucket", sums)
+        return crossing
 
     def gather(self) -> None:
         """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
@@ -325,17 +352,17 @@ class Gradients:
         if self._setting.to_host is not None:
             self._setting.to_host.finish()
 
-    def sum_copies(self) -> Pending:
-        """Start summing the step's shard over the ranks that have a copy of it; the result must be waited for.
+    def sum_copies(self, step: int) -> Pending:
+        """Start summing the shard of a step, by its number, over the ranks that have a copy of it; wait for the result.
 
-        Moves 2 (R-1)/R Psi/N elements per rank, over R copies.
+        Moves 2 (R-1)/R Psi/N elements per rank, over R copies, or what a narrow form of terms takes.
         """
         across = self._setting.across
         if across.size == 1 or self.shard.device == across.device:
-            return across.all_reduce(self.shard, self._name, self._wire)
+            return self._sum_copies(self.shard, step)
         near = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
         near.copy_(self.shard)
-        summed = across.all_reduce(near, self._name, self._wire)
+        summed = self._sum_copies(near, step)
 
         def finish() -> None:
             summed.wait()
@@ -343,6 +370,16 @@ class Gradients:
             self._arena.give_back("bucket", near)
 
         return Pending(finish)
+
+    def _sum_copies(self, shard: Tensor, step: int) -> Pending:
+        across, slow = self._setting.across, self._setting.slow
+        if slow is None or across.size == 1:
+            return across.all_reduce(shard, self._name, self._wire)
+        gaps = self._layout.gaps(self._setting.comm.rank)
+        if gaps:  # of buckets nobody has written there, and a block has one scale
+            torch._foreach_zero_([shard[start:stop] for start, stop in gaps])
+        place = f"{step} {self._name} {self._setting.comm.rank} {across.rank} {self._setting.part}"
+        return across.all_reduce_coded(shard, self._name, slow.form, slow.noise(place, shard.device))
 
     def reset(self) -> None:
         """Forget this step's gradients."""

@@ -159,6 +159,13 @@ class UnitLayout:
         start = rank * self.shard + copy * part
         return [piece._replace(offset=piece.offset + copy * part) for piece in self._pieces_in(start, start + part)]
 
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """Return the ranges of a rank's shard that belong to no parameter."""
+        ends = [(piece.offset, piece.offset + piece.stop - piece.start) for piece in self.pieces(rank)]
+        starts = [0, *(stop for _, stop in ends)]
+        stops = [*(start for start, _ in ends), self.shard]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
     def rank_of(self, dp_rank: int) -> int:
         """Return whose shard a dp rank has, by its number among the N that the unit is cut over."""
         return dp_rank // self.ep % self.n

@@ -196,12 +196,14 @@ class ShardedOptimizer(OptimizerStates):
             self.updates.confirm()  # who came here has ended its last step
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
         if reason == APPLIED:
-            later = self._to_host is not None and self.updates is not None and self.orthogonal is None
-            if not later:
+            factors = [1.0 / (scale * read["total"])] if self._are_narrow else []
+            if factors or (self._to_host is not None and self.updates is not None and self.orthogonal is None):
+                factors.append(read["clip"])
+            else:
                 multiply([unit.gradients.owned for unit in self._units], clip if read["clip"] != 1.0 else 1.0)
             if self.orthogonal is not None:
                 self.orthogonal()
-            self._update(read["clip"] if later else 1.0)
+            self._update(factors)
         return Outcome(reason, norm, read["norm"], read_besides)
 
     def _read(self, values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
@@ -262,6 +264,11 @@ class ShardedOptimizer(OptimizerStates):
         away = (unit.gradients for unit in self._units if unit.gradients.shard.device.type != self._arena.device.type)
         return next((gradients.to_host for gradients in away), None)
 
+    @property
+    def _are_narrow(self) -> bool:
+        """Whether gradients are kept in fewer bits than they are reduced in: they stay as they are until the update."""
+        return any(unit.gradients.shard.dtype.itemsize < self._wide.itemsize for unit in self._units)
+
     def _norms(self, factor: float | Tensor) -> Norms:
         """Unscale all gradients, and return the norm of this dp rank's shards, over its model-parallel group."""
         pieces = [(0, owned, grad) for owned, grad in self.shard_grads() if owned.unit not in self._model_group.copies]
@@ -272,20 +279,25 @@ class ShardedOptimizer(OptimizerStates):
     ) -> list[PieceNorm]:
         """Unscale all gradients, and return the norms of pieces; they are all of this rank's, but for copies.
 
-        On the host a piece is multiplied while it is in a core's cache, by this rank's threads.
+        On the host a piece is multiplied while it is in a core's cache, by this rank's threads; narrow ones are left,
+        and their norms multiplied.
         """
-        to_host = self._to_host
-        if to_host is not None and isinstance(factor, Tensor):
-            factor = factor.to("cpu", self._wide)
-        multiply([part for unit in self._units for part in self._not_normed(unit)], factor)
-        if to_host is None:
+        to_host, narrow = self._to_host, self._are_narrow
+        if (narrow or to_host is not None) and isinstance(factor, Tensor):
+            factor = factor.to(self._arena.device if to_host is None else "cpu", self._wide)
+        if not narrow:
+            multiply([part for unit in self._units for part in self._not_normed(unit)], factor)
+        if to_host is None and not narrow:
             return unscaled_norms(pieces, factor, cached_group(self._arena.device.type))
 
         def norm(grad: Tensor) -> Tensor:
+            if narrow:
+                return torch._foreach_norm([grad], 2, self._wide)[0] * factor
             multiply([grad], factor)
             return torch._foreach_norm([grad])[0]
 
-        norms = to_host.of_each(norm, [grad for *_, grad in pieces])
+        grads = [grad for *_, grad in pieces]
+        norms = list(map(norm, grads)) if to_host is None else to_host.of_each(norm, grads)
         return [
             PieceNorm(cell, owned.order, owned.name, value)
             for (cell, owned, _), value in zip(pieces, norms, strict=True)
@@ -319,6 +331,11 @@ class ShardedOptimizer(OptimizerStates):
         """Return the norms of all dp ranks [N, k] in the order in which they are combined."""
         return norms.flatten()
 
+    @property
+    def applied(self) -> int:
+        """Return how many steps have been applied."""
+        return self._applied
+
     def count_from(self, applied: int, missed: Mapping[str, int]) -> None:
         """Go on after so many applied steps, of which parameters have missed some."""
         self._applied, self.missed = applied, Counter(missed)
@@ -330,12 +347,12 @@ class ShardedOptimizer(OptimizerStates):
                 frozen = zip(unit.layout.slots, unit.weights.params, strict=True)
                 self.missed.update(slot.name for slot, p in frozen if not p.requires_grad)
 
-    def _update(self, clip: float) -> None:
-        """Update, or leave it for when weights are used. clip: what gradients on the host are to be multiplied by."""
+    def _update(self, factors: Sequence[float]) -> None:
+        """Update, or leave it for when weights are used. factors: multiply gradients on the host, one by one."""
         self._count()
         self.wait()  # masters may be what is sent
         if self.updates is not None:
-            self.updates.begin(frozen_options(self.torch), clip)
+            self.updates.begin(frozen_options(self.torch), factors)
             units = list(self.updates.buckets)
             for unit, following in zip(units, [*units[1:], units[-1]], strict=True):
                 sent = not (unit.weights.sharded or unit.weights.updates_all)  # one ahead, behind a unit's compute

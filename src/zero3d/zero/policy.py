@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
 from zero3d.zero.layout import Slot, UnitLayout
@@ -59,6 +61,18 @@ class Policy:
     split_master: bool = False
 
 
+@dataclass(frozen=True)
+class SlowWire:
+    """How sums of gradients travel between copies of shards: in a form, whose codes are rounded by noise or not."""
+
+    form: str
+    stochastic: bool = False
+
+    def noise(self, text: str, device: torch.device) -> torch.Generator | None:
+        """Return the source of numbers that this text alone decides on."""
+        return torch.Generator(device).manual_seed(crc32(text.encode())) if self.stochastic else None
+
+
 class Setting(NamedTuple):
     """What all units of an engine share.
 
@@ -67,10 +81,13 @@ class Setting(NamedTuple):
     records     what units have in records, by name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     to_host     copies them there
+    slow        how sums travel between these
     across      the ranks that have the same shards; one alone where states are cut over all of dp
     sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
                 term of their own
     part        number of this rank's part of the experts, on the ep axis
+    codec       of weights on their way to a gather; None: they travel as they are (wires.py)
+    node        the neighbours who keep a second shard of gathered weights together, if any do
     """
 
     policy: Policy
@@ -83,6 +100,9 @@ class Setting(NamedTuple):
     to_host: ToHost | None = None
     sources: int = 1
     part: int = 0
+    slow: SlowWire | None = None
+    codec: BlockCodec | None = None
+    node: Comm | None = None
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""

@@ -58,10 +58,12 @@ class Reductions:
     watch     is shown every local gradient before it is taken (health.py)
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
+    applied   how many steps have been applied
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
     updates: Updates | None = None
+    applied: Callable[[], int] | None = None
 
     def __init__(
         self, units: Sequence[Unit], side: SideStream, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
@@ -225,7 +227,7 @@ class Reductions:
         for unit in self._order:
             while len(under_way) >= WINDOW:
                 under_way.popleft().wait()
-            under_way.append(unit.gradients.sum_copies())
+            under_way.append(unit.gradients.sum_copies(0 if self.applied is None else self.applied()))
         for pending in under_way:
             pending.wait()
 

@@ -115,7 +115,7 @@ class OpenBucket(NamedTuple):
     """A bucket whose record is where it is updated: its fields by name, its weights and its gradient.
 
     frozen  slots of parameters that are frozen now, and left alone
-    clip    what the gradient is still to be multiplied by; a clipped one has 1.0
+    factors what the gradient is still to be multiplied by, one after the other
     """
 
     of: BucketPieces
@@ -123,7 +123,7 @@ class OpenBucket(NamedTuple):
     weights: Tensor
     grad: Tensor
     frozen: frozenset[int] = frozenset()
-    clip: float = 1.0
+    factors: Sequence[float] = ()
 
     @property
     def states(self) -> list[str]:
@@ -138,7 +138,7 @@ class DeferredUpdates(Protocol):
     def buckets(self) -> Mapping[Unit, Sequence[BucketPieces]]:
         """What is updated, by unit in forward order."""
 
-    def begin(self, options: Options, clip: float = 1.0) -> None:
+    def begin(self, options: Options, factors: Sequence[float] = ()) -> None:
         """Take over a step: its gradients stay until they are used, and are final but for this factor."""
 
     def prefetch(self) -> None:

@@ -32,6 +32,7 @@ from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import compute_stream, wait_on
+from zero3d.zero.wires import Wire
 
 
 class Weights:
@@ -43,6 +44,7 @@ class Weights:
     """
 
     pending = False
+    _exact = False
     _due: Callable[[], None] | None = None
 
     def __init__(
@@ -71,6 +73,7 @@ class Weights:
         else:
             self.full = setting.arena.borrow("gathered", layout.total, dtype)
             self.place = self._own_place(dtype)
+        self._wire = Wire(name, layout, dtype, setting, self.place) if self.sharded else None
         self.views = parameter_views(self.full, layout)
         self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
@@ -115,6 +118,21 @@ class Weights:
         return self._setting.slot(self.full) if self.updates_all else self.place.view()
 
     @property
+    def coded(self) -> bool:
+        """Whether what is gathered travels in blocks of 8 bits."""
+        return self._wire is not None and self._wire.codec is not None
+
+    @property
+    def node(self) -> int:
+        """How many neighbours keep a second shard together: 1 where nobody does."""
+        return 1 if self._wire is None or self._wire.second is None else self._wire.second.comm.size
+
+    @property
+    def second_shard(self) -> Tensor | None:
+        """This rank's part of the second shard, if there is one."""
+        return None if self._wire is None or self._wire.second is None else self._wire.second.shard
+
+    @property
     def comes_late(self) -> bool:
         """Whether new weights may still be on their way to parameters that are not gathered: sent, or not updated."""
         return not self.sharded and (not self.updates_all or self.records is not None)
@@ -153,27 +171,26 @@ class Weights:
 
     # --- gather and release ---------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Start filling `full` from all shards; moves (N-1)/N Psi elements per rank."""
+    def gather(self, exactly: bool = False) -> None:
+        """Start filling `full` from all shards; moves (N-1)/N Psi elements per rank.
+
+        exactly  with the weights themselves, where a codec makes others of them
+        """
         assert self.state is State.SHARDED
         self.check()
-        if not self._keeps_full:
-            self._setting.arena.fill("gathered", self.full)
-        try:
-            self._pending_gather = self._setting.comm.all_gather(self.full, self._bring(), self.name)
-        except BaseException:
-            self._free()
-            raise
+        self._pending_gather = self._gather(exactly, fill=not self._keeps_full)
         self.state = State.GATHERING
 
-    def _bring(self) -> Tensor:
-        """Return this rank's shard on the device: one that is elsewhere is copied to its slot of `full`."""
-        if self.records is None or self.records.shard is None:
-            return self.shard
-        slot = self._setting.slot(self.full)
-        with self.place.opened(False) as shard:
-            slot.copy_(shard, non_blocking=True)
-        return slot
+    def _gather(self, exactly: bool, fill: bool) -> Pending:
+        assert self._wire is not None
+        self._exact = exactly
+        return (self._wire.gather_weights if exactly else self._wire.gather)(self.full, fill)
+
+    def show(self, exactly: bool) -> None:
+        """Have a gathered unit's parameters be the weights themselves, or what is computed with, if that differs."""
+        if self.coded and self._exact != exactly:
+            self.ready()
+            self._gather(exactly, fill=False).wait()
 
     def ready(self) -> None:
         """Complete an update, a gather or a refresh: parameters are views of `full`."""
@@ -230,6 +247,11 @@ class Weights:
 
     # --- after an update ------------------------------------------------------------------------
 
+    def changed(self) -> None:
+        """Say that shards have other weights now, on all ranks together: a second shard is not of these."""
+        if self._wire is not None and self._wire.second is not None:
+            self._wire.second.drop()
+
     def refresh(self) -> Pending:
         """Cast the masters to weights, and `send` them."""
         self.ready()
@@ -246,6 +268,7 @@ class Weights:
 
         `ready` waits for them.
         """
+        self.changed()
         if self.sharded or self.updates_all:
             return DONE
         self._pending_gather = self._share_shards()
@@ -265,6 +288,7 @@ class Weights:
         Where a parameter cannot wait, being of a class of its own, it is made now.
         """
         self._due = update
+        self.changed()
         if not self.sharded:
             self._waiting_stream = compute_stream(self._setting.arena.device)
             self.pending = expect(self.params, self.ready)
@@ -333,13 +357,15 @@ class Weights:
 
     def share(self) -> Pending:
         """Make every rank's gathered parameters agree after writes: each slice's owner wins, of several the first."""
+        self.changed()
         self._share_copies()
         return self._share_shards()
 
     def _share_shards(self) -> Pending:
         """Start to give all ranks that the unit is cut over the whole of it."""
         self._share_masters()
-        return self._setting.comm.all_gather(self.full, self._bring(), self.name)
+        own = self.shard if self._wire is None else self._wire.bring(self.full)
+        return self._setting.comm.all_gather(self.full, own, self.name)
 
     def _share_copies(self) -> None:
         """Give ranks that have copies of a shard the first one's masters; Psi/N of them."""
@@ -368,6 +394,8 @@ def is_placeholder(p: Tensor) -> bool:
 
 
 def placeholder(p: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one NaN in the shape of a parameter that is released (Note 1)."""
-    value = float("nan") if dtype.is_floating_point else 0
+    """Return one NaN in the shape of a parameter that is released (Note 1); of bytes, those that a NaN is made of."""
+    value: float = float("nan") if dtype.is_floating_point else 0
+    if dtype == torch.uint8:
+        value = 255
     return torch.full((), value, dtype=dtype, device=device).expand(p.shape)

@@ -151,6 +151,11 @@ def _zero(reader: _Reader) -> None:
         reader.take(f"{ZERO}.stage", "zero.stage")
     else:
         reader.put("zero.stage", 0, f"{ZERO}.stage", strong=False)
+    for name, ours in (("weights", "zero.gather_wire"), ("gradients", "zero.slow_wire")):
+        if reader.switch(key := f"{ZERO}.zero_quantized_{name}"):
+            reader.put(ours, "int8", key)
+    if reader.given.get(key := f"{ZERO}.zero_hpz_partition_size") not in (0, 1):
+        reader.take(key, "zero.second_shard")
 
 
 def _offload(reader: _Reader) -> None:

@@ -80,11 +80,18 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
     stage = options.pop("stage")
     if choice.stage is not None:
         stage = choice.stage
-    build = partial(TrainersAccelerator, stage=stage, options={**options, **(choice.options or {})})
+    options |= choice.options or {}
+    build = partial(TrainersAccelerator, stage=stage, options=options)
     if json is not None and args.parallelism_config is None and (sp := sequence_ranks(args, json.made.document)) > 1:
         build = partial(build, parallelism_config=ParallelismConfig(sp_size=sp))
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
+    mesh: Any = options.get("mesh")
+    if args.label_smoothing_factor and (trainer.accelerator.alike if mesh is None else mesh.sp) > 1:
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor:g} takes a loss of whole sequences' logits, and "
+            "ranks that share sequences have some rows of them each: leave it out, or share no sequences (sp_size=1)."
+        )
     if json is not None and args.process_index == 0:
         print("\n".join(lines(json.made)))
 
@@ -210,6 +217,14 @@ def get_total_train_batch_size(original: Callable[..., int], trainer: Trainer, *
     return original(*given) // alike
 
 
+def _track_num_input_tokens(original: Callable[..., None], trainer: Trainer, inputs: Any) -> None:
+    """Count the tokens of a batch, which ranks that share sequences have been handed alike, once."""
+    state = trainer.state
+    before = state.num_input_tokens_seen
+    original(inputs)
+    state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // trainer.accelerator.alike
+
+
 def evaluation_loop(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
     """Evaluate. An engine's weights have the dtype of computation: full_eval flags would cast them for good."""
     args = trainer.args
@@ -254,6 +269,7 @@ SEAMS: Mapping[str, Callable[..., Any]] = {
         _finalize_training,
         evaluation_loop,
         get_total_train_batch_size,
+        _track_num_input_tokens,
         prediction_step,
     )
 }

@@ -1,0 +1,250 @@
+"""A slow link between two hosts: what gathers in blocks and second shards leave of it. Needs root, Linux and iproute2.
+
+    python benchmarks/links.py --json out.json           two hosts of two ranks, gloo, bf16, one micro-batch a step
+
+Two network namespaces joined by a cable, throttled by tbf to each rate (tests/two_hosts.py), 0 for a cable that is not.
+At each rate ranks are started anew, and variants take turns in the same processes:
+
+    flat        stage 3 over all four ranks
+    int8        zero.gather_wire=int8
+    second      zero.second_shard=2, a host's
+    both
+    fsdp2       torch's fully_shard over all four
+    hsdp        fully_shard over a host's two, copies on the other
+
+For each: seconds of a step (the slowest rank's, median over rounds) and what the first host puts on the cable in it; of
+zero3d also a pass of gathers of all units, first after an update and again, as a backward has it, and the bytes of
+the first that cross the cable by formula. Target: a pass again from second shards is 10 times as fast as flat's at 200
+Mbit/s. The exit code is 0 whether it is met or not, and where two hosts cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import torch
+import torch.distributed as dist
+from model import Shape, batch, build_gpt
+from ranks import command_line, over_ranks, positive
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
+from two_hosts import ADDRESSES, CABLE, two_hosts, why_not
+
+import zero3d
+
+RATES = (100, 200, 1000, 0)  # Mbit/s
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "int8": {"gather_wire": "int8"},
+    "second": {"second_shard": 2},
+    "both": {"gather_wire": "int8", "second_shard": 2},
+}
+TORCH = ("fsdp2", "hsdp")
+HOSTS, LOCAL, CLIP, PORT = 2, 2, 1.0, 29611
+TARGET, TARGET_RATE = 10, 200
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    if "RANK" in os.environ:
+        measured = measure(arguments)
+        if dist.get_rank() == 0:
+            arguments.json.write_text(json.dumps(measured))
+        dist.destroy_process_group()
+        return 0
+    if why_not():
+        print(f"skipped: {why_not()}")
+        return 0
+    result = {
+        "torch": torch.__version__,
+        "arguments": {**vars(arguments), "model": vars(arguments.model), "json": None},
+        "rates": {str(rate): at_rate(rate, arguments) for rate in arguments.rates},
+    }
+    print(show(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line(__doc__, ranks=HOSTS * LOCAL)
+    parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="Mbit/s; 0: not throttled")
+    parser.add_argument("--model", type=Shape.parse, default=Shape(layers=4, d=256, vocab=1024))
+    parser.add_argument("--length", type=positive, default=32, help="tokens of the one sequence of a rank")
+    return parser.parse_args(argv)
+
+
+def at_rate(rate: int, arguments: argparse.Namespace) -> Any:
+    """What ranks measure on two hosts whose cable has this rate. Raises RuntimeError where one of them fails."""
+    model = ",".join(f"{key}={value}" for key, value in vars(arguments.model).items())
+    words = ["--rounds", arguments.rounds, "--model", model, "--length", arguments.length, "--json"]
+    with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
+        for host in hosts if rate else ():
+            host.slow_down(f"{rate}mbit")
+        ranks = []
+        for rank in range(HOSTS * LOCAL):
+            given = {"RANK": rank, "WORLD_SIZE": HOSTS * LOCAL, "LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": LOCAL}
+            given |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": CABLE}
+            environment = os.environ | {key: str(value) for key, value in given.items()} | {"OMP_NUM_THREADS": "1"}
+            command = [sys.executable, __file__, *words, f"{folder}/out.json"]
+            ranks.append(hosts[rank // LOCAL].start(command, env=environment, stderr=subprocess.PIPE, text=True))
+        failed = [said[1][-2000:] for rank in ranks if (said := rank.communicate()) and rank.returncode]
+        if failed:
+            raise RuntimeError(f"at {rate} Mbit/s: {failed[0]}")
+        return json.loads((Path(folder) / "out.json").read_text())
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """By variant, what its turns took."""
+    mesh = zero3d.Mesh(device="cpu")
+    torch.set_num_threads(1)
+    steps: dict[str, Callable[[int], float]] = {}
+    engines: dict[str, zero3d.Engine] = {}
+    for name, options in OPTIONS.items():
+        engines[name] = zero3d.Engine(
+            build_gpt(arguments.model), mesh=mesh, stage=3, precision="bf16", clip_norm=CLIP, **options
+        )
+        steps[name] = step_of(engines[name], arguments)
+    for name in TORCH:
+        steps[name] = torch_step(name, arguments)
+    found: dict[str, dict[str, list[float]]] = {name: {"step": [], "cable": []} for name in steps}
+    losses = dict.fromkeys(steps, 0.0)
+    for turn in range(1 + arguments.rounds):
+        for name, step in steps.items():
+            seconds, sent = timed(lambda step=step, name=name, turn=turn: losses.update({name: step(turn)}))
+            if turn:
+                found[name]["step"].append(seconds)
+                found[name]["cable"].append(sent)
+    for name, engine in engines.items():
+        found[name] |= {"first": [], "again": [], "first cable": [], "again cable": []}
+        for turn in range(1 + arguments.rounds):
+            for unit in engine.units:
+                unit.weights.changed()
+            for which in ("first", "again"):
+                seconds, sent = timed(lambda engine=engine: gather_all(engine))
+                if turn:
+                    found[name][which].append(seconds)
+                    found[name][f"{which} cable"].append(sent)
+    return {
+        name: {key: median(values) for key, values in figures.items()}
+        | {"loss": losses[name]}
+        | ({"computed": computed(engines[name])} if name in engines else {})
+        for name, figures in found.items()
+    }
+
+
+def step_of(engine: zero3d.Engine, arguments: argparse.Namespace) -> Callable[[int], float]:
+    """A step of an engine on this rank's batch."""
+
+    def step(number: int) -> float:
+        loss = engine(*data(arguments, number))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def torch_step(name: str, arguments: argparse.Namespace) -> Callable[[int], float]:
+    """A step of FSDP2, block by block as zero3d has them."""
+    model = build_gpt(arguments.model)
+    shape = (HOSTS, LOCAL) if name == "hsdp" else (HOSTS * LOCAL,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model.embedding, *model.blocks, model.head, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(number: int) -> float:
+        loss = model(*data(arguments, number))
+        loss.backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def data(arguments: argparse.Namespace, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    seed = 100 * step + dist.get_rank()
+    return batch(seed, 1, arguments.length, arguments.model.vocab, torch.device("cpu"))
+
+
+def gather_all(engine: zero3d.Engine) -> None:
+    """Gather and release every unit, as a pass through the model does."""
+    for unit in engine.units:
+        unit.weights.gather()
+        unit.weights.release()
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of the slowest rank, and the bytes that the first host has sent meanwhile."""
+    dist.barrier()
+    before, begun = sent_by_host(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begun
+    dist.barrier()
+    sent = sent_by_host() - before
+    [slowest] = over_ranks([seconds], dist.ReduceOp.MAX, torch.device("cpu"))
+    return slowest, float(sent)
+
+
+def sent_by_host() -> int:
+    """Return what this rank's host has put on the cable so far; 0 where another rank asks."""
+    if dist.get_rank():
+        return 0
+    said = subprocess.run(["ip", "-json", "-stats", "link", "show", "dev", CABLE], check=True, capture_output=True)
+    [row] = json.loads(said.stdout)
+    return int(row["stats64"]["tx"]["bytes"])
+
+
+def computed(engine: zero3d.Engine) -> int:
+    """Return the bytes of a pass of gathers over all ranks that a host sends: each shard to all ranks of the other."""
+    travels = (elements * width for unit in engine.traffic_units for elements, width in [unit.as_gathered])
+    return sum(nbytes // (HOSTS * LOCAL) * LOCAL * (HOSTS - 1) * LOCAL for nbytes in travels)
+
+
+# --- as text ----------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [
+        f"{'Mbit/s':>7}  {'variant':<8}{'step s':>9}{'MB':>8}{'first s':>10}{'again s':>10}{'x flat':>8}{'loss':>10}"
+    ]
+    for rate, variants in result["rates"].items():
+        for name, figures in variants.items():
+            gathers = f"{figures['first']:>10.4f}{figures['again']:>10.4f}" if "first" in figures else 20 * " "
+            times = f"{variants['flat']['again'] / figures['again']:>8.1f}" if "again" in figures else 8 * " "
+            rates = "none" if rate == "0" else rate
+            row = f"{rates:>7}  {name:<8}{figures['step']:>9.3f}{figures['cable'] / 1e6:>8.2f}{gathers}{times}"
+            lines.append(f"{row}{figures['loss']:>10.4f}")
+    with suppress(KeyError):
+        at = result["rates"][str(TARGET_RATE)]
+        times = at["flat"]["again"] / at["second"]["again"]
+        lines.append(
+            f"gathers again at {TARGET_RATE} Mbit/s: {times:.0f}x as fast from second shards (target {TARGET}x)"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

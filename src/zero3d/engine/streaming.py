@@ -1,0 +1,283 @@
+"""Weights streamed out of an engine in buckets: `Engine.stream_weights`, `Engine.send_weights`.
+
+    every pipeline stage in turn    a unit is gathered; the stage's first rank has its tensors as they are published
+                                    (checkpoint/published.py) and copies them into buckets (weights/buckets.py)
+    rank 0 of all                   yields the buckets, those of later stages once they have been sent to it
+    all other ranks                 yield as many, without tensors, so that all ranks run one loop
+
+Memory: the largest gathered unit and two buckets on rank 0, one on the first ranks of later stages; where adapters are
+merged a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever fails, all of
+them raise its error, and nothing of training has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from zero3d.checkpoint.adapter_folder import AdapterForm, streamed_name
+from zero3d.checkpoint.forms import ADAPTER, MERGED, WHOLE
+from zero3d.checkpoint.hub_names import has_adapters
+from zero3d.checkpoint.published import Published
+from zero3d.checkpoint.state import EngineState
+from zero3d.distributed.agreement import agree, exchange_texts
+from zero3d.distributed.degrees import Place
+from zero3d.engine.accounting import MemoryEntry
+from zero3d.engine.assembly import Assembly
+from zero3d.engine.features import required
+from zero3d.engine.state import engine_state
+from zero3d.engine.stream_guard import Streaming
+from zero3d.engine.unshard import Unsharded
+from zero3d.errors import ConfigError, StreamError
+from zero3d.models.bases import model_of
+from zero3d.precision import DTYPES
+from zero3d.spec.sizes import parse_size
+from zero3d.spec.tiers import HOST
+from zero3d.weights.buckets import Bucket, Packer, check_bucket_bytes
+from zero3d.zero.unit import Unit
+
+ADAPTERS = ("merged", "alone")
+CATEGORY = "stream"  # of the memory of buckets
+AXIS = "receivers"  # where a watchdog is told that rank 0 waits for one
+Memory = Callable[[int], Sequence[Tensor]]  # gives two pieces of so many bytes
+Buckets = Generator[Bucket, None, None]
+
+
+class Sender(Protocol):
+    """Brings buckets to receivers; rank 0 has one."""
+
+    waiting: Callable[[str], Any]
+
+    def memory(self, nbytes: int) -> Sequence[Tensor]:
+        """Return the memory of two buckets."""
+
+    def begin(self) -> None:
+        """Begin a stream."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Send a bucket; return when the memory of the one before is free."""
+
+    def finish(self, tensors: int, nbytes: int) -> None:
+        """Return when receivers have all of the stream."""
+
+    def fail(self, why: str) -> None:
+        """Tell receivers that the stream has failed."""
+
+
+class Sent(NamedTuple):
+    """Counts what a stream has sent: tensors and their bytes, in so many buckets and seconds; 0 on ranks but 0."""
+
+    tensors: int
+    nbytes: int
+    buckets: int
+    seconds: float
+
+
+class WeightStreams:
+    """Streams the weights of an engine.
+
+    memory  the entry of buckets while a stream holds them
+    """
+
+    def __init__(self, assembly: Assembly, unsharded: Unsharded) -> None:
+        self._assembly, self._unsharded = assembly, unsharded
+        self._mesh, self._world = assembly.base.resolved.mesh, assembly.base.axes.world
+        self._held, self._peak = 0, 0
+
+    @property
+    def memory(self) -> list[MemoryEntry]:
+        """Return the entry of buckets, where a stream has held any."""
+        return [MemoryEntry(CATEGORY, HOST, self._peak, self._held, self._peak)] if self._peak else []
+
+    def stream(
+        self, dtype: str | None, bucket_bytes: int | str, adapters: str, memory: Memory | None = None
+    ) -> Buckets:
+        """Return the generator that `Engine.stream_weights` promises; memory: where rank 0 has its buckets."""
+        kind, nbytes = self._kind(adapters), check_bucket_bytes(parse_size(bucket_bytes, "bucket_bytes"))
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"dtype={dtype!r}: pass {', '.join(map(repr, DTYPES))}, or None for that of training.")
+        wanted = None if dtype is None else DTYPES[dtype]
+        return self._stream(kind, wanted, nbytes, memory or _allocated)
+
+    def send(self, sender: Sender | None, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Sent:
+        """Stream to a sender's receivers, as `Engine.send_weights` says."""
+        with self._mesh.heartbeat.phase("stream"):
+            return self._send(sender, dtype, bucket_bytes, adapters)
+
+    def _send(self, sender: Sender | None, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Sent:
+        begun, tensors, nbytes, buckets = time.perf_counter(), 0, 0, 0
+        stream = self.stream(dtype, bucket_bytes, adapters, None if sender is None else sender.memory)
+        agree(self._world, partial(self._check_sender, sender))
+        if sender is not None:
+            sender.waiting = self._waiting
+        try:
+            for bucket in stream:
+                if sender is None:
+                    continue
+                try:
+                    if not bucket.number:
+                        sender.begin()
+                    sender.send(bucket)
+                except StreamError as error:
+                    stream.throw(error)
+                buckets += 1
+                tensors += sum(part.checksum != "" for part in bucket.parts)
+                nbytes += sum(part.tensor.nbytes for part in bucket.parts)
+            agree(self._world, lambda: None if sender is None else sender.finish(tensors, nbytes))
+        except BaseException as error:
+            if sender is not None:
+                sender.fail(str(error))
+            raise
+        return Sent(tensors, nbytes, buckets, time.perf_counter() - begun)
+
+    def _check_sender(self, sender: Sender | None) -> None:
+        if (sender is not None) != (self._world.rank == 0):
+            raise ConfigError("send_weights(sender): rank 0 gives a sender, and the others None.")
+
+    def _waiting(self, whom: str) -> Any:
+        return self._mesh.heartbeat.inside(AXIS, "wait", whom)
+
+    def _kind(self, adapters: str) -> str:
+        if adapters not in ADAPTERS:
+            raise ConfigError(f"adapters={adapters!r}: pass {' or '.join(map(repr, ADAPTERS))}.")
+        chunk = next(iter(self._assembly.base.partition.chunks.values()))
+        if not has_adapters(model_of(chunk)):
+            return WHOLE
+        return MERGED if adapters == "merged" else ADAPTER
+
+    # --- the buckets ----------------------------------------------------------------------------
+
+    def _stream(self, kind: str, dtype: torch.dtype | None, nbytes: int, memory: Memory) -> Buckets:
+        """Yield the buckets of all stages in turn, numbered from 0."""
+        self._assembly.registry.check()
+        self._assembly.runtime.optimizer.flush()
+        with (
+            required(self._assembly.features, Streaming).begun(),
+            self._mesh.heartbeat.phase("stream"),
+            self._resharded(),
+            torch.no_grad(),
+        ):
+            state, place = engine_state(self._assembly), self._mesh.place
+            published = agree(self._world, lambda: Published(state, kind))
+            packs = (place.tp, place.dp) == (0, 0)
+            memories = agree(self._world, lambda: memory(nbytes)[: 1 if place.pp else 2] if packs else [])
+            self._held = self._peak = sum(each.numel() for each in memories)
+            try:
+                yield from self._stages(state, published, dtype, memories)
+            finally:
+                self._held = 0
+
+    @contextmanager
+    def _resharded(self) -> Iterator[None]:
+        """Have no parameters whole inside, and those that were again afterwards, however it ends."""
+        before = self._unsharded.now
+        self._unsharded.reshard()
+        try:
+            yield
+        finally:
+            self._unsharded.again(*before)
+
+    def _stages(
+        self, state: EngineState, published: Published, dtype: torch.dtype | None, memories: Sequence[Tensor]
+    ) -> Buckets:
+        world, alone = self._world, isinstance(published.form, AdapterForm)
+        counts = world.exchange(torch.tensor([len(published.units)], dtype=torch.int64)).flatten().tolist()
+        number, sent = 0, set[str]()
+        for stage in range(state.degrees.pp):
+            head = state.degrees.rank(Place(stage, 0, 0))
+            packer = Packer(memories) if world.rank == head else None
+            hand = partial(self._handed, head, memories)
+            for i in range(counts[head]):
+                unit = published.units[i] if self._mesh.place.pp == stage else None
+                with nullcontext() if unit is None else self._assembly.whole_parameters.gathered(unit):
+                    number = yield from hand(number, self._packed(published, unit, packer, dtype))
+            last = agree(world, partial(_others, published, sent) if packer is not None else dict[str, Tensor])
+            names = list(last)
+            number = yield from hand(number, _to_the_end(packer, last, dtype if alone else None))
+            if state.degrees.pp > 1:
+                sent.update(name for text in exchange_texts(world, json.dumps(names)) for name in json.loads(text))
+
+    def _packed(
+        self, published: Published, unit: Unit | None, packer: Packer | None, dtype: torch.dtype | None
+    ) -> Iterator[Bucket]:
+        """Return the buckets that a unit of this stage fills, on its first rank; other ranks have none."""
+        tensors = agree(self._world, dict[str, Tensor] if unit is None else partial(published.take, unit))
+        return iter(()) if packer is None else packer.feed(tensors, dtype)
+
+    def _handed(
+        self, head: int, memories: Sequence[Tensor], number: int, packed: Iterator[Bucket]
+    ) -> Generator[Bucket, None, int]:
+        """Yield what a stage's first rank packs, on rank 0 in its own memory; return the number of the next bucket."""
+        world = self._world
+        while True:
+            bucket = agree(world, lambda: next(packed, None))
+            text = b"" if bucket is None else json.dumps([bucket.nbytes, bucket.header()]).encode()
+            length = int(world.exchange(torch.tensor([len(text)], dtype=torch.int64))[head, 0])
+            if not length:
+                return number
+            if head:
+                bucket = self._moved(head, memories, bucket, text.ljust(length), number)
+            elif bucket is not None:
+                bucket = bucket._replace(number=number)
+            yield from self._yielded(
+                bucket if bucket is not None else Bucket(number, torch.empty(0, dtype=torch.uint8), 0, ())
+            )
+            number += 1
+
+    def _moved(
+        self, head: int, memories: Sequence[Tensor], bucket: Bucket | None, text: bytes, number: int
+    ) -> Bucket | None:
+        """Send a later stage's bucket to rank 0, and return it there."""
+        world = self._world
+        about = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        world.send_to_first(about, head, "a bucket's header")
+        if bucket is not None:
+            world.send_to_first(bucket.memory[: bucket.nbytes], head, "a bucket")
+            return None
+        if world.rank:
+            return None
+        memory = memories[number % len(memories)]
+        nbytes, header = json.loads(about.numpy().tobytes())
+        world.send_to_first(memory[:nbytes], head, "a bucket")
+        return Bucket.of(number, memory, nbytes, header)
+
+    def _yielded(self, bucket: Bucket) -> Buckets:
+        """Yield a bucket; whoever leaves the stream there, or fails, all ranks raise that."""
+        rank = self._world.rank
+        try:
+            yield bucket
+        except GeneratorExit:
+            left = StreamError(f"rank {rank} left the stream of weights at bucket {bucket.number}.")
+            with suppress(StreamError):
+                agree(self._world, partial(_fail, left))
+            raise
+        except Exception as error:  # noqa: BLE001 (agree raises it)
+            agree(self._world, partial(_fail, error))
+
+
+def _others(published: Published, sent: Collection[str]) -> dict[str, Tensor]:
+    """Return a stage's buffers, and what has waited, under the names of a stream; none that an earlier stage has."""
+    named = {streamed_name(name): tensor for name, tensor in published.buffers().items()}
+    return {name: tensor for name, tensor in named.items() if name not in sent}
+
+
+def _to_the_end(packer: Packer | None, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[Bucket]:
+    """Yield the buckets of a stage's last tensors, the one that is open with them."""
+    if packer is not None:
+        yield from packer.feed(tensors, dtype)
+        yield from packer.flush()
+
+
+def _allocated(nbytes: int) -> Sequence[Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,314 @@
+"""Weights that are gathered in blocks of 8 bits, and second shards of gathered weights: bits, bytes, what others see."""
+
+import math
+from math import ceil
+
+import meshes
+import pytest
+import torch
+from models import adamw, batch, bits, build, loss_of, planned_bytes, train_engine
+from safetensors.torch import load_file
+from torch import nn
+
+import zero3d
+from zero3d.account.traffic import node_traffic, step_traffic
+from zero3d.activations.recomputation import recompute
+from zero3d.distributed.block_codec import BlockCodec
+from zero3d.errors import ConfigError, MeshError
+from zero3d.precision import to_compute
+from zero3d.zero.tokens import count_gathers
+
+CODED, SECOND = {"gather_wire": "int8"}, {"second_shard": 2}
+
+
+def engine_of(model="net", precision="bf16", mesh=None, **options):
+    module = build(model) if isinstance(model, str) else model
+    return zero3d.Engine(module, mesh=mesh, stage=3, precision=precision, clip_norm=0.5, optimizer=adamw, **options)
+
+
+def through_blocks(values):
+    """What is computed with in the place of weights: decoded blocks of each parameter."""
+    codec, out = BlockCodec(8), torch.empty(values.numel(), dtype=values.dtype)
+    message = torch.empty(codec.message_bytes(out.numel()), dtype=torch.uint8)
+    codec.encode(values.reshape(-1), message)
+    codec.decode(message, out)
+    return out.view(values.shape)
+
+
+# --- second shards change no bit -----------------------------------------------------------------
+
+
+def course(folder, options):
+    """What a run sees in its life: steps, an evaluation, a write, a frozen part, a save, a load; all digits."""
+    rank = torch.distributed.get_rank()
+    model = build("net")
+    model.embed.requires_grad_(False)
+    recompute(model, "full")
+    degrees = {name: options.pop(name) for name in ("shard",) if name in options}
+    engine, seen = engine_of(model, mesh=zero3d.Mesh(**degrees), accumulate=2, **options), []
+
+    def step(number):
+        for m in range(2):
+            loss = loss_of(engine, batch(10 * number + m, rank))
+            engine.backward(loss)
+            seen.append(float(loss.detach()))
+        seen.append(float(engine.step().grad_norm))
+
+    def evaluate():
+        with torch.no_grad():
+            seen.append(float(loss_of(engine, batch(99, rank))))
+
+    step(0)
+    evaluate()
+    step(1)
+    saved = engine.save(folder)
+    step(2)
+    evaluate()
+    with engine.full_params(), torch.no_grad():
+        engine.module.head.weight.mul_(1.5)
+        engine.module.embed.weight.add_(0.25)  # frozen
+    evaluate()
+    step(3)
+    engine.load(saved)
+    evaluate()
+    step(2)
+    engine.unfreeze("embed.weight")
+    step(4)
+    evaluate()
+    with engine.full_params():
+        seen.append(bits(engine.module.parameters()))
+    calls = {(e.axis, e.unit): e.calls for e in engine.traffic if e.op == "all_gather"}
+    return seen, calls
+
+
+@pytest.mark.parametrize("wire", ["same", pytest.param("int8", marks=pytest.mark.long)])
+def test_a_second_shard_changes_no_bit_of_a_course(ranks, tmp_path, wire):
+    plain = ranks(4, course, tmp_path / "plain", {"gather_wire": wire})
+    second = ranks(4, course, tmp_path / "second", {"gather_wire": wire, **SECOND})
+    for (seen, _), (found, calls) in zip(plain, second, strict=True):
+        assert found == seen
+        assert calls["node", "layers.0"] > calls["dp", "layers.0"]
+    assert len({seen[-1] for seen, _ in plain}) == 1
+
+
+@pytest.mark.long
+def test_a_second_shard_inside_of_a_shard_group_changes_no_bit_either(ranks, tmp_path):
+    plain = ranks(8, course, tmp_path / "plain", {"shard": 4})
+    second = ranks(8, course, tmp_path / "second", {"shard": 4, **SECOND})
+    for (seen, _), (found, calls) in zip(plain, second, strict=True):
+        assert found == seen
+        assert calls["node", "layers.0"] > calls["shard", "layers.0"]
+
+
+# --- what is computed with -----------------------------------------------------------------------
+
+
+def by_hand(batches, clip):
+    """Mixed precision over blocks, written out: fp32 masters, bf16 weights of them, which are decoded for the model."""
+    model = build("net")
+    masters = [p.detach().clone() for p in model.parameters()]
+    optimizer, losses, norms = adamw(masters), [], []
+    for ids in batches:
+        for p, master in zip(model.parameters(), masters, strict=True):
+            p.data = through_blocks(to_compute(master, torch.bfloat16))
+        loss = loss_of(model, ids)
+        loss.backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        norms.append(float(nn.utils.clip_grad_norm_(masters, clip)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, [to_compute(m, torch.bfloat16) for m in masters]
+
+
+def test_one_rank_computes_with_decoded_blocks_and_keeps_its_masters():
+    batches = [batch(step) for step in range(3)]
+    losses, norms, weights = by_hand(batches, 0.5)
+    engine = engine_of(**CODED)
+    found = train_engine(engine, batches)
+    assert found == (losses, norms, bits(weights))
+    assert found != train_engine(engine_of(), batches)
+
+
+def seen_by_others(folder):
+    """The weights that steps compute with, and those of full_params(), a checkpoint, an export and averages."""
+    rank = torch.distributed.get_rank()
+    engine, plain = engine_of(**CODED), engine_of()
+    with torch.no_grad():
+        coded, exact = loss_of(engine, batch(7, rank)), loss_of(plain, batch(7, rank))
+        with engine.full_params(), plain.full_params():  # while units stay gathered from the forward
+            both = [
+                (p.clone(), q.clone())
+                for p, q in zip(engine.module.parameters(), plain.module.parameters(), strict=True)
+            ]
+        again = loss_of(engine, batch(7, rank))
+    engine.export(folder)
+    return coded, exact, again, both
+
+
+def test_others_than_the_model_see_the_weights_themselves(ranks, tmp_path):
+    for coded, exact, again, both in ranks(2, seen_by_others, tmp_path / "out"):
+        assert coded == again != exact
+        assert all(torch.equal(p, q) for p, q in both)
+        written = load_file(next((tmp_path / "out").glob("*.safetensors")))
+        shapes = sorted(tuple(p.shape) for p, _ in both)
+        assert sorted(tuple(values.shape) for values in written.values()) == shapes
+
+
+def resumed(folder, first, then):
+    """Two steps with the first options, one more with others."""
+    rank = torch.distributed.get_rank()
+    engine = engine_of(**first)
+    train_engine(engine, [batch(step, rank) for step in range(2)])
+    saved = engine.save(folder)
+    other = engine_of(**then)
+    other.load(saved)
+    with other.full_params(), engine.full_params():
+        assert bits(other.module.parameters()) == bits(engine.module.parameters())
+    return other.checkpoints.resumed, train_engine(other, [batch(2, rank)]), train_engine(engine, [batch(2, rank)])
+
+
+@pytest.mark.parametrize(("first", "then"), [(CODED, {}), ({}, CODED), (CODED, SECOND | CODED)])
+def test_masters_are_resumed_between_wires(ranks, tmp_path, first, then):
+    world = 4 if "second_shard" in then else 2
+    for why, found, wanted in ranks(world, resumed, tmp_path, first, then):
+        same = first.keys() == (then.keys() & first.keys()) and bool(first)
+        assert (found == wanted) == same
+        assert why.startswith("bitwise") == same
+
+
+# --- meshes, exact mode, offload -------------------------------------------------------------------
+
+
+MESHES = {
+    "tp": ("llama", {"dp": 1, "tp": 2}),
+    "pp": ("llama", {"dp": 1, "pp": 2}),
+    "zbv": ("llama", {"dp": 1, "pp": 2}),
+    "ep": ("moe", {"dp": 2, "ep": 2}),
+    "edp": ("moe", {"dp": 4, "ep": 2}),
+    "sp": ("llama", {"dp": 2, "sp": 2}),
+    "tp and pp": ("llama", {"dp": 1, "tp": 2, "pp": 2}),
+}
+
+
+def on_mesh(name):
+    """The loss of an evaluation over blocks, that of a plain engine with decoded weights, and one of a step."""
+    family, degrees = MESHES[name]
+    schedule, mesh = "zbv" if name == "zbv" else None, zero3d.Mesh(**degrees)
+    engines = [
+        meshes.engine_of(
+            meshes.model_of(family, (1, 1, mesh.pp)), mesh, precision="bf16", stage=3, schedule=schedule, **options
+        )
+        for options in (CODED, {})
+    ]
+    with engines[1].full_params(), torch.no_grad():
+        for p in engines[1].module.parameters():
+            for part in p if p.dim() == 3 else [p]:  # experts lie one by one
+                part.copy_(through_blocks(part))
+    count = 4 if mesh.pp > 1 else 2 * mesh.dp // mesh.sp
+    given = meshes.own(meshes.micro_batches(0, count), mesh.row, mesh.dp // mesh.sp)
+    losses = [float(engine.evaluate(given)) for engine in engines]
+    return losses, float(engines[0].train_batch(given)), float(engines[1].train_batch(given))
+
+
+@pytest.mark.parametrize("name", [
+    "tp", *(pytest.param(name, marks=pytest.mark.long) for name in MESHES if name != "tp"),
+])  # fmt: skip
+def test_every_axis_computes_with_decoded_blocks(ranks, name):
+    world = math.prod(degree for axis, degree in MESHES[name][1].items() if axis in ("dp", "tp", "pp"))
+    for (coded, decoded), first, other in ranks(world, on_mesh, name):
+        assert coded == decoded
+        assert first == other
+
+
+def exact_course(options):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    engine = engine_of(precision="bf16", exact=True, accumulate=4 // world, **options,
+                       loss=lambda output, ids: (loss_of(lambda _: output, ids), 1.0))  # fmt: skip
+    losses = []
+    for step in range(2):
+        losses.append(float(engine.train_batch([batch(10 * step + m * world + rank) for m in range(4 // world)])))
+    with engine.full_params():
+        return losses, bits(engine.module.parameters())
+
+
+def test_exact_mode_has_one_fingerprint_at_every_dp(ranks):
+    found = [ranks(world, exact_course, CODED)[0] for world in (1, 2)]
+    found.append(ranks(4, exact_course, CODED | SECOND)[0])
+    assert found[0] == found[1] == found[2]
+    assert found[0] != ranks(1, exact_course, {})[0]
+
+
+def on_host(options):
+    rank = torch.distributed.get_rank()
+    off = {"params": "host", "optimizer": "host"}
+    batches = [batch(step, rank) for step in range(2)]
+    return [train_engine(engine_of(offload=offload, **options), batches) for offload in (None, off)]
+
+
+def test_weights_that_leave_the_device_have_the_same_blocks(ranks):
+    for here, there in ranks(4, on_host, CODED | SECOND):
+        assert here == there
+
+
+# --- ledger and arena --------------------------------------------------------------------------------
+
+
+def account(options):
+    rank = torch.distributed.get_rank()
+    model = build("net")
+    model.embed.requires_grad_(False)
+    engine = engine_of(model, accumulate=2, **options)
+    for step in range(2):
+        engine.traffic.reset()
+        engine.gathers.events = []
+        for m in range(2):
+            engine.backward(loss_of(engine, batch(step * 10 + m, rank)))
+        engine.step()
+    gathers = count_gathers(engine.gathers.events)
+    planned = {("dp", *key): v for key, v in step_traffic(3, engine.traffic_units, engine.dp.size, gathers, 2).items()}
+    planned |= {("node", *key): v for key, v in node_traffic(engine.traffic_units, gathers).items()}
+    measured = {(e.axis, e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
+    arena = {c: engine.arena.live(c) for c in ("parameters", "padding", "gathered", "bucket", "wire")}
+    return planned, measured, arena, planned_bytes(engine), {e.category: e.planned for e in engine.memory}
+
+
+@pytest.mark.parametrize("options", [CODED, SECOND, CODED | SECOND], ids=["coded", "second", "both"])
+def test_ledger_and_arena_equal_the_formulas(ranks, options):
+    for planned, measured, arena, states, held in ranks(4, account, options):
+        assert measured == {key: tuple(value) for key, value in planned.items()}
+        assert arena["parameters"] == states.parameters
+        assert ceil(arena["padding"]) == held["padding"]
+        assert arena["wire"] == arena["gathered"] == arena["bucket"] == 0
+        layer = planned["dp", "all_gather", "layers.0"]
+        assert layer.calls == (1 if "second_shard" in options else 4)
+        assert ("dp", "all_gather", "embed") in planned or "second_shard" in options
+
+
+def test_bytes_of_a_gather_are_half_of_bf16s(ranks):
+    plain, coded = ({k: v.bytes for k, v in ranks(4, account, options)[0][0].items()} for options in ({}, CODED))
+    unit = ("dp", "all_gather", "layers.0")
+    assert coded[unit] / plain[unit] == pytest.approx((1 + 4 / 256) / 2)
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"gather_wire": "int8", "release": "every_step"}, "release='every_use'"),
+    ({"gather_wire": "fp8"}, "type one of same, int8"),
+    ({"second_shard": 1}, "type 2 or more"),
+])  # fmt: skip
+def test_what_has_no_gathers_to_change_is_refused(options, text):
+    with pytest.raises(ConfigError, match=text):
+        engine_of(**options)
+
+
+def three_of_four():
+    with pytest.raises(MeshError, match=r"4 / 3 = 1\.333 is not whole"):
+        engine_of(second_shard=3)
+    return engine_of(second_shard=4).second_shard_ranks
+
+
+def test_neighbours_must_divide_dp_and_all_of_dp_keep_none(ranks):
+    assert ranks(4, three_of_four) == [1] * 4

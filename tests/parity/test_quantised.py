@@ -1,0 +1,193 @@
+"""Adapters beside a base of 8 and 4 bits: the losses of the decoded base in bf16, bit for bit; bytes, saves, exports."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from bases import base_folder
+from models import adamw, batch, train_engine
+from pool import RankFailure
+from safetensors.torch import load_file
+
+import zero3d
+from zero3d.activations.recomputation import recompute
+from zero3d.config import load
+from zero3d.errors import CheckpointError
+from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.trained import open_trained
+from zero3d.spec.formats import FORMATS
+
+BATCHES = [batch(step) for step in range(3)]
+LORA = {"rank": 4, "targets": ["all-linear"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return base_folder(tmp_path_factory.mktemp("base") / "llama", intermediate_size=96)
+
+
+def opened_of(folder, name="nf4", **lora):
+    """A folder's model with adapters, in a format; None: as it is."""
+    return open_trained(load({"model": {"path": str(folder), "quantize": name}, "lora": LORA | lora}))
+
+
+class Decoded:
+    """The weights of a plain model whose matrices are what a quantised one's decode to."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, name, box):
+        return self.weights.decoded(name, box)
+
+
+def decoded_of(folder, name="nf4", **lora):
+    """The same in bf16 all over: its matrices are what those of the format decode to."""
+    plain, packed = opened_of(folder, None, **lora), opened_of(folder, name, **lora)
+    return replace(plain, weights=packed.weights.over(Decoded(packed.weights.source)))
+
+
+def engine_of(opened, **options):
+    return zero3d.Engine(opened.module, weights=opened.weights, **{"clip_norm": 1e-3, "optimizer": adamw, **options})
+
+
+def trained(opened, recomputed="none", **options):
+    """Losses and norms of three steps."""
+    recompute(opened.module, recomputed)
+    return train_engine(engine_of(opened, **options), BATCHES)[:2]
+
+
+@pytest.mark.parametrize(("name", "stage", "lora", "options"), [
+    ("nf4", 0, {}, {}), ("nf4", 3, {"dora": True}, {}), ("int8", 3, {"dropout": 0.1}, {}), ("fp8", 2, {}, {}),
+    ("nf4", 3, {"train_also": ["model.norm"]}, {"recomputed": "full"}), ("nf4", 3, {}, {"offload": "cpu"}),
+    *(pytest.param(name, stage, {}, {}, marks=pytest.mark.long) for name in FORMATS for stage in range(4)),
+])  # fmt: skip
+def test_losses_are_those_of_adapters_on_the_decoded_base(folder, name, stage, lora, options):
+    offload = {"optimizer": "host", "params": "host"} if options.get("offload") else {}
+    kept = {key: value for key, value in options.items() if key != "offload"}
+    made = []
+    for opened in (opened_of(folder, name, **lora), decoded_of(folder, name, **lora)):
+        torch.manual_seed(3)
+        made.append(trained(opened, stage=stage, **kept, **({"offload": zero3d.Offload(**offload)} if offload else {})))
+    assert made[0] == made[1]
+    assert made[0][0][0] != made[0][0][-1]
+
+
+def on_ranks(folder, stages):
+    found = []
+    for stage in stages:
+        for opened in (opened_of(folder), decoded_of(folder)):
+            found.append(trained(opened, stage=stage))
+    return found
+
+
+def test_stages_on_two_ranks_have_the_bits_of_one_another_and_of_the_decoded_base(ranks, folder):
+    found, other = ranks(2, on_ranks, str(folder), (1, 3))
+    assert found == other
+    assert all(each == found[0] for each in found)
+
+
+def over_tp(folder, name):
+    """Steps of both bases, cut over two tp ranks, and what a merged export of the quantised one has."""
+    found = []
+    for opened in (opened_of(folder, name), decoded_of(folder, name)):
+        engine = engine_of(opened, mesh=zero3d.Mesh(tp=2), stage=3)
+        found.append(train_engine(engine, BATCHES)[:2])
+    return found
+
+
+@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.long)])
+def test_matrices_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name):
+    wide = 128 if name == "nf4" else 256
+    folder = base_folder(tmp_path / "wide", hidden_size=wide, intermediate_size=2 * wide, num_key_value_heads=4)
+    for packed, decoded in ranks(2, over_tp, str(folder), name):
+        assert packed == decoded
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("nf4", r"q_proj: tp cannot cut the outputs .* over the end of a row"), ("int8", r"o_proj: tp cannot cut the inputs of .* in int8, whose scales are of rows"),
+])  # fmt: skip
+def test_a_cut_through_groups_is_refused(ranks, folder, name, words):
+    with pytest.raises(RankFailure, match=words):
+        ranks(2, over_tp, str(folder), name)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_are_those_of_the_formula(folder, stage):
+    opened = opened_of(folder)
+    layers = [module for module in opened.module.modules() if isinstance(module, QuantisedLinear)]
+    others = sum(p.numel() for p in opened.module.parameters() if p.dtype != torch.uint8)
+    packed = sum(FORMATS["nf4"].nbytes(layer.shape) for layer in layers)
+    engine = engine_of(opened, stage=stage)
+    (weights,) = [entry for entry in engine.memory if entry.category == "parameters"]
+    assert weights.measured == weights.planned == packed + 2 * others
+    assert len(layers) == 14
+    assert packed == sum(layer.in_features * layer.out_features for layer in layers) * 9 // 16
+
+
+def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_path):
+    engine = engine_of(opened_of(folder), stage=3)
+    train_engine(engine, BATCHES)
+    step = engine.save(tmp_path)
+    wanted = train_engine(engine, BATCHES)[:2]
+    again = engine_of(opened_of(folder), stage=1)
+    again.load(step)
+    assert train_engine(again, BATCHES)[:2] == wanted
+    assert json.loads((step / "manifest.json").read_text())["base"]["folder"] == str(folder)
+    saved = [name for file in step.glob("*.safetensors") for name in load_file(file)]
+    assert saved
+    assert not any("packed" in name for name in saved)
+    with pytest.raises(CheckpointError, match="packed"):
+        engine_of(opened_of(folder, "int8"), stage=3).load(step)
+    other = base_folder(tmp_path / "other", seed=1, intermediate_size=96)
+    with pytest.raises(CheckpointError, match="digest"):
+        engine_of(opened_of(other), stage=3).load(step)
+
+
+def test_an_export_is_an_adapter_or_the_full_base_with_it_merged(folder, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine = engine_of(opened_of(folder), stage=3)
+    train_engine(engine, BATCHES)
+    adapter = engine.export(tmp_path / "adapter", "adapter")
+    merged = engine.export(tmp_path / "merged", "merged")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    wanted = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False).merge_and_unload().state_dict()
+    found = load_file(merged / "model.safetensors")
+    assert found.keys() <= wanted.keys()
+    assert all(values.equal(wanted[name]) for name, values in found.items())
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+
+
+def test_new_weights_are_quantised_too_and_generate(tmp_path):
+    settings = {"model": {"path": str(base_folder(tmp_path / "m")), "init": "random", "quantize": "nf4"}, "lora": LORA}
+    opened = open_trained(load(settings))
+    engine = engine_of(opened, stage=3)
+    tokens = engine.generate(BATCHES[0][:, :4], max_new_tokens=3)
+    assert tokens.shape == (2, 7)
+
+
+def test_a_released_layer_reads_as_nan(folder):
+    opened = opened_of(folder)
+    engine_of(opened, stage=3)
+    layer = next(module for module in opened.module.modules() if isinstance(module, QuantisedLinear))
+    assert layer.weight.isnan().all()
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"model": {"linear": "fp8"}, "lora": LORA}, r"model\.quantize=nf4 decodes .* type model\.linear=null"),
+    ({"model": {"quantize": "int4"}}, r"model\.quantize"),
+    ({"model": {"quantize": "nf4"}}, r"model\.quantize=nf4 packs frozen linear layers of blocks, .* lora\.rank=16"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_to_type(folder, settings, words):
+    model = {"path": str(folder), "quantize": "nf4"} | settings.get("model", {})
+    with pytest.raises(zero3d.ConfigError, match=words):
+        open_trained(load({**settings, "model": model}))
+
+
+def test_a_quantised_matrix_is_not_unfrozen(folder):
+    engine = engine_of(opened_of(folder), stage=2)
+    with pytest.raises(zero3d.ConfigError, match=r"uint8, which has no gradient: .*model\.quantize=null"):
+        engine.unfreeze("model.layers.0.mlp*")

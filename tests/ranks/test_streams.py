@@ -1,0 +1,546 @@
+"""Streams of weights: the bits of an export on any mesh, and receivers in processes of their own that die, stop, sleep."""
+
+import os
+import re
+import signal
+import time
+from contextlib import contextmanager, nullcontext, suppress
+
+import pytest
+import torch
+from meshes import engine_of, mesh_of, share_of, step, world_of
+from mixtures import engine_of as engine_with_experts, own_part
+from models import adamw, build
+from pipelines import covering
+from safetensors import safe_open
+from tensors import tiny
+
+import zero3d
+from zero3d.errors import ConfigError, NonFiniteError, StreamError
+from zero3d.precision import DTYPES
+from zero3d.watchdog.heartbeat import read_beat
+from zero3d.weights import LocalSender, connect
+from zero3d.weights.buckets import Assembler
+
+SMALL = 8192  # bytes of a bucket: some tensors go in parts, some buckets have several
+ADAPTERS = ("none", "merged", "alone")
+SETTINGS = (
+    ("llama", "qwen3", "gpt2", "moe"),
+    ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)),  # dp, tp, pp
+    (0, 1, 2, 3),
+    (None, "host", "disk"),
+    (None, "bf16"),
+    ADAPTERS,
+)
+FEW = (
+    ("llama", (2, 1, 1), 3, "disk", "bf16", "merged"),
+    ("qwen3", (1, 1, 2), 3, None, None, "none"),
+    ("qwen3", (1, 2, 1), 2, "host", None, "alone"),
+)
+
+
+def is_possible(case):
+    """An adapter that is tied over a pipeline is not merged; experts that are stacked have none over tp."""
+    family, (_, tp, pp), _, _, _, adapters = case
+    return not (family == "gpt2" and pp > 1 and adapters == "merged") and not (
+        family == "moe" and tp > 1 and adapters != "none"
+    )
+
+
+def pairs():
+    return covering(SETTINGS, is_possible, cost=lambda case: world_of(case[1]) + (case[3] is not None))
+
+
+def trained(case, folder):
+    """An engine after a step."""
+    family, shape, stage, place, _, adapters = case
+    model = tiny(family, kv_heads=4, layers=4 if shape[2] > 1 else 2, lora=adapters != "none")
+    away = None if place is None else {"optimizer": place, "directory": str(folder)}
+    if away and stage == 3:
+        away["params"] = place
+    engine = engine_of(
+        model, mesh_of(shape), stage=stage, precision="fp32", optimizer=adamw, offload=away, accumulate=1
+    )
+    step(engine, 0)
+    return engine
+
+
+def exported(engine, folder, kind=None):
+    """The tensors of an export."""
+    engine.export(folder, kind)
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def streamed(stream):
+    """The tensors of a stream, verified, and the bytes of its buckets."""
+    assembler, tensors, sizes = Assembler(), {}, []
+    for bucket in stream:
+        tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+        sizes.append(bucket.nbytes)
+    assert assembler.missing == []
+    return tensors, sizes
+
+
+def in_dtype(tensor, dtype):
+    return tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor
+
+
+def compare(case, folder):
+    """Stream and export; return the number of buckets, and what differs."""
+    *_, dtype, adapters = case
+    kind = {"none": None, "merged": "merged", "alone": "adapter"}[adapters]
+    engine = trained(case, folder / "states")
+    before = engine.fingerprint()
+    expected = exported(engine, folder / "hf", kind)
+    form = "alone" if adapters == "alone" else "merged"
+    tensors, sizes = streamed(engine.stream_weights(dtype, SMALL, form))
+    assert engine.fingerprint() == before
+    if engine.mesh.rank:
+        assert (tensors, sum(sizes)) == ({}, 0)
+        return len(sizes), []
+    assert max(sizes) <= SMALL
+    assert tensors.keys() == expected.keys()
+    return len(sizes), [name for name, t in expected.items() if not same(in_dtype(t, dtype), tensors[name])]
+
+
+def same(one, other):
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def compare_all(cases, folder):
+    return [compare(case, folder / str(number)) for number, case in enumerate(cases)]
+
+
+def check(ranks, folder, cases):
+    for shape in {case[1] for case in cases}:
+        chosen = [case for case in cases if case[1] == shape]
+        for found in ranks(world_of(shape), compare_all, chosen, folder / "".join(map(str, shape))):
+            assert [different for _, different in found] == [[]] * len(chosen), chosen
+            assert all(buckets > 1 for (buckets, _), case in zip(found, chosen, strict=True) if case[5] != "alone")
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_stream_has_the_bits_of_an_export(ranks, tmp_path, case):
+    check(ranks, tmp_path, [case])
+
+
+@pytest.mark.long
+def test_a_stream_has_the_bits_of_an_export_over_all_pairs_of_settings(ranks, tmp_path):
+    check(ranks, tmp_path, pairs())
+
+
+def with_experts(folder, ep, tp, pp):
+    engine = engine_with_experts(ep=ep, tp=tp, pp=pp)
+    engine.train_batch(own_part(engine, 0))
+    expected = exported(engine, folder)
+    tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
+    return [name for name in expected if not same(expected[name], tensors[name])] if engine.mesh.rank == 0 else []
+
+
+@pytest.mark.parametrize(("ep", "tp", "pp"), [(2, None, None), pytest.param(2, 2, 2, marks=pytest.mark.long)])
+def test_experts_on_several_ranks_have_the_layout_of_an_export(ranks, tmp_path, ep, tp, pp):
+    assert ranks(ep * (tp or 1) * (pp or 1), with_experts, tmp_path / "hf", ep, tp, pp)[0] == []
+
+
+# --- receivers in processes of their own --------------------------------------------------------------
+
+
+@contextmanager
+def receiving(path, at=None, fault=lambda: None, streams=1):
+    """A process that receives streams, and does `fault` before it takes tensor number `at`; yields its id.
+
+    What it has received it writes beside the path.
+    """
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            receive(path, at, fault, streams)
+        os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def receive(path, at, fault, streams):
+    with connect(path, timeout=20.0) as sender:
+        for _ in range(streams):
+            tensors = {}
+            for number, (name, tensor) in enumerate(sender.receive()):
+                if number == at:
+                    fault()
+                tensors[name] = tensor.clone()
+            torch.save(tensors, path.with_name(f"{os.getpid()}.pt"))
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def received(path, pid):
+    return torch.load(path.with_name(f"{pid}.pt"))
+
+
+TENSORS = 35  # of the model of `engine_on`
+
+
+def engine_on(shape=(2, 1, 1)):
+    return engine_of(
+        tiny("llama", kv_heads=4), mesh_of(shape), stage=3, precision="fp32", optimizer=adamw, accumulate=1
+    )
+
+
+def sender_of(engine, folder, **options):
+    return LocalSender(folder / "weights", **options) if engine.mesh.rank == 0 else None
+
+
+def twice_to_two(folder):
+    engine = engine_on()
+    sender = sender_of(engine, folder, receivers=2, timeout=20.0)
+    if sender is None:
+        for number in range(2):
+            step(engine, number)
+            assert engine.send_weights(None, bucket_bytes=SMALL)[:3] == (0, 0, 0)
+        return exported(engine, folder / "hf") and []
+    with sender, receiving(sender.path, streams=2) as one, receiving(sender.path, streams=2) as other:
+        for number in range(2):
+            step(engine, number)
+            sent = engine.send_weights(sender, bucket_bytes=SMALL)
+        for pid in (one, other):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        found = [received(sender.path, pid) for pid in (one, other)]
+    expected = exported(engine, folder / "hf")
+    assert (sent.tensors, sent.nbytes) == (len(expected), sum(t.nbytes for t in expected.values()))
+    assert sent.buckets > 2
+    assert not sender.path.exists()
+    return [name for tensors in found for name in expected if not same(tensors[name], expected[name])]
+
+
+def test_receivers_have_what_the_last_stream_sent(ranks, tmp_path):
+    assert ranks(2, twice_to_two, tmp_path) == [[], []]
+
+
+def faulty(folder, fault, places):
+    """Streams that fail at these tensors, then one that does not; the losses of steps after each."""
+    engine = engine_on()
+    sender = sender_of(engine, folder, timeout=0.4)
+    step(engine, 0)
+    before, told = engine.fingerprint(), []
+    for at in places:
+        with receiving(sender.path, at, fault) if sender else nullcontext() as pid:
+            begun = time.monotonic()
+            with pytest.raises(StreamError) as failed:
+                engine.send_weights(sender, bucket_bytes=SMALL)
+            assert time.monotonic() - begun < 10
+        told.append(str(failed.value).replace(str(pid), "PID") if sender else str(failed.value))
+        assert engine.fingerprint() == before
+    with receiving(sender.path) if sender else nullcontext() as pid:
+        engine.send_weights(sender, bucket_bytes=SMALL)
+        if sender:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            assert len(received(sender.path, pid)) == TENSORS
+    if sender:
+        sender.close()
+    return told, [step(engine, number) for number in (1, 2)]
+
+
+def undisturbed():
+    engine = engine_on()
+    step(engine, 0)
+    return [step(engine, number) for number in (1, 2)]
+
+
+@pytest.mark.parametrize(("fault", "said"), [
+    (die, r"the receiver \(process PID\) is gone: it has ended, or was killed"),
+    (stop, r"the receiver \(process PID\) has not acknowledged .* of weights in 0\.4 s: it is stopped \(SIGSTOP\)"),
+])  # fmt: skip
+def test_a_receiver_that_fails_at_any_bucket_is_named_on_all_ranks_and_training_goes_on(ranks, tmp_path, fault, said):
+    (told, losses), (others, _) = ranks(2, faulty, tmp_path, fault, (0, TENSORS // 2, TENSORS - 1))
+    assert [re.match(said, text) is not None for text in told] == [True] * len(told), told
+    assert [re.sub(r"process \d+", "process PID", text) for text in others] == told
+    assert losses == ranks(2, undisturbed)[0]
+
+
+def doze():
+    time.sleep(0.5)
+
+
+def patient(folder):
+    """A receiver that sleeps for less than the timeout, and what the watchdog reads meanwhile."""
+    engine = engine_on()
+    sender, seen = sender_of(engine, folder, timeout=20.0), []
+    if sender is None:
+        engine.send_weights(None, bucket_bytes=SMALL)
+        return seen
+    with sender, receiving(sender.path, TENSORS - 1, doze) as pid:
+        acknowledged = sender._hear
+
+        def hear(*args):
+            beat = read_beat(engine.mesh.heartbeat._memory)
+            seen.append((beat.phase, beat.axis, beat.op, beat.unit.replace(str(pid), "PID")))
+            acknowledged(*args)
+
+        sender._hear = hear
+        sent = engine.send_weights(sender, bucket_bytes=SMALL)
+        assert sent.seconds > 0.5
+        assert sent.tensors == TENSORS
+    assert not read_beat(engine.mesh.heartbeat._memory).depth
+    return seen
+
+
+def test_one_that_sleeps_is_waited_for_and_a_watchdog_is_told_so(ranks, tmp_path):
+    seen, _ = ranks(2, patient, tmp_path)
+    assert seen[0] == ("stream", "receivers", "wait", "receiver (process PID) to acknowledge bucket 0")
+    assert {phase for phase, *_ in seen} == {"stream"}
+
+
+def nobody_comes(folder):
+    engine = engine_on()
+    sender = sender_of(engine, folder, timeout=0.2)
+    with pytest.raises(StreamError) as failed:
+        engine.send_weights(sender)
+    if sender:
+        sender.close()
+    return str(failed.value).replace(str(folder), "FOLDER"), step(engine, 0)
+
+
+def test_a_receiver_that_does_not_come_is_missed_by_all_ranks(ranks, tmp_path):
+    (said, losses), (other, _) = ranks(2, nobody_comes, tmp_path)
+    assert said == other
+    assert said.startswith("no receiver has connected to FOLDER/weights in 0.2 s (0 of 1 have): start it")
+    assert losses == losses
+
+
+# --- a sampler in a process of its own ------------------------------------------------------------------
+
+PROMPTS, NEW = 4, 5
+
+
+def chosen(logits, tokens):
+    """Log-probabilities of tokens [batch, n] by the logits of the places before them."""
+    return logits.log_softmax(-1).gather(2, tokens[:, :, None])[..., 0]
+
+
+@torch.no_grad()
+def sample(model, number):
+    """Tokens that a model samples with its cache, their log-probabilities then, and its logits of all of them at once."""
+    torch.manual_seed(number)
+    ids = given = torch.randint(3, 64, (PROMPTS, 4))
+    cache, found = None, []
+    for _ in range(NEW):
+        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        cache, probabilities = output.past_key_values, output.logits[:, -1].softmax(-1)
+        given = torch.multinomial(probabilities, 1)
+        found.append(chosen(output.logits[:, -1:], given))
+        ids = torch.cat([ids, given], 1)
+    return ids, torch.cat(found, 1), model(input_ids=ids, use_cache=False).logits
+
+
+def serve(folder, streams):
+    """Receive weights and sample with them, once for each stream."""
+    model = tiny("llama", kv_heads=4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    parameters = dict(model.named_parameters())
+    with connect(folder / "weights", timeout=20.0) as sender:
+        for number in range(streams):
+            for name, tensor in sender.receive():
+                parameters[name].data.copy_(tensor)
+            torch.save(sample(model, number), folder / "writing")
+            (folder / "writing").rename(folder / f"samples-{number}")
+
+
+@contextmanager
+def serving(folder, streams):
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            serve(folder, streams)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def sampled(folder, number):
+    path, end = folder / f"samples-{number}", time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return torch.load(path)
+
+
+def ratios(folder, steps):
+    """Largest |ratio - 1| of what was sampled after each step, and one update later; whether logits have equal bits."""
+    engine, found = engine_on(), []
+    sender = sender_of(engine, folder, timeout=20.0)
+    with serving(folder, steps) if sender else nullcontext():
+        for number in range(steps):
+            step(engine, number)
+            engine.send_weights(sender, bucket_bytes=SMALL)
+            ids, recorded, logits = sampled(folder, number)
+            for late in range(2):
+                with torch.no_grad():
+                    here = engine(input_ids=ids).logits
+                ratio = (chosen(here[:, 3:-1], ids[:, 4:]) - recorded).exp()
+                found.append((float((ratio - 1).abs().max()), torch.equal(here, logits)))
+                if not late:
+                    step(engine, 100 + number)
+    if sender:
+        sender.close()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(25, marks=pytest.mark.long)])
+def test_a_sampler_has_the_trainers_log_probabilities_and_one_that_is_an_update_behind_has_not(ranks, tmp_path, steps):
+    for found in ranks(2, ratios, tmp_path, steps):
+        assert all(ratio <= 1e-5 and equal for ratio, equal in found[::2])
+        assert all(ratio > 1e-4 and not equal for ratio, equal in found[1::2])
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+def meanwhile(folder):
+    """Calls while a stream is under way, and between a backward and its step; then a stream as ever."""
+    engine, said = engine_on(), []
+    stream = engine.stream_weights(bucket_bytes=SMALL)
+    next(stream)
+    calls = (
+        lambda: engine.stream_weights(),
+        lambda: step(engine, 0),
+        lambda: engine.step(),
+        lambda: engine.freeze("*norm*"),
+        lambda: engine.save(folder),
+        lambda: engine.load(folder),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    stream.close()
+    (given,) = share_of(engine, 0)[:1]
+    engine.backward(engine(**given).loss, last=True)
+    for call in (engine.stream_weights, lambda: engine.send_weights(None)):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    engine.step()
+    tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
+    return said, len(tensors)
+
+
+def test_what_would_change_weights_is_refused_in_a_stream_and_a_stream_between_backward_and_step(ranks, tmp_path):
+    for said, tensors in ranks(2, meanwhile, tmp_path):
+        calls = [text.split(" ")[0] for text in said]
+        expected = ["stream_weights()", "train_batch()", "step()", "freeze()", "save()", "load()"]
+        assert calls == [*expected, "stream_weights()", "send_weights()"]
+        assert all(" while weights are streamed: take the stream to its end first" in text for text in said[:6])
+        assert all(" after 1 micro-batches of a step that is not applied yet" in text for text in said[6:])
+        assert tensors in (0, TENSORS)
+
+
+def left_by_one(rank):
+    engine = engine_on()
+    before = engine.fingerprint()
+    stream = engine.stream_weights(bucket_bytes=SMALL)
+    next(stream)
+    if engine.mesh.rank == rank:
+        stream.close()
+        said = ""
+    else:
+        with pytest.raises(StreamError) as failed:
+            list(stream)
+        said = str(failed.value)
+    assert engine.fingerprint() == before
+    return said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_a_stream_ends_it_on_all(ranks, rank):
+    assert ranks(2, left_by_one, rank)[1 - rank] == f"rank {rank} left the stream of weights at bucket 0."
+
+
+def without_a_number():
+    engine = engine_on()
+    with engine.full_params(), torch.no_grad():
+        engine.module.model.norm.weight[0] = float("nan")
+    with pytest.raises(NonFiniteError) as failed:
+        list(engine.stream_weights(bucket_bytes=SMALL))
+    return str(failed.value)
+
+
+def test_weights_that_are_not_finite_are_not_streamed(ranks):
+    for said in ranks(2, without_a_number):
+        assert said.startswith("model.norm.weight has values that are NaN or infinite: such weights are neither")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"dtype": "int8"}, "dtype='int8': pass 'fp32', 'bf16', 'fp16', 'fp64', or None for that of training"),
+    ({"adapters": "both"}, "adapters='both': pass 'merged' or 'alone'"),
+    ({"bucket_bytes": "1kB"}, "bucket_bytes=1,000 is less than a bucket has: type 4,096 or more"),
+    ({"bucket_bytes": "many"}, "bucket_bytes 'many' is no size"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(options, message):
+    engine = zero3d.Engine(build("net"), precision="fp32")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine.stream_weights(**options)
+
+
+def test_rank_0_alone_gives_a_sender():
+    engine = zero3d.Engine(build("net"), precision="fp32")
+    with pytest.raises(ConfigError, match="rank 0 gives a sender, and the others None"):
+        engine.send_weights(None)
+    assert len(list(engine.stream_weights())) == 1
+
+
+def test_a_path_at_which_something_else_is_is_refused_and_a_dead_socket_replaced(tmp_path):
+    LocalSender(tmp_path / "dead")._socket.close()  # as of a process that was killed
+    LocalSender(tmp_path / "dead").close()
+    (tmp_path / "file").write_text("of somebody")
+    with pytest.raises(ConfigError, match=r"no socket can be at .*file"):
+        LocalSender(tmp_path / "file")
+    with LocalSender(tmp_path / "live"), pytest.raises(ConfigError, match=r"no socket can be at .*live"):
+        LocalSender(tmp_path / "live")
+    with pytest.raises(StreamError, match=r"no sender listens at .*gone \(No such file or directory\) in 0 s"):
+        connect(tmp_path / "gone", timeout=0)
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def measured(stage):
+    engine = engine_of(tiny("llama", kv_heads=4), mesh_of((2, 1, 1)), stage=stage, precision="fp32", accumulate=1)
+    units = [unit.layout.total * unit.dtype.itemsize for unit in engine.units]
+    assert not [entry for entry in engine.memory if entry.category == "stream"]
+    engine.arena.reset_peaks()
+    held = []
+    for _ in engine.stream_weights(bucket_bytes=SMALL):
+        held += [entry.measured for entry in engine.memory if entry.category == "stream"]
+    (entry,) = [entry for entry in engine.memory if entry.category == "stream"] or [None]
+    return (
+        set(held),
+        entry and (entry.planned, entry.measured, entry.peak),
+        int(engine.arena.peak("gathered")),
+        max(units),
+    )
+
+
+def test_a_stream_holds_one_unit_and_two_buckets(ranks):
+    (held, entry, gathered, largest), (others_held, other, others_gathered, _) = ranks(2, measured, 3)
+    assert held == {2 * SMALL}
+    assert entry == (2 * SMALL, 0, 2 * SMALL)
+    assert gathered == others_gathered == largest
+    assert (others_held, other) == (set(), None)

@@ -1,0 +1,126 @@
+"""Packed weights: the bits of bitsandbytes, bytes by formula, any part of a matrix by itself, odd ones, NaN."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from zero3d.errors import ConfigError
+from zero3d.models.codecs import CODECS, decode, encode, weights_under
+from zero3d.models.quantised import PackedSource
+from zero3d.shards.boxes import boxes, slices
+from zero3d.spec.formats import FORMATS
+
+SHAPES = [(70, 128), (64, 48), (7, 7), (1, 65), (129, 200), (1, 1)]
+
+
+def matrix(shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+
+
+def packed_of(name, weights):
+    codec, shape = CODECS[name], tuple(weights.shape)
+    return encode(codec, weights, shape, (0, codec.format.grid(shape)[0]))
+
+
+def decoded(name, weights, dtype):
+    return decode(CODECS[name], packed_of(name, weights), tuple(weights.shape), dtype)
+
+
+def of_the_library(weights, dtype):
+    """What bitsandbytes makes of a matrix: codes, maxima, and the matrix decoded.
+
+    By its arithmetic in torch: its own kernel for CPUs takes other maxima where 64 does not divide a row.
+    """
+    with mock.patch("torch.compile", lambda function=None, **_: function or (lambda each: each)):  # takes seconds
+        import bitsandbytes.functional as bnb
+        from bitsandbytes.backends.default.ops import _dequantize_4bit_compute as arithmetic
+
+    codes, state = bnb.quantize_4bit(weights, quant_type="nf4", blocksize=64)
+    values = arithmetic(codes.view(-1), state.absmax, state.code, 64, weights.shape, dtype)
+    if weights.shape[1] % 64 == 0:
+        state.dtype = dtype
+        assert bnb.dequantize_4bit(codes, state).equal(values)
+    return codes.view(-1), state.absmax, values
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nf4_has_the_bits_of_bitsandbytes(shape):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weights = matrix(shape, dtype)
+        codes, maxima, values = of_the_library(weights, dtype)
+        packed = packed_of("nf4", weights)
+        assert packed[..., :-4].reshape(-1)[: len(codes)].equal(codes)
+        assert packed[..., -4:].contiguous().view(torch.float32).reshape(-1).equal(maxima)
+        assert decoded("nf4", weights, dtype).equal(values)
+
+
+def test_a_block_of_zeros_and_the_smallest_numbers_have_the_librarys_bits():
+    weights = torch.zeros(3, 64)
+    weights[1, 5], weights[2] = 1e-42, 1e-39
+    for each in (weights, weights[:, :21].contiguous(), torch.zeros(1, 1)):
+        assert decoded("nf4", each, torch.float32).equal(of_the_library(each, torch.float32)[2])
+
+
+def test_int8_and_fp8_have_the_bits_that_are_written_out_here():
+    weights = matrix((130, 200)).float()
+    scales = weights.abs().amax(1, keepdim=True) / 127
+    assert decoded("int8", weights, torch.float32).equal((weights / scales).round() * scales)
+    tile = weights[128:, 128:]
+    scale = tile.abs().max() / 448
+    wanted = (tile / scale).to(torch.float8_e4m3fn).float() * scale
+    assert decoded("fp8", weights, torch.bfloat16)[128:, 128:].equal(wanted.bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_decoded_is_near_and_zeros_stay_zeros(name, shape):
+    weights = matrix(shape).float()
+    weights[0, -1] = 0.01
+    error = (decoded(name, weights, torch.float32) - weights).abs().max() / weights.abs().max()
+    assert error < {"nf4": 0.16, "int8": 0.005, "fp8": 0.04}[name]
+    assert not decoded(name, torch.zeros(shape), torch.bfloat16).any()
+
+
+def test_bytes_are_by_formula():
+    count = 256 * 512
+    assert FORMATS["nf4"].nbytes((256, 512)) == count // 2 + count // 16
+    assert FORMATS["int8"].nbytes((256, 512)) == count + 4 * 256
+    assert FORMATS["fp8"].nbytes((256, 512)) == count + 4 * count // 128**2
+    for name, form in FORMATS.items():
+        for shape in SHAPES:
+            assert packed_of(name, matrix(shape)).numel() == form.nbytes(shape)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(70, 128), (33, 48), (129, 200)])
+def test_any_part_of_a_matrixs_records_is_made_of_its_own_weights_alone(name, shape):
+    weights, read = matrix(shape), []
+
+    def source(name, box):
+        read.append(box)
+        return weights[slices(box)]
+
+    packed = packed_of(name, weights)
+    given = PackedSource(source, CODECS[name], {"up.weight": shape}, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        start, stop = sorted(torch.randint(packed.numel() + 1, (2,), generator=generator).tolist())
+        for box in boxes(tuple(packed.shape), start, stop):
+            assert given("up.packed", box).equal(packed[slices(box)])
+    assert given("up.weight", ((3, 5), (1, 4))).equal(weights[3:5, 1:4])
+    form = FORMATS[name]
+    rows = (0, 1)
+    (first, last), _ = weights_under(form, shape, rows, (0, 1))
+    assert last - first <= max(form.rows, 3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(name, bad):
+    weights = matrix((8, 64))
+    weights[3, 4] = bad
+    source = PackedSource(lambda name, box: weights[slices(box)], CODECS[name], {"up.weight": (8, 64)}, torch.float32)
+    with pytest.raises(ConfigError, match=rf"model\.quantize={name}: up\.weight is refused: .* NaN or infinite"):
+        source("up.packed", tuple((0, size) for size in FORMATS[name].packed_shape((8, 64))))
