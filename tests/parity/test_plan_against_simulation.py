@@ -189,11 +189,11 @@ def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alo
 @pytest.mark.parametrize(("plan", "layers"), [
     (P(dp=8, stage=3, gather_wire="int8", second_shard=4, accumulate=2), 2),
     *(pytest.param(*case, marks=long) for case in [
-        (P(dp=8, stage=3, gather_wire="int8"), LAYERS),
-        (P(dp=8, stage=3, second_shard=4, accumulate=2), LAYERS),
-        (P(dp=4, stage=3, second_shard=2, activations="full"), LAYERS),
-        (P(dp=4, stage=3, gather_wire="int8", params="host", offload="host"), LAYERS),
-        (P(dp=4, tp=2, stage=3, gather_wire="int8", second_shard=2), LAYERS),
+        (P(dp=8, stage=3, gather_wire="int8"), 8),
+        (P(dp=8, stage=3, second_shard=4, accumulate=2), 8),
+        (P(dp=4, stage=3, second_shard=2, activations="full"), 8),
+        (P(dp=4, stage=3, gather_wire="int8", params="host", offload="host"), 8),
+        (P(dp=4, tp=2, stage=3, gather_wire="int8", second_shard=2), 8),
     ]),
 ], ids=str)  # fmt: skip
 def test_a_plan_of_wires_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, layers):
