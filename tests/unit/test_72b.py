@@ -77,7 +77,7 @@ def one_rank(pp, dp, tp):
         ids = torch.zeros(1, 16, dtype=torch.int64)
         engine.train_batch([{"input_ids": ids, "labels": ids}] * MICRO_BATCHES)
         check(engine, pp)
-    assert (engine.steps, engine.mesh.degrees) == (1, (8, 2, 8, 1))
+    assert (engine.steps, engine.mesh.pp, engine.mesh.dp, engine.mesh.tp) == (1, 8, DP, TP)
     assert [action.kind for action in engine.pipeline.recorded].count("B") == MICRO_BATCHES
 
 
