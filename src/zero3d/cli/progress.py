@@ -57,7 +57,7 @@ class ProgressLine:
 
 
 def search_text(progress: Progress, seconds: float) -> str:
-    """Say how many plans are priced, how long the others may take, and which is the best of these."""
+    """Return a line on a search: how many plans are priced, the time left, and the best plan so far."""
     left = seconds / progress.done * (progress.all - progress.done) if progress.done else 0.0
     text = f"{progress.priced:,} plans priced, about {left:.0f} s left"
     if progress.best is None:

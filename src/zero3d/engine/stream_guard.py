@@ -1,4 +1,4 @@
-"""What an engine refuses while its weights are streamed: everything that would change them, and a second stream."""
+"""Refuses, while an engine streams its weights, everything that would change them, and a second stream."""
 
 from __future__ import annotations
 

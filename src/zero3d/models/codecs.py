@@ -38,7 +38,7 @@ LARGEST_INT8, LARGEST_FP8 = 127.0, 448.0
 
 
 class Codec(NamedTuple):
-    """How weights of a format become groups and weights again.
+    """Encodes the weights of a format into groups, and decodes them.
 
     encode  weights [..., w] in fp32, and how many of the last group there are -> (codes uint8, scales [..., 1])
     values  codes -> fp32, before the scale

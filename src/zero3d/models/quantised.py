@@ -248,7 +248,7 @@ class PackedSource:
         return self._source.files() if hasattr(self._source, "files") else []
 
     def holds(self, name: str) -> bool:
-        """Say whether the files have the values of a parameter, or of the matrix that it packs."""
+        """Return whether the files hold a parameter, or the matrix that it packs."""
         return hasattr(self._source, "holds") and bool(self._source.holds(matrix_of(name) or name))
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 
 
 class _Holding:
-    """What a rank of the pp axis holds of a model, and what moves with it, whatever its micro-batches keep.
+    """Computes what a pipeline stage's rank holds and moves, apart from the activations of its micro-batches.
 
     units     of each of its chunks, in their order
     shard     its model states

@@ -108,7 +108,7 @@ class SearchResult(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a search is: plans priced, rows of plans that are done, of how many, and the best that was found."""
+    """Counts how far a search is: plans priced, rows done, rows in all, and the best plan so far."""
 
     priced: int
     done: int
@@ -287,7 +287,7 @@ def _shards(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[int | None]:
 
 
 def shard_refused(dp: int, ep: int, sp: int, shard: int) -> str | None:
-    """Say why states cannot be cut over so many neighbours on dp, None where they can."""
+    """Return why states cannot be cut over this many neighbours on dp; None where they can."""
     if shard < 1 or dp % shard:
         return f"shard does not divide dp {dp}"
     if shard % ep:
@@ -398,7 +398,7 @@ def divisors(number: int) -> list[int]:
 
 
 class _Price(NamedTuple):
-    """What tells the price of a plan, and its least memory where that is known for less."""
+    """Prices a plan, and bounds its memory from below where that costs less."""
 
     evaluate: Evaluate
     at_least: AtLeast | None

@@ -1,4 +1,4 @@
-"""What a model supports, asked of the checks that an engine runs, without weights, ranks or data.
+"""Finds out what a model supports by the checks that an engine runs, without weights, ranks or data.
 
     tp          the model's plan is read and a copy is cut, for each number that its heads allow
     pp          the chain of its blocks is found, by a trial of its forward
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Support(NamedTuple):
-    """What is known of a model."""
+    """Lists what a model is made of, and what it supports."""
 
     model: str
     parameters: int

@@ -137,12 +137,12 @@ class Gradients:
 
     @property
     def sums(self) -> torch.dtype:
-        """In which sums travel that are reduced over copies of shards."""
+        """Return the dtype in which sums travel between copies of shards."""
         return self._wire
 
     @property
     def slow(self) -> str:
-        """In which form they travel there."""
+        """Return how these sums are coded on their way: `zero.slow_wire`."""
         return SAME if self._setting.slow is None else self._setting.slow.form
 
     @property
