@@ -26,7 +26,7 @@ PROMISES = re.compile(r"\[[^\]]*\]\(((?:tests|docs)/[^)#]+)")
 
 @pytest.mark.parametrize("path", READMES, ids=["English", "Chinese"])
 def test_a_readme_is_one_page(path):
-    assert len(path.read_text().splitlines()) <= 140
+    assert len(path.read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("path", TWINS, ids=lambda path: path.name)
@@ -128,8 +128,8 @@ def batches(number):
 
 def test_the_python_that_the_readme_shows_trains_saves_and_exports(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save_model(tmp_path / "path" / "to" / "model")
-    names = {"loader": batches(2)}
+    (tmp_path / "README.md").write_bytes(ENGLISH.read_bytes()[:2048])
+    names = {}
     exec(python_of(ENGLISH), names)
     assert isinstance(names["result"], StepResult)
     assert names["result"].reason == "applied"
