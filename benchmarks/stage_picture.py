@@ -45,7 +45,9 @@ def draw_stages(picture: Path) -> None:
         axes.text(total + 1.2, at, f"{total:.1f} GB".replace(".0 ", " "), va="center")
     axes.invert_yaxis()
     axes.set_xlim(0, 134)
-    axes.set_xlabel(f"model states per GPU: {PARAMS / 1e9:g} billion parameters on {GPUS} GPUs, Adam in mixed precision")
+    axes.set_xlabel(
+        f"model states per GPU: {PARAMS / 1e9:g} billion parameters on {GPUS} GPUs, Adam in mixed precision"
+    )
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(left=False)
