@@ -45,6 +45,7 @@ GUIDES = (
     "compare",
     "config",
     "deepspeed",
+    "howto",
     "llava",
     "models",
     "plan",

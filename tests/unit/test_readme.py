@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VOCAB
+from models import VOCAB, hf
 from training import save_model
 
+import zero3d
 from zero3d.zero.optimizer import StepResult
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +136,25 @@ def test_the_python_that_the_readme_shows_trains_saves_and_exports(tmp_path, mon
     assert names["result"].reason == "applied"
     assert (tmp_path / "checkpoints" / "step-2" / "manifest.json").is_file()
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_the_python_of_recipes_trains(tmp_path):
+    blocks = [
+        block for language, block in FENCE.findall((ROOT / "docs" / "howto.md").read_text()) if language == "python"
+    ]
+    loss, optimizer, _, fsdp2, ours = blocks  # the third streams to a sampler, as tests/ranks/test_streams.py does
+    assert "fully_shard" in fsdp2
+    loader = batches(1)
+    names = {"torch": torch, "zero3d": zero3d, "loader": loader, "batch": loader[0]}
+    names["model"] = hf("llama")
+    exec(ours, names)
+    exec(loss, names)
+    assert names["engine"].step().reason == "applied"
+    assert names["engine"].steps == 2
+    names["model"] = hf("llama")
+    exec(optimizer, names)
+    exec(loss, names)
+    assert names["engine"].step().reason == "applied"
 
 
 def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(tmp_path, monkeypatch):
