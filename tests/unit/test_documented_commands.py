@@ -27,9 +27,10 @@ from training import save_model
 
 import zero3d
 from zero3d.cli import compare
-from zero3d.cli.main import VERBS, main, parse
+from zero3d.cli.main import main, parse
 from zero3d.cli.preflight import check_positions, check_world
 from zero3d.cli.train import check, read
+from zero3d.cli.verbs import VERBS
 from zero3d.cli.workers import ranks_here
 from zero3d.config import load, split_words
 from zero3d.config.keys import KEYS
