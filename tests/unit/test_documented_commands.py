@@ -56,6 +56,7 @@ GUIDES = (
     "deepspeed",
     "llava",
     "models",
+    "questions.zh",
     "training",
 )
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
