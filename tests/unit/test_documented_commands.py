@@ -38,7 +38,16 @@ from zero3d.train.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE = (ROOT / name for name in ("README.md", "README.zh.md"))
-TWINS = ("parallelism", "reproducibility", "checkpoints", "offload", "reliability", "doctor")  # in both languages
+TWINS = (  # in both languages
+    "parallelism",
+    "reproducibility",
+    "checkpoints",
+    "offload",
+    "plan",
+    "migrate",
+    "reliability",
+    "doctor",
+)
 GUIDES = (
     *TWINS,
     *(f"{name}.zh" for name in TWINS),
@@ -49,7 +58,7 @@ GUIDES = (
     "howto",
     "llava",
     "models",
-    "plan",
+    "questions.zh",
     "training",
 )
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]

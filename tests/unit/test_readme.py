@@ -14,7 +14,8 @@ from zero3d.zero.optimizer import StepResult
 
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = READMES = [ROOT / name for name in ("README.md", "README.zh.md")]
-TWINS = [CHINESE, *sorted(set((ROOT / "docs").glob("*.zh.md")) - {ROOT / "docs" / "index.zh.md"})]
+ALONE = {ROOT / "docs" / f"{name}.zh.md" for name in ("index", "questions")}  # pages in Chinese without an English twin
+TWINS = [CHINESE, *sorted(set((ROOT / "docs").glob("*.zh.md")) - ALONE)]
 PAGES = [*READMES, *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TABLE = re.compile(r"<!-- table [\w-]+ -->.*?<!-- end -->", re.S)
