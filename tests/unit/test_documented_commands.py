@@ -46,6 +46,7 @@ TWINS = (
     "reliability",
     "doctor",
     "finetuning",
+    "llava",
 )  # in both languages
 GUIDES = (
     *TWINS,
@@ -54,7 +55,6 @@ GUIDES = (
     "compare",
     "config",
     "deepspeed",
-    "llava",
     "models",
     "plan",
     "training",
