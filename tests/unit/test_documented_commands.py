@@ -47,6 +47,7 @@ TWINS = (
     "doctor",
     "finetuning",
     "llava",
+    "deepspeed",
 )  # in both languages
 GUIDES = (
     *TWINS,
@@ -54,7 +55,7 @@ GUIDES = (
     "cluster",
     "compare",
     "config",
-    "deepspeed",
+    "data",
     "models",
     "plan",
     "training",
