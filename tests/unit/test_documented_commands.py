@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pictures
 import pytest
+from bases import engine_of
 from damage import edit
 from models import hf
 from training import save_model
@@ -43,6 +44,9 @@ TWINS = (  # in both languages
     "reproducibility",
     "checkpoints",
     "offload",
+    "finetuning",
+    "llava",
+    "deepspeed",
     "plan",
     "migrate",
     "reliability",
@@ -54,9 +58,8 @@ GUIDES = (
     "cluster",
     "compare",
     "config",
-    "deepspeed",
+    "data",
     "howto",
-    "llava",
     "models",
     "questions.zh",
     "training",
@@ -104,10 +107,11 @@ def place(tmp_path_factory):
     pictures.save_data(folder, name="llava_v1_5_mix665k.json")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("some text\n" * 99)
-    for name in ("corpus/a.jsonl", "corpus/b.jsonl", "a.txt", "b.txt"):
+    for name in ("corpus/a.jsonl", "corpus/b.jsonl", "chats.jsonl", "a.txt", "b.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text('{"text": "a b"}\n')
     save_run(folder / "run", folder / "models" / "llama")
+    save_adapters(folder / "runs" / "lora", folder / "models" / "llama")
     return folder
 
 
@@ -123,6 +127,13 @@ def save_run(output, model):
     (output / "config.yaml").write_text(f"model: {{path: {model}}}\n")
 
 
+def save_adapters(output, model):
+    """What a run with adapters beside the model leaves: its config.yaml and one checkpoint."""
+    saved = engine_of(model, {"lora": {"rank": 2}}).save(output / "checkpoints")
+    edit(saved.rename(saved.with_name("step-100")), lambda manifest: manifest.update(step=100))
+    (output / "config.yaml").write_text(f"model: {{path: {model}}}\nlora: {{rank: 2}}\n")
+
+
 @pytest.fixture
 def typed(place, monkeypatch):
     """The folder, entered; train.yaml, which `zero3d plan --emit` would write, is README's run.yaml there."""
@@ -132,6 +143,7 @@ def typed(place, monkeypatch):
     for name in ("run.yaml", "train.yaml"):
         block_of(README, name)
     block_of(ROOT / "docs" / "training.md", "course.yaml")
+    block_of(ROOT / "docs" / "finetuning.md", "lora.yaml")
     for name in ("mine.yaml", "ds.json"):
         block_of(ROOT / "docs" / "deepspeed.md", name)
     return place
@@ -152,7 +164,8 @@ def tried(words):
     elif words[0] == "models":  # of all families: minutes
         assert arguments.families or main(words) == 0
     elif words[0] == "ckpt":
-        shutil.rmtree("hf", ignore_errors=True)  # pages in two languages export there
+        for folder in ("hf", "out"):  # pages in two languages export there
+            shutil.rmtree(folder, ignore_errors=True)
         assert main(words) == 0
     elif words[0] == "train":
         _, config = read(arguments)
