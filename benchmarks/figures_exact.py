@@ -19,6 +19,8 @@ from recorded import load
 from zero3d.cli.main import main as zero3d
 from zero3d.doctor.table import PROBES
 from zero3d.plan.constants import CONSTANTS, SYSTEM_CONSTANTS, Constant, Key
+from zero3d.spec.tiers import DEVICE
+from zero3d.train.report import shown
 
 MB, GB = 1e6, 1e9
 STATES = ("parameters", "gradients", "optimizer states")
@@ -55,7 +57,8 @@ def memory_line(row: Mapping[str, Any]) -> str:
     """One consumer's bytes, beside the formula's."""
     formula = "" if row["formula"] is None else f"{row['formula']:,}"
     said = "" if not formula else "at most" if row["at_most"] else "equal" if row["agrees"] else "UNEQUAL"
-    return f"{row['consumer']:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip()
+    name = shown(row["consumer"], row.get("place", DEVICE))
+    return f"{name:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip()
 
 
 def four_stages() -> str:

@@ -137,7 +137,7 @@ def trained(folder, sp, by_json=False):
         return steps, evaluated, data.seen, counted
 
 
-@pytest.mark.parametrize("by_json", [False, True])
+@pytest.mark.parametrize("by_json", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_trainer_is_that_of_one_rank(ranks, tmp_path, by_json):
     ((steps, evaluated, seen, counted),) = ranks(1, trained, tmp_path, 1)
     assert (len(steps), len(evaluated), counted) == (4, 1, (4, Rows(16).ids.numel()))
@@ -173,7 +173,7 @@ def refused(asked, folder):
                 )
                 Trainer(hf("llama"), args, train_dataset=Rows(16))
             elif asked.get("predicts"):
-                args = arguments(folder, parallelism_config=given["parallelism_config"])
+                args = arguments(folder, parallelism_config=given["parallelism_config"], max_steps=1)
                 trainer = Trainer(hf("llama"), args, train_dataset=Rows(16))
                 trainer.train()
                 trainer.predict(Rows(4))
