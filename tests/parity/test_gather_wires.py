@@ -6,7 +6,7 @@ from math import ceil
 import meshes
 import pytest
 import torch
-from models import adamw, batch, bits, build, loss_of, planned_bytes, train_engine
+from models import adamw, batch, bits, build, hf, loss_of, planned_bytes, train_engine
 from safetensors.torch import load_file
 from torch import nn
 
@@ -96,6 +96,26 @@ def test_a_second_shard_inside_of_a_shard_group_changes_no_bit_either(ranks, tmp
     for (seen, _), (found, calls) in zip(plain, second, strict=True):
         assert found == seen
         assert calls["node", "layers.0"] > calls["shard", "layers.0"]
+
+
+def served(folder, options):
+    """Tokens that are generated and the files of an export between two steps, and what comes after."""
+    rank, model = torch.distributed.get_rank(), hf("llama")
+    engine, seen = engine_of(model, **options), []
+    for number in range(2):
+        engine.backward(loss_of(engine, batch(number, rank)))
+        engine.step()
+        seen.append(engine.generate(batch(9)[:1, :4], max_new_tokens=4).tolist())
+        engine.export(folder / str(number))
+        seen.append([path.read_bytes() for path in sorted((folder / str(number)).glob("*.safetensors"))])
+    return seen
+
+
+@pytest.mark.long
+def test_what_a_second_shard_generates_and_exports_is_what_weights_are_now(ranks, tmp_path):
+    plain, second = (ranks(4, served, tmp_path / name, options) for name, options in (("a", {}), ("b", SECOND)))
+    assert plain == second
+    assert plain[0][1] != plain[0][3]
 
 
 # --- what is computed with -----------------------------------------------------------------------

@@ -8,7 +8,8 @@
     the embedding's backward                  its gradient                                       what is reduced last
     the end of a backward of inputs           all kept, of the running one too; gradients for W  the same
     the end of a backward of weights          the same                                           the chunk's gradients
-    optimizer step                            none                                               casts, or a bucket
+    optimizer step                            none                                               casts, or a bucket,
+                                                                                                 or sums over copies
     the end of it, records off the device     none                                               one record's scratch
 
 A peak is the maximum over these, never a sum of categories' maxima; `parts` are the bytes at that instant. Bytes of
@@ -31,7 +32,16 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
+from zero3d.account.transients import (
+    CopySum,
+    Reduction,
+    average_scratch,
+    gradient_staging,
+    master_scratch,
+    record_scratch,
+    ring_bytes,
+    sums_of_copies,
+)
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
@@ -44,7 +54,7 @@ from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import chunks_of_rank, first_alike, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, policies, states, states_key
+from zero3d.plan.states import States, policies, sends_terms, states, states_key, wire_width
 from zero3d.plan.windows import Backward, Windows, backwards
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
@@ -189,9 +199,9 @@ class _Holding:
 
     @cached_property
     def step(self) -> Peak:
-        """Return the instant in which masters are cast to weights, all units together, or a bucket of them updated."""
+        """Return the instant in which shards are summed over copies, masters cast to weights, or a bucket updated."""
         if self.plan.offload.states:
-            return _step(max(self._bucket_scratch(), self.matrices))
+            return _step(max(self._bucket_scratch(), self.matrices, self._copies))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units for unit in units if unit.trainable]
         share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
@@ -204,7 +214,19 @@ class _Holding:
         if self.plan.averages:
             longest = max(share, default=0)
             scratch = max(scratch, average_scratch(longest, "cuda", WIDTHS[self.plan.precision].reduced))
-        return _step(max(scratch, self.matrices))
+        return _step(max(scratch, self.matrices, self._copies))
+
+    @property
+    def _copies(self) -> float:
+        """Return the bytes in which a step's shards are summed over copies; an exact sum's are a reduction's."""
+        plan, wide = self.plan, WIDTHS[self.plan.precision].reduced
+        if plan.zero.exact or plan.replicate == 1:
+            return 0.0
+        units = [unit for units in self.units for unit in units if unit.trainable]
+        travels = max((wire_width(plan, unit.itemsize, summed=True) for unit in units), default=wide)
+        plain = Reduction(plan.replicate, travels, travels != wide, sends_terms(plan, travels), lands=True)
+        how = CopySum(plan.replicate, plan.zero.slow_wire, plain, wide)
+        return float(sums_of_copies([unit.layout.shard for unit in units], how, "cuda"))
 
     def _bucket_scratch(self) -> float:
         """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""
