@@ -180,6 +180,7 @@ class ModelSpec:
 
     heads   of queries
     experts of a layer, 0 for a dense model; chosen: those that a token meets
+    routers layers whose experts a loss balances (output_router_logits), 0 where none does
     chain   pipelines can cut it
     mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
     """
@@ -193,6 +194,7 @@ class ModelSpec:
     kv_heads: int
     experts: int = 0
     chosen: int = 0
+    routers: int = 0
     provenance: str = "closed form"
     chain: bool = True
     mixing: str | None = None
