@@ -48,7 +48,6 @@ from zero3d.plan.states import States, policies, states, states_key
 from zero3d.plan.windows import Backward, Windows, backwards
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
-from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
@@ -258,6 +257,7 @@ class _Rank:
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
         self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
+        self._fullest: dict[tuple[int, bool], int] = {}  # by chunk, and whether it reduces
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.tokens(model.length)
@@ -328,15 +328,26 @@ class _Rank:
         return iter(()) if moment.kind == INPUTS else self._whole(moment, others, passed)
 
     def _whole(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
-        """Yield the instants of a backward that lets go of what it has used."""
+        """Yield the fullest instant of a backward that lets go of what it has used."""
         order = self._backwards(moment)
         alive = others + sum(footprint.kept for _, footprint, _ in order)
         for at, (part, footprint, windows) in enumerate(order):
-            inner = WINDOW + 2 < at < len(order) - 1 - WINDOW  # as much moves as one block before
-            if not (inner and part.kind == "block" and footprint == order[at - 1][1]):  # and less is kept
+            if at == self._fullest_part(moment.chunk, self._reduces(moment)):
                 yield _backward(part, footprint, alive, passed, windows)
             alive -= footprint.kept
         yield Peak("end of the backward", others, 0.0, passed, *self._moving(moment).end)
+
+    def _fullest_part(self, chunk: int, reduces: bool) -> int:
+        """Return which part's backward is the fullest, whatever other micro-batches keep: all have that."""
+        if (chunk, reduces) not in self._fullest:
+            moving = (self._holding.moving if reduces else self._holding.still)[self._turns[chunk]]
+            footprints = self._footprints[chunk][::-1]
+            alive, totals = sum(footprint.kept for footprint in footprints), []
+            for footprint, windows in zip(footprints, moving.turns, strict=True):
+                totals.append(alive + footprint.again + max(footprint.transients) + sum(windows))
+                alive -= footprint.kept
+            self._fullest[chunk, reduces] = totals.index(max(totals))
+        return self._fullest[chunk, reduces]
 
     def _backward_of_inputs(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""

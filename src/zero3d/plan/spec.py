@@ -352,7 +352,7 @@ class ParallelPlan(Spec):
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+        return hash(tuple(getattr(self, name) for name in _defaults()))
 
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
