@@ -44,7 +44,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.distributed as dist
-from model import Shape, batch, build_gpt
+from model import HEAD_SIZE, Shape, batch, build_gpt
 from ranks import command_line, over_ranks, positive
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -77,6 +77,7 @@ WAYS = {  # the planner's names of them
     f"shard {LOCAL}": "shard",
     **{f"shard {LOCAL}, {form} sums": f"shard-{form}" for form in ("bf16", "int8", "int4")},
 }
+EXACT = ("flat", "second", "shard")  # those that send numbers as they are
 TORCH = ("fsdp2", "hsdp")
 RATE = 200  # Mbit/s, of the first two targets
 TARGETS = {"sums": 3.0, "gathers": 10.0, "chosen": 1.03}
@@ -207,7 +208,8 @@ def spec_of(arguments: argparse.Namespace) -> ModelSpec:
         dataclasses.replace(part, operations=Operations(2.0 * part.numel if part.kind != "embedding" else 0.0))
         for part in spec.parts
     )
-    return dataclasses.replace(spec, parts=parts)
+    heads = arguments.model.d // HEAD_SIZE
+    return dataclasses.replace(spec, parts=parts, heads=heads, kv_heads=heads)
 
 
 def step_of(engine: zero3d.Engine, arguments: argparse.Namespace) -> Callable[[int], float]:
