@@ -19,6 +19,8 @@ from recorded import load
 from zero3d.cli.main import main as zero3d
 from zero3d.doctor.table import PROBES
 from zero3d.plan.constants import CONSTANTS, SYSTEM_CONSTANTS, Constant, Key
+from zero3d.spec.tiers import DEVICE
+from zero3d.train.report import shown
 
 MB, GB = 1e6, 1e9
 STATES = ("parameters", "gradients", "optimizer states")
@@ -55,7 +57,8 @@ def memory_line(row: Mapping[str, Any]) -> str:
     """One consumer's bytes, beside the formula's."""
     formula = "" if row["formula"] is None else f"{row['formula']:,}"
     said = "" if not formula else "at most" if row["at_most"] else "equal" if row["agrees"] else "UNEQUAL"
-    return f"{row['consumer']:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip()
+    name = shown(row["consumer"], row.get("place", DEVICE))
+    return f"{name:<22}{row['dtype']:<19}{row['measured']:>11,}   {said:<7}{formula:>12}".rstrip()
 
 
 def four_stages() -> str:
@@ -127,6 +130,12 @@ def plan_72b() -> str:
     left = next(i for i, line in enumerate(lines) if " plans: " in line)
     shown = [run["command"], "", *(line[3:] for line in lines[head : head + 4]), "", *lines[left : left + 2], "   ..."]
     return block("\n".join(shown))
+
+
+def families() -> str:
+    """What each type of transformers supports; a dash where a question does not arise."""
+    head, *rows = (line.split() for line in results("families")[0].splitlines())
+    return table([f"`{name}`" for name in head], [[f"`{kind}`", *answers] for kind, *answers in rows])
 
 
 def plan_llava() -> str:
@@ -343,6 +352,7 @@ EXACT: dict[str, Callable[[], str]] = {
     "compare-offload": partial(comparison, "compare-offload"),
     "offload-places": offload_places,
     "theory": theory,
+    "families": families,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,

@@ -18,7 +18,7 @@ KILL, DP = "kills", "elastic"  # parts of faults.py
 
 
 class Row(NamedTuple):
-    """A fault, what is promised, the tests that keep it (files in tests/), and what was measured."""
+    """A fault, what is promised, the tests that check it (files in tests/), and what was measured."""
 
     fault: str
     promise: str
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def stalled(fault: str) -> str:
-    """Seconds from a fault to the block and to the last process gone."""
+    """Seconds from a fault to the report and to the last process gone."""
     [run] = results("watchdog")
     part = run["parts"]["faults"]
     row = part["rows"][fault]
@@ -36,7 +36,7 @@ def stalled(fault: str) -> str:
         "" if all(row["named"].values()) else f", not named: {', '.join(k for k, v in row['named'].items() if not v)}"
     )
     met = "met" if row["met"] else "missed"
-    return f"block after {row['block_s']:.1f} s{waited}, all gone after {row['gone_s']:.1f} s{named}: {met}"
+    return f"report after {row['block_s']:.1f} s{waited}, all gone after {row['gone_s']:.1f} s{named}: {met}"
 
 
 def heartbeats() -> str:
@@ -47,7 +47,7 @@ def heartbeats() -> str:
 
 
 def no_alarms() -> str:
-    """Blocks that a run without faults wrote."""
+    """Reports that a run without faults wrote."""
     [run] = results("watchdog-healthy")
     found = run["parts"]["healthy"]
     return (
@@ -151,33 +151,33 @@ BLOCK = f"timeout + {watchdog.BLOCK:.0f} s"
 ROWS = (
     Row(
         "a rank is stopped (SIGSTOP)",
-        f"within {BLOCK} rank, unit, collective and all stacks are named; "
+        f"within {BLOCK} a report names the rank, the unit, the collective and all stacks; "
         f"within {watchdog.GONE:.0f} s more all processes are gone; exit code 1",
         "parity/test_stalls.py",
         lambda: stalled("stop"),
     ),
-    Row("a rank loops for ever", "the same", "parity/test_stalls.py", lambda: stalled("loop")),
+    Row("a rank loops forever", "the same", "parity/test_stalls.py", lambda: stalled("loop")),
     Row(
-        "a rank is in another collective",
-        "the same, with both calls",
+        "a rank is in a different collective than the others",
+        "the same, and the report names both calls",
         "parity/test_stalls.py",
         lambda: stalled("other"),
     ),
     Row(
         "a rank is killed, without `--max-restarts`",
-        "its last call and the stacks of ranks that still run; exit code 1",
+        "the report has its last call and the stacks of the other ranks; exit code 1",
         "parity/test_stalls.py",
         lambda: stalled("kill"),
     ),
     Row(
         "the launcher is killed",
-        "ranks say so and end, with a checkpoint where their step ends in time",
+        "the ranks say so and end, with a checkpoint if their step ends in time",
         "parity/test_stalls.py",
         lambda: stalled("launcher"),
     ),
     Row(
         "no fault: an ordinary run is watched",
-        "heartbeats and the ledger cost next to nothing",
+        "heartbeats and the traffic ledger cost almost nothing",
         "unit/test_heartbeat.py",
         heartbeats,
     ),
@@ -188,43 +188,45 @@ ROWS = (
         no_alarms,
     ),
     Row(
-        "a stall, with `--max-restarts`",
-        "named, ended, and all start again from the newest checkpoint; curve bitwise",
+        "a hang, with `--max-restarts`",
+        "it is reported and ended, and all ranks restart from the newest checkpoint; the loss curve is bitwise equal",
         "parity/test_stalled_runs.py",
     ),
     Row(
-        "a stall in a pipeline, or over tp",
-        "which message of which micro-batch is waited for, and whose",
+        "a hang in a pipeline or in tensor parallelism",
+        "the report names the message, its micro-batch, and the rank that should have sent it",
         "parity/test_stalled_runs.py, unit/test_pipeline_waits.py",
     ),
     Row(
         "the link between two hosts is cut or slow, or a host is gone",
-        "both sides name whom they wait for, and end; a slow link changes no bit",
+        "both sides name the ranks they wait for, and end; a slow link changes no bit",
         "ranks/test_two_hosts.py (two network namespaces; needs root)",
     ),
     Row(
         "a rank is killed, with `--max-restarts`",
-        "all start again from the newest checkpoint",
+        "all ranks restart from the newest checkpoint",
         "unit/test_elastic.py",
         restarted,
     ),
     Row(
-        "ranks are lost, under `zero.exact`",
-        "dp 4, 2, 4: every step's loss and norm bitwise",
+        "ranks are lost, with `zero.exact`",
+        "dp 4, 2, 4: the loss and norm of every step are bitwise equal",
         "ranks/test_restarts.py",
         lambda: killed(DP),
     ),
     Row(
-        "ranks are lost, without it",
-        'dp 4, 3, 2, 4: losses to 1e-6, and it says "not bitwise"',
+        "ranks are lost, without `zero.exact`",
+        'dp 4, 3, 2, 4: losses agree to 1e-6, and the run says "not bitwise"',
         "ranks/test_restarts.py",
     ),
-    Row("torchrun starts more ranks than fit", "spare ones wait, also through a restart", "ranks/test_restarts.py"),
-    Row("a rank dies twice before a step", "its slot counts as lost", "unit/test_elastic.py"),
     Row(
-        "bad input, NaN, a gradient that was computed wrongly, a signal that asks to stop",
-        "no restart",
-        "unit/test_elastic.py",
+        "torchrun starts more ranks than the batch allows",
+        "spare ranks wait, also through a restart",
+        "ranks/test_restarts.py",
+    ),
+    Row("a rank dies twice without completing a step", "its slot counts as lost", "unit/test_elastic.py"),
+    Row(
+        "bad input, NaN, a wrongly computed gradient, a signal that asks to stop", "no restart", "unit/test_elastic.py"
     ),
     Row(
         "SIGTERM, SIGINT, SIGHUP, SIGUSR1",
@@ -232,87 +234,89 @@ ROWS = (
         "unit/test_stop.py, parity/test_stopping.py",
     ),
     Row(
-        "SIGKILL at random moments, also in saves",
-        "the newest checkpoint verifies, none is lost, and the curve is bitwise that of an uninterrupted run",
+        "SIGKILL at random moments, also during saves",
+        "the newest checkpoint verifies, no checkpoint is lost, and the resumed loss curve is bitwise equal",
         "parity/test_saves_behind.py, ranks/test_random_kills.py",
         lambda: killed(KILL),
     ),
     Row(
-        "a full disk while a checkpoint is written",
-        "path, bytes needed and free; a warning, or with `checkpoint.on_error=stop` the end; earlier ones stay",
+        "the disk fills up while a checkpoint is written",
+        "the message has the path and the bytes needed and free; training continues with a warning, or ends "
+        "with `checkpoint.on_error=stop`; earlier checkpoints stay",
         "parity/test_saves_behind.py, parity/test_checkpoint.py",
     ),
     Row(
-        "a disk that errs only when it is synced, or power that is lost after a save",
-        "every file is synced before the checkpoint has its name; one that is not is named, and nothing is committed",
+        "a disk that fails only at fsync, or a power failure after a save",
+        "every file is synced before the checkpoint gets its name; a file that cannot be synced is named, "
+        "and nothing is committed",
         "parity/test_checkpoint.py",
     ),
     Row(
         "no fault: saving and loading",
-        "as fast as the disk, checksums included; behind training almost no wait",
+        "as fast as the disk, including checksums; in the background almost without waiting",
         "unit/test_checkpoint_benchmark.py",
         saving,
     ),
     Row(
-        "a flipped bit, a truncated, missing or swapped file of a checkpoint",
-        "refused, file and tensor named; `zero3d ckpt verify run` finds it",
+        "a checkpoint with a flipped bit, or a truncated, missing or swapped file",
+        "it is refused, with file and tensor; `zero3d ckpt verify run` finds it",
         "parity/test_checkpoint_damage.py, unit/test_ckpt.py",
         lambda: cases("faults-checkpoints", "checkpoints"),
     ),
     Row(
-        "a hostile checkpoint or configuration",
-        "one of our errors; nothing is executed, nothing outside is read",
+        "a malicious checkpoint or configuration",
+        "it ends in a zero3d error; no code is run, and no file outside is read",
         "parity/test_checkpoint_damage.py, unit/test_config_hostile.py",
         lambda: cases("faults-configs", "configs"),
     ),
     Row(
         "another dp, tp, pp, stage or offload on resume",
-        "equal states; losses to 1e-6 where not bitwise",
+        "the states are equal; losses agree to 1e-6 if they are not bitwise equal",
         "parity/test_checkpoint.py, parity/test_mesh_checkpoint.py",
     ),
     Row(
         "another model or optimizer on resume",
-        "refused, with the difference",
+        "it is refused, with the difference",
         "parity/test_checkpoint.py, parity/test_pipeline_checkpoint.py",
     ),
     Row(
-        "a gradient is computed wrongly, once",
-        "found before the update, rank, host, unit and parameter named",
+        "a gradient is computed wrongly once",
+        "it is found before the update, with rank, host, unit and parameter",
         "parity/test_replay.py, parity/test_replay_train.py",
         flips,
     ),
-    Row("no fault: `health.replay` on a sound machine", "no alarm", "parity/test_replay.py", sound),
+    Row("no fault: `health.replay` on a healthy machine", "no alarm", "parity/test_replay.py", sound),
     Row(
-        "a stage of a pipeline computes wrongly, once",
-        "found before the update; the rank and stage on which it began are named, not those it reached",
+        "a pipeline stage computes wrongly once",
+        "it is found before the update; the report names the rank and stage where it began, not those it reached",
         "parity/test_replay_pipeline.py",
     ),
     Row(
-        "a rank computes wrongly each time",
-        "dp 3 and more: named; dp 2: both are; dp 1: not found",
+        "a rank always computes wrongly",
+        "with dp of 3 or more it is named; with dp 2 both ranks are; with dp 1 it is not found",
         "parity/test_replay.py",
     ),
     Row(
         "NaN gradients on one rank",
-        "all skip; at the end rank, unit and parameter are named",
+        "all ranks skip the step; when the run ends, it names rank, unit and parameter",
         "parity/test_train_health.py",
     ),
     Row(
-        "fp16 overflows for ever",
+        "fp16 overflows in every step",
         "at the smallest loss scale the run ends, with unit, rank and what to lower",
         "parity/test_train_health.py",
     ),
     Row(
         "a device or a host is out of memory",
-        "what was live, the largest tensors, what to change and what that saves, from the planner; on a host before "
-        "the kernel kills",
+        "a report has what was allocated, the largest tensors, and what to change and how much that saves; "
+        "on a host, before the kernel kills a process",
         "parity/test_post_mortem.py, unit/test_host_memory.py",
     ),
-    Row("a bad line of data, an empty file", "file and line named", "unit/test_data_sources.py"),
-    Row("a lock or a watch file of a dead run", "the next run starts", "unit/test_folder_lock.py"),
+    Row("a bad line of data, an empty file", "the message has file and line", "unit/test_data_sources.py"),
+    Row("a lock or a watchdog file of a dead run", "the next run starts", "unit/test_folder_lock.py"),
     Row(
-        "an interface that is not there, a port that is taken, few open files, a small /dev/shm, a full disk, a driver "
-        "that hangs",
+        "a missing network interface, a port in use, a low limit of open files, a small /dev/shm, a full "
+        "disk, a driver that hangs",
         "`zero3d doctor` names it, and what to type",
         "unit/test_doctor.py",
         examined,

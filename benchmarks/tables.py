@@ -33,12 +33,14 @@ from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
+from stage_picture import draw_stages
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
+STAGES = ROOT / "docs" / "stages.png"
 TABLES = EXACT | MEASURED | FAULTS | PEERS | GPU | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path.write_text(written(path.read_text()))
         ACCURACY.write_text(accuracy_text())
         draw(CURVES, PICTURE)
+        draw_stages(STAGES)
     return bool(failed)
 
 

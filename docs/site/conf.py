@@ -26,7 +26,7 @@ PERCENT = re.compile(r"(?<=\d) %(?=.*\|$)", re.M)  # in a table: it stays with i
 
 project, author, version = "zero3d", "zero3d developers", zero3d.__version__
 release = version
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["site"]
 myst_heading_anchors = 3
 highlight_language = "none"

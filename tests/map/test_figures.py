@@ -12,6 +12,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import tables  # noqa: E402
 from demo_curves import digest  # noqa: E402
 from recorded import RECIPES, RESULTS  # noqa: E402
+from stage_picture import drawn_from, gigabytes  # noqa: E402
 
 CHECKED_ELSEWHERE = ("zero-and-3d.md", "zero-and-3d.zh.md", "config.md")  # their own tests write or check them
 DOCUMENTS = [path for path in tables.DOCUMENTS if path.name not in CHECKED_ELSEWHERE]
@@ -37,6 +38,11 @@ def test_what_stands_between_marks_is_what_the_script_writes(path):
 def test_the_picture_of_the_demos_losses_is_drawn_of_its_results():
     said = digest(tables.CURVES.read_bytes()).encode()
     assert said in tables.PICTURE.read_bytes(), "type: python benchmarks/tables.py --write"
+
+
+def test_the_picture_of_stages_is_drawn_of_the_formulas():
+    assert drawn_from().encode() in tables.STAGES.read_bytes(), "type: python benchmarks/tables.py --write"
+    assert [round(sum(stage.values()), 1) for stage in gigabytes()] == [120, 31.4, 16.6, 1.9]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -27,14 +27,22 @@ def test_losses_of_an_optimizer_agree_at_both_stages_and_with_torchs_muon(tmp_pa
     assert losses["fsdp2-muon"] == pytest.approx(losses["muon-1"], rel=1e-3)
 
 
-@pytest.mark.long
-def test_the_demo_learns_as_well_with_8_bits_and_sooner_with_muon(tmp_path):
-    """500 steps: moments in 8 bits within 0.01 of AdamW's held-out loss; with Muon AdamW's last loss in fewer steps."""
-    found = figures(tmp_path, "demo_curves.py")
+def check_curves(found, steps):
+    """Moments in 8 bits end within 0.01 of AdamW's held-out loss; Muon has AdamW's last loss before the last tenth."""
     last = found["adamw"]["losses"][-1]
-    assert found["adamw"]["steps"][-1] == 500
+    assert found["adamw"]["steps"][-1] == steps
     assert found["adamw8bit"]["losses"][-1] == pytest.approx(last, abs=0.01)
     muon = found["muon"]
-    assert any(loss <= last and step < 450 for step, loss in zip(muon["steps"], muon["losses"], strict=True))
+    assert any(loss <= last and step < 0.9 * steps for step, loss in zip(muon["steps"], muon["losses"], strict=True))
     states = {name: run["bytes_per_parameter"] for name, run in found.items()}
     assert states["adamw8bit"] < states["muon"] < states["adamw"]
+
+
+def test_the_demo_learned_as_well_with_8_bits_and_sooner_with_muon_when_it_was_recorded():
+    (run,) = json.loads((BENCHMARKS / "results" / "demo-curves.json").read_text())["runs"]
+    check_curves(run["result"], 500)
+
+
+@pytest.mark.long
+def test_the_demo_does_so_in_fewer_steps(tmp_path):
+    check_curves(figures(tmp_path, "demo_curves.py", "--steps", "125"), 125)

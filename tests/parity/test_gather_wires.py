@@ -6,7 +6,7 @@ from math import ceil
 import meshes
 import pytest
 import torch
-from models import adamw, batch, bits, build, loss_of, planned_bytes, train_engine
+from models import adamw, batch, bits, build, hf, loss_of, planned_bytes, train_engine
 from safetensors.torch import load_file
 from torch import nn
 
@@ -60,20 +60,18 @@ def course(folder, options):
 
     step(0)
     evaluate()
-    step(1)
     saved = engine.save(folder)
-    step(2)
+    step(1)
     evaluate()
     with engine.full_params(), torch.no_grad():
         engine.module.head.weight.mul_(1.5)
         engine.module.embed.weight.add_(0.25)  # frozen
     evaluate()
-    step(3)
     engine.load(saved)
     evaluate()
-    step(2)
+    step(1)
     engine.unfreeze("embed.weight")
-    step(4)
+    step(2)
     evaluate()
     with engine.full_params():
         seen.append(bits(engine.module.parameters()))
@@ -98,6 +96,26 @@ def test_a_second_shard_inside_of_a_shard_group_changes_no_bit_either(ranks, tmp
     for (seen, _), (found, calls) in zip(plain, second, strict=True):
         assert found == seen
         assert calls["node", "layers.0"] > calls["shard", "layers.0"]
+
+
+def served(folder, options):
+    """Tokens that are generated and the files of an export between two steps, and what comes after."""
+    rank, model = torch.distributed.get_rank(), hf("llama")
+    engine, seen = engine_of(model, **options), []
+    for number in range(2):
+        engine.backward(loss_of(engine, batch(number, rank)))
+        engine.step()
+        seen.append(engine.generate(batch(9)[:1, :4], max_new_tokens=4).tolist())
+        engine.export(folder / str(number))
+        seen.append([path.read_bytes() for path in sorted((folder / str(number)).glob("*.safetensors"))])
+    return seen
+
+
+@pytest.mark.long
+def test_what_a_second_shard_generates_and_exports_is_what_weights_are_now(ranks, tmp_path):
+    plain, second = (ranks(4, served, tmp_path / name, options) for name, options in (("a", {}), ("b", SECOND)))
+    assert plain == second
+    assert plain[0][1] != plain[0][3]
 
 
 # --- what is computed with -----------------------------------------------------------------------
@@ -168,7 +186,9 @@ def resumed(folder, first, then):
     return other.checkpoints.resumed, train_engine(other, [batch(2, rank)]), train_engine(engine, [batch(2, rank)])
 
 
-@pytest.mark.parametrize(("first", "then"), [(CODED, {}), ({}, CODED), (CODED, SECOND | CODED)])
+@pytest.mark.parametrize(("first", "then"), [
+    (CODED, {}), *(pytest.param(*case, marks=pytest.mark.long) for case in [({}, CODED), (CODED, SECOND | CODED)]),
+])  # fmt: skip
 def test_masters_are_resumed_between_wires(ranks, tmp_path, first, then):
     world = 4 if "second_shard" in then else 2
     for why, found, wanted in ranks(world, resumed, tmp_path, first, then):
@@ -232,10 +252,11 @@ def exact_course(options):
         return losses, bits(engine.module.parameters())
 
 
-def test_exact_mode_has_one_fingerprint_at_every_dp(ranks):
-    found = [ranks(world, exact_course, CODED)[0] for world in (1, 2)]
+@pytest.mark.parametrize("worlds", [(1,), pytest.param((1, 2), marks=pytest.mark.long)])
+def test_exact_mode_has_one_fingerprint_at_every_dp(ranks, worlds):
+    found = [ranks(world, exact_course, CODED)[0] for world in worlds]
     found.append(ranks(4, exact_course, CODED | SECOND)[0])
-    assert found[0] == found[1] == found[2]
+    assert all(course == found[0] for course in found)
     assert found[0] != ranks(1, exact_course, {})[0]
 
 
@@ -246,8 +267,11 @@ def on_host(options):
     return [train_engine(engine_of(offload=offload, **options), batches) for offload in (None, off)]
 
 
-def test_weights_that_leave_the_device_have_the_same_blocks(ranks):
-    for here, there in ranks(4, on_host, CODED | SECOND):
+@pytest.mark.parametrize(("world", "options"), [
+    (2, CODED), pytest.param(4, CODED | SECOND, marks=pytest.mark.long),
+])  # fmt: skip
+def test_weights_that_leave_the_device_have_the_same_blocks(ranks, world, options):
+    for here, there in ranks(world, on_host, options):
         assert here == there
 
 
@@ -270,12 +294,16 @@ def account(options):
     planned |= {("node", *key): v for key, v in node_traffic(engine.traffic_units, gathers).items()}
     measured = {(e.axis, e.op, e.unit): (e.calls, e.elements, e.bytes) for e in engine.traffic}
     arena = {c: engine.arena.live(c) for c in ("parameters", "padding", "gathered", "bucket", "wire")}
-    return planned, measured, arena, planned_bytes(engine), {e.category: e.planned for e in engine.memory}
+    [layer] = [unit for unit in engine.traffic_units if unit.name == "layers.0"]
+    widths = [math.prod(each.as_gathered) for each in (layer, layer._replace(coded=False))]
+    return planned, measured, arena, planned_bytes(engine), {e.category: e.planned for e in engine.memory}, widths
 
 
-@pytest.mark.parametrize("options", [CODED, SECOND, CODED | SECOND], ids=["coded", "second", "both"])
+@pytest.mark.parametrize("options", [
+    CODED | SECOND, *(pytest.param(options, marks=pytest.mark.long) for options in (CODED, SECOND)),
+], ids=["both", "coded", "second"])  # fmt: skip
 def test_ledger_and_arena_equal_the_formulas(ranks, options):
-    for planned, measured, arena, states, held in ranks(4, account, options):
+    for planned, measured, arena, states, held, (travels, plain) in ranks(4, account, options):
         assert measured == {key: tuple(value) for key, value in planned.items()}
         assert arena["parameters"] == states.parameters
         assert ceil(arena["padding"]) == held["padding"]
@@ -283,12 +311,8 @@ def test_ledger_and_arena_equal_the_formulas(ranks, options):
         layer = planned["dp", "all_gather", "layers.0"]
         assert layer.calls == (1 if "second_shard" in options else 4)
         assert ("dp", "all_gather", "embed") in planned or "second_shard" in options
-
-
-def test_bytes_of_a_gather_are_half_of_bf16s(ranks):
-    plain, coded = ({k: v.bytes for k, v in ranks(4, account, options)[0][0].items()} for options in ({}, CODED))
-    unit = ("dp", "all_gather", "layers.0")
-    assert coded[unit] / plain[unit] == pytest.approx((1 + 4 / 256) / 2)
+        assert layer.bytes == layer.calls * travels * 3 // 4
+        assert travels / plain == pytest.approx((1 + 4 / 256) / 2 if "gather_wire" in options else 1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------

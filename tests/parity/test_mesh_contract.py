@@ -59,7 +59,7 @@ def test_a_mesh_equals_one_process_in_fp32_to_1e_5(ranks, one_process, mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_three_settings_of_a_mesh_equal_one_process(ranks, one_process, mesh):
-    """Every pair of settings is in one of these cases, too. Of the dearest mesh there are its pairs alone."""
+    """Every pair of settings is in one of these cases, too. Of meshes with tp and pp there are their pairs alone."""
     cases = [case for case in triples() if case[1] == mesh]
     assert cases
     for start in range(0, len(cases), 16):

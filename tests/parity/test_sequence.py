@@ -1,6 +1,7 @@
 """The sequence axis: ranks that share sequences out have the bits of one rank that has all of them."""
 
-from functools import partial
+import warnings
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from training import field, save_model, save_rows, train, tree
 
 import zero3d
 from zero3d.account.traffic import Moved
+from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.recomputation import recompute
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, CorruptionError
 from zero3d.sequence.trial import mixing_module
 from zero3d.tensor_parallel.vocabulary import shifted
 
 LENGTH = 48
+long = partial(pytest.param, marks=pytest.mark.long)
 
 
 def batch(number, length=LENGTH, size=2, ignored=range(0)):
@@ -46,9 +49,11 @@ def model_of(name, **sizes):
     return model
 
 
-def trained(name, degrees, steps=3, lengths=(LENGTH,), activations="none", accumulate=1, ignored=range(0), **options):
+def trained(name, degrees, steps=2, lengths=(LENGTH,), activations="none", accumulate=1, ignored=range(0), **options):
     """Losses and gradient norms of a few steps, and the fingerprint; every row of ranks has micro-batches of its own."""
     model = model_of(name, **options.pop("sizes", {}))
+    if options.pop("compiles", False):
+        compile_blocks(model, backend="eager")
     recompute(model, activations)
     with LiftCasts():
         engine, found = engine_of(model, degrees, accumulate=accumulate, **options), []
@@ -60,7 +65,7 @@ def trained(name, degrees, steps=3, lengths=(LENGTH,), activations="none", accum
     return found, engine.fingerprint()
 
 
-def reference(name, rows, steps=3, lengths=(LENGTH,), accumulate=1, ignored=range(0), sizes=None):
+def reference(name, rows, steps=2, lengths=(LENGTH,), accumulate=1, ignored=range(0), sizes=None):
     """The same of one process and no engine, in float64."""
     model, found = tiny(name, **(sizes or {})), []
     for p in model.parameters():  # buffers keep their dtype, as in an engine
@@ -93,7 +98,7 @@ def check(found, wanted, most=1e-10):
 
 @pytest.mark.parametrize(("name", "degrees", "options"), [
     ("llama", {"sp": 2}, {}),
-    ("gpt2", {"sp": 2}, {"lengths": (48, 31, 33)}),
+    ("gpt2", {"sp": 2}, {"lengths": (48, 31, 33), "steps": 3}),
     ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
     ("llama", {"sp": 2, "dp": 4}, {"accumulate": 2, "ignored": range(0, 30)}),
     ("qwen3", {"sp": 2, "tp": 2}, {}),
@@ -101,7 +106,7 @@ def check(found, wanted, most=1e-10):
     ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1}}),
     ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1, "num_attention_heads": 2}}),
     ("llama", {"sp": 2, "pp": 2}, {"accumulate": 2}),
-    ("qwen3", {"sp": 2, "pp": 2}, {"accumulate": 2, "lengths": (33,), "schedule": "zbv", "sizes": {"layers": 4}}),
+    long("qwen3", {"sp": 2, "pp": 2}, {"accumulate": 2, "lengths": (33,), "schedule": "zbv", "sizes": {"layers": 4}}),
 ], ids=str)  # fmt: skip
 def test_losses_and_norms_are_those_of_one_process_in_float64(ranks, name, degrees, options):
     dp = degrees.get("dp", degrees["sp"])
@@ -138,7 +143,7 @@ def by_hand(degrees, weighs):
     """One's own loop: a backward of the output's mean, with its weight or without."""
     with LiftCasts():
         engine, found = engine_of(tiny("llama"), degrees), []
-        for number in range(3):
+        for number in range(2):
             given = batch(100 * number, ignored=range(0, 30))  # all targets are on the second rank
             loss = engine(**given).loss
             engine.backward(loss, (given["labels"][:, 1:] != -100).sum() if weighs else None)
@@ -165,7 +170,7 @@ def test_labels_are_shifted_before_they_are_cut():
     assert shifted(torch.tensor([[5, 6, 7]])).tolist() == [[6, 7, -100]]
 
 
-FAMILIES_WITH_IMAGES = ("llava", "qwen2_5_vl", "gemma3", "paligemma")
+FAMILIES_WITH_IMAGES = ("qwen2_5_vl", "gemma3")
 
 
 def with_images(name, sp):
@@ -180,7 +185,7 @@ def with_images(name, sp):
 
 @pytest.mark.parametrize("name", [
     name if name in FAMILIES_WITH_IMAGES else pytest.param(name, marks=pytest.mark.long)
-    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava_next", "mistral3", "qwen2_vl")
+    for name in (*FAMILIES_WITH_IMAGES, "idefics3", "internvl", "llava", "llava_next", "mistral3", "paligemma", "qwen2_vl")
 ])  # fmt: skip
 def test_images_are_seen_whole(ranks, name):
     ((one, _),) = ranks(1, with_images, name, 1)
@@ -238,11 +243,12 @@ def test_masked_language_models_have_their_labels_as_they_are(ranks):
 
 
 @pytest.mark.parametrize("options", [
-    {"precision": "bf16"}, {"precision": "fp32", "activations": "full"},
+    long({"precision": "bf16"}), {"precision": "fp32", "activations": "full"},
 ], ids=str)  # fmt: skip
 def test_stages_have_the_same_bits(ranks, options):
-    found = [ranks(2, partial(trained, stage=stage, **options), "llama", {"sp": 2}) for stage in (0, 1, 2, 3)]
-    assert found[0] == found[1] == found[2] == found[3]
+    stages = (0, 1, 2, 3) if options["precision"] == "bf16" else (0, 3)
+    first, *others = (ranks(2, partial(trained, stage=stage, **options), "llama", {"sp": 2}) for stage in stages)
+    assert all(found == first for found in others)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
@@ -259,9 +265,7 @@ def exactly(degrees, **options):
 
 def test_exact_mode_has_one_fingerprint_at_one_sp(ranks):
     want = ranks(2, partial(exactly, accumulate=2), {"sp": 2})[0]
-    assert ranks(4, exactly, {"sp": 2, "dp": 4})[3] == want
-    assert ranks(4, partial(exactly, stage=2, activations="full"), {"sp": 2, "dp": 4})[0] == want
-    assert ranks(4, partial(exactly, stage=1), {"sp": 2, "dp": 4})[1] == want
+    assert ranks(4, partial(exactly, stage=1, activations="full"), {"sp": 2, "dp": 4})[3] == want
 
 
 def told(exact):
@@ -301,7 +305,7 @@ def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
     comm = Comm(world.axis("sp"), Arena(world.device), Ledger())
     rows = even_parts(length, comm.size)[comm.rank]
     leaves = [t[:, :, rows.start : rows.stop].clone().requires_grad_() for t in whole]
-    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False, 10**9), {})
+    attend = SharedAttention(sdpa_attention_forward, False, comm, Sharing(comm.size, kind, False, 10**9), None, {})
     output, _ = attend(module, *leaves, mask, sequence_length=length)
     output.backward(weight[:, rows.start : rows.stop])
     return [output.detach(), *(t.grad for t in leaves)]
@@ -340,10 +344,19 @@ def assert_near(found, wanted, dtype):
 # --- what is beside it -----------------------------------------------------------------------------
 
 
-def losses_beside_data_parallelism(degrees, name="llama", sizes=None, **options):
-    """Losses of two steps under a setting; what a rank of one has, ranks that share sequences have, too."""
-    found, _ = trained(name, degrees, steps=2, sizes=sizes or {}, **options)
-    return [(loss, 0.0 if options.get("precision") == "fp16" else norm) for loss, norm in found]  # both overflow first
+def losses(degrees, name="llama", sizes=None, **options):
+    """Losses and norms of two steps under a setting; norms of fp16 overflow first."""
+    found, _ = trained(name, degrees, sizes=sizes or {}, **options)
+    return [(loss, 0.0 if options.get("precision") == "fp16" else norm) for loss, norm in found]
+
+
+@cache
+def of_whole_sequences(ranks, rows, name, shares_experts, lora, precision):
+    """What ranks have that share no sequences, without the settings that change no bit, and tiles."""
+    degrees = {"dp": rows} | ({"ep": rows} if shares_experts and rows > 1 else {})
+    return ranks(rows, partial(losses, name=name, sizes={"lora": True} if lora else {}, precision=precision), degrees)[
+        0
+    ]
 
 
 @pytest.mark.parametrize(("degrees", "options"), [
@@ -352,17 +365,17 @@ def losses_beside_data_parallelism(degrees, name="llama", sizes=None, **options)
     ({"sp": 2}, {"offload": {"optimizer": "host", "params": "host", "activations": "host"}, "activations": "full"}),
     ({"sp": 2}, {"sizes": {"lora": True}, "stage": 1}),
     ({"sp": 2, "ep": 2}, {"name": "experts"}),
-    ({"sp": 2, "dp": 4, "ep": 4}, {"name": "experts"}),
+    long({"sp": 2, "dp": 4, "ep": 4}, {"name": "experts"}),
     ({"sp": 2, "tp": 2}, {"tiled_loss": True}),
-    ({"sp": 2}, {"gather_budget": 2000}),
+    long({"sp": 2}, {"gather_budget": 2000}),
     ({"sp": 2}, {"precision": "fp16"}),
 ], ids=str)  # fmt: skip
 def test_settings_beside_it_train_as_without_it(ranks, degrees, options):
-    case = partial(losses_beside_data_parallelism, **options)
     rows, tp = degrees.get("dp", 2) // 2, degrees.get("tp", 1)
-    ep = {"ep": rows} if "ep" in degrees and rows > 1 else {}
-    whole, cut = ranks(rows, case, {"dp": rows} | ep), ranks(2 * rows * tp, case, degrees)
-    check([(each, None) for each in cut], whole[0], 2e-3 if options.get("precision") == "fp16" else 1e-10)
+    lora, precision = bool(options.get("sizes")), options.get("precision", "fp64")
+    whole = of_whole_sequences(ranks, rows, options.get("name", "llama"), "ep" in degrees, lora, precision)
+    cut = ranks(2 * rows * tp, partial(losses, **options), degrees)
+    check([(each, None) for each in cut], whole, 2e-3 if precision == "fp16" else 1e-10)
 
 
 def seen_by_others(packed, changed):
@@ -407,6 +420,78 @@ def test_padding_is_seen_by_nobody(ranks):
     assert two == [pytest.approx(one, rel=1e-10)] * 2
 
 
+def by_blocks(module, query, key, value, mask, scaling, softcap=None, **_):
+    """Stands for flex attention: makes the dense mask of one in blocks."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+    assert isinstance(mask, BlockMask)
+    seen = create_mask(mask.mask_mod, mask.shape[0], None, query.shape[2], key.shape[2], query.device)
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+
+
+def trained_by_blocks(name, **options):
+    """`trained` where a mask is too large to be made, and what is told of it: torch has no such attention for CPUs."""
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from zero3d.sequence import blocks
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(blocks, "why_not", lambda *_: None)
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", by_blocks)
+        create = masking_utils.create_block_mask
+        patch.setattr(masking_utils, "create_block_mask", lambda **given: create(**given | {"_compile": False}))
+        found, _ = trained(name, {"sp": 2}, sp_mask_budget=600, **options)
+    return found, [str(each.message) for each in told if "flex attention" in str(each.message)]
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("gemma2", {"sizes": {"sliding_window": 7}}), ("gemma2", {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
+    ("llama", {"sizes": {"kv_heads": 1}, "sp_kind": "gather"}),
+], ids=str)  # fmt: skip
+def test_masks_that_are_too_large_are_in_blocks(ranks, name, options):
+    found = ranks(2, partial(trained_by_blocks, name, **options))
+    check(found, reference(name, 1, sizes=options["sizes"]))
+    assert [len(told) for _, told in found] == [1, 0]
+
+
+def checked_twice():
+    """A step whose gradients are computed twice, what it sent, and the error where a bit of the next one's differs."""
+    with LiftCasts():
+        engine = engine_of(tiny("llama"), {"sp": 2, "dp": 4}, replay=1)
+        engine.traffic.reset()
+        first = float(engine.train_batch([batch(engine.mesh.row)])), float(engine.last_step.grad_norm)
+        formula = Moved.total(row.moved for row in engine.sequence.traffic(engine.sequence.calls))
+        measured = Moved.total(Moved(e.calls, e.elements, e.bytes) for e in engine.traffic if e.axis == "sp")
+        if engine.mesh.rank == 3:
+            p = dict(engine.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+            p.register_hook(lambda grad: grad + 1e-3)
+        with pytest.raises(CorruptionError) as error:
+            engine.train_batch([batch(100 + engine.mesh.row)])
+    return first, formula == measured, str(error.value)
+
+
+def test_gradients_are_computed_twice_by_another_row(ranks):
+    found = ranks(4, checked_twice)
+    check([([first], None) for first, *_ in found], reference("llama", 2, steps=1))
+    for _, as_told, error in found:
+        assert as_told
+        assert "rank 1" in error
+        assert "rank 3" in error
+        assert "model.layers.1.mlp.up_proj.weight" in error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_compiled_blocks_have_the_bits_of_plain_ones(ranks, activations):
+    case = partial(trained, precision="fp32", activations=activations, lengths=(48, 33))
+    assert ranks(2, partial(case, compiles=True), "llama", {"sp": 2}) == ranks(2, case, "llama", {"sp": 2})
+
+
 def evaluated_and_generated():
     """A held-out loss, and what greedy decoding makes of a prompt, on ranks that share sequences and on one."""
     engine = engine_of(tiny("llama"), {"sp": zero3d_world()}, precision="fp32")
@@ -440,12 +525,12 @@ def test_a_closed_engine_gives_the_model_its_own_attention_back(ranks):
     assert loss < 10
 
 
-def refused(name, degrees, given=None, loads=None, sizes=None, **options):
-    """The error of an engine, or of its first micro-batch."""
+def refused(name, degrees, given=None, loads=None, sizes=None, times=1, **options):
+    """The error of an engine, or of its first step."""
     model = tiny(name, **(sizes or {})) if loads is None else loads()
     try:
         engine = engine_of(model, degrees, **options)
-        engine.train_batch([batch(0) | (given or {})])
+        engine.train_batch([batch(0) | (given or {})] * times)
     except ConfigError as error:
         return str(error)
     return ""
@@ -466,14 +551,6 @@ class Smoothed(torch.nn.Module):
 def smoothed():
     model = tiny("llama", layers=4)
     model.model.layers[3].mlp = Smoothed(model.model.layers[3].mlp)
-    return model
-
-
-def compiled():
-    from zero3d.activations.compilation import compile_blocks
-
-    model = tiny("llama")
-    compile_blocks(model)
     return model
 
 
@@ -504,19 +581,19 @@ def net():
 
 
 @pytest.mark.parametrize(("name", "degrees", "options", "why"), [
-    ("llama", {"sp": 2}, {"replay": 2}, "all neighbours are needed"),
     ("moe", {"sp": 2}, {"loads": odd_router}, "[96, 4] router logits"),
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
     ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
-    ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "one micro-batch per step"),
+    ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "stage=2 or 3 and without a pipeline"),
+    ("llama", {"sp": 2}, {"exact": True, "stage": 1, "times": 2}, "one micro-batch per step"),
     ("llama", {"sp": 2}, {"given": {"output_attentions": True}}, "output_attentions"),
     ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "needs a mask of 2.30 kB"),
+    ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "no backward of it for CPUs"),
     ("llama", {"sp": 2}, {"sp_mask_budget": 1000, "sp_kind": "gather"}, "needs a mask of 1.15 kB"),
     ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is no size"),
     ("llama", {"sp": 2, "tp": 2}, {"sp_kind": "heads", "sizes": {"num_attention_heads": 2}}, "more than the 2"),
-    ("llama", {"sp": 2}, {"loads": compiled}, "train.compile=false"),
     ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(ranks, name, degrees, options, why):
@@ -613,21 +690,16 @@ def test_gradients_of_weights_are_those_of_parts_added_in_rank_order(ranks, monk
 
 
 def ran(folder, sp, output, resume=None):
-    """Losses of five steps of `zero3d train` in this folder, or of those that are left."""
-    made = tree(folder, output, mesh={"sp": sp}, train={"steps": 5, "batch": 4, "accumulate": 1})
+    """Losses of three steps of `zero3d train` in this folder, or of those that are left."""
+    made = tree(folder, output, mesh={"sp": sp}, train={"steps": 3, "batch": 4, "accumulate": 1})
     made["checkpoint"] = {"export": False, "every": 2, "keep": 3}
     return field(train(made, resume), "loss")
 
 
-def test_a_run_goes_on_at_another_sp(ranks, tmp_path):
+@pytest.mark.parametrize(("sp", "world"), [(1, 2), long(2, 2), long(2, 4), long(4, 4)])
+def test_a_run_goes_on_at_another_sp(ranks, tmp_path, sp, world):
     save_rows(tmp_path / "rows.npy")
     save_model(tmp_path / "model")
     whole = ranks(2, ran, tmp_path, 2, "whole")[0]
-    saved = str(tmp_path / "whole" / "checkpoints" / "step-2")
-    again = {
-        (sp, world): ranks(world, ran, tmp_path, sp, f"{sp}-{world}", saved)[0]
-        for sp, world in ((2, 2), (1, 2), (2, 4))
-    }
-    assert again[2, 2] == whole[2:]
-    for losses in again.values():
-        assert losses == pytest.approx(whole[2:], rel=1e-5)
+    again = ranks(world, ran, tmp_path, sp, "again", str(tmp_path / "whole" / "checkpoints" / "step-2"))[0]
+    assert again == (whole[2:] if (sp, world) == (2, 2) else pytest.approx(whole[2:], rel=1e-5))

@@ -34,7 +34,7 @@ MATRICES = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER  # q, o; k
 CUT = MATRICES + HIDDEN + 2 * KV  # with the biases of q, k and v
 BLOCK = CUT // TP + 2 * HIDDEN  # 109,724,928 on a tp rank: norms are whole on all
 EMBEDDING = HEAD = VOCAB * HIDDEN // TP
-ELEMENTS = {0: EMBEDDING + 10 * BLOCK, 1: 11 * BLOCK, 4: 10 * BLOCK, 7: 9 * BLOCK + HIDDEN + HEAD}  # by stage
+ELEMENTS = {0: EMBEDDING + 10 * BLOCK, 1: 11 * BLOCK, 7: 9 * BLOCK + HIDDEN + HEAD}  # by stage
 MODEL = 80 * (CUT + 2 * HIDDEN) + HIDDEN + 2 * VOCAB * HIDDEN  # 72,706,203,648
 
 
@@ -82,7 +82,7 @@ def one_rank(pp, dp, tp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(4, 1, 3), (0, 1, 7), (1, 0, 5), (7, 0, 7), (7, 1, 0)])
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(0, 1, 7), (1, 0, 5), (7, 1, 0)])
 def test_a_rank_of_128_builds_and_steps_with_the_bytes_of_the_formula(alone, pp, dp, tp):
     """In a process of its own: a second build after such a step crashed torch 2.13 in one process."""
     alone(one_rank, pp, dp, tp)

@@ -10,7 +10,8 @@ import pytest
 
 import zero3d
 from zero3d.cli.completion import SHELLS
-from zero3d.cli.main import VERBS, main
+from zero3d.cli.main import main
+from zero3d.cli.verbs import VERBS
 from zero3d.config.keys import KEYS
 
 ASK = """

@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's names in docs/deepspeed.md: what is there exists, what is not says what to use."""
+"""The table of DeepSpeed's names in docs/deepspeed-reference.md: what is there exists, what is not says what to use."""
 
 import re
 from argparse import ArgumentParser
@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
 from zero3d.integrations.deepspeed.names import RUNTIME, TABLES, as_markdown
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed-reference.md").read_text()
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
 PARTS = {
     "deepspeed": {
@@ -41,7 +41,9 @@ def engine():
 
 
 def test_the_page_has_the_table_of_names():
-    assert as_markdown() in PAGE, "docs/deepspeed.md: put in what integrations.deepspeed.names.as_markdown() returns"
+    assert as_markdown() in PAGE, (
+        "docs/deepspeed-reference.md: put in what integrations.deepspeed.names.as_markdown() returns"
+    )
     assert len(list(rows())) == sum(map(len, TABLES.values())) > 120
 
 

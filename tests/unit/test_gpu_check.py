@@ -332,13 +332,18 @@ def test_the_sanitizer_takes_allocating_for_no_access():
 
 
 @pytest.mark.long
-def test_the_whole_campaign_holds_with_the_cpu_in_the_place_of_the_card(tmp_path):
+def test_a_part_of_every_kind_holds_with_the_cpu_in_the_place_of_the_card(tmp_path):
+    """`make campaign` runs all of each kind."""
     out = tmp_path / "out.json"
-    words = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--json", str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    kinds = {part.work: part.name for part in reversed(gpu_check.PARTS)}
+    chosen = [part.name for part in gpu_check.PARTS if part.name in kinds.values()]
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
+    done = subprocess.run(
+        [*script, "--only", ",".join(chosen), "--json", str(out)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert list(found["parts"]) == [part.name for part in gpu_check.PARTS]
+    assert list(found["parts"]) == chosen
     outcomes = {name: result["outcome"] for name, result in found["parts"].items() if result["outcome"] != "passed"}
     assert outcomes == {"syncs": "skipped"}
     assert 0 < found["step_dispatches"] <= 40

@@ -1,12 +1,15 @@
 """Each verb of `zero3d` once as a user starts it, by the installed script: what tests in forks leave out (commands.py)."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from zero3d.cli.main import VERBS
+from zero3d.cli.main import parse
+from zero3d.cli.verbs import VERBS
 
 STARTED = {
     "config": (["explain", "zero.stage"], 0, "zero.stage"),
@@ -29,6 +32,20 @@ STARTED = {
 
 def test_every_verb_is_started():
     assert STARTED.keys() == VERBS.keys()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples_that_can_be_typed(verb, capsys):
+    with pytest.raises(SystemExit):
+        parse([verb, "--help"])
+    _, _, shown = capsys.readouterr().out.partition("\nexamples:\n")
+    lines = shown.rstrip().splitlines()
+    assert len(lines) >= 3
+    for line in lines:
+        words, does = re.split(r"\s{2,}", line.strip())
+        assert parse(shlex.split(words)[1:]).verb
+        assert does
+        assert len(line) <= 80
 
 
 @pytest.mark.parametrize("verb", STARTED)

@@ -9,6 +9,7 @@ a reduction    what is received, and gradients that are cast to go, in slots of 
                a cast                 a slot for each rank, where gradients travel in another dtype than they have
 
 messages       of units that are gathered in blocks of 8 bits: one is decoded, WINDOW on their way
+copies         of shards, over which a step's sums are taken: terms of WINDOW shards on their way, one being added up
 records        a ring of DEPTH buffers of the longest one; STAGED of its gradients where these are kept on the host
 scratch        fp32 of what an update or a cast works on at a time
 logits         of a loss that is not made in tiles: as computed, in fp32, and in fp32 twice for their gradient
@@ -20,9 +21,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
-from zero3d.distributed.block_bytes import CODE_BITS, coding_scratch, message_bytes
+from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
+from zero3d.spec.zero import SAME
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import LEAVING, WINDOW
 
@@ -73,6 +75,50 @@ class Reduction(NamedTuple):
         """Return the bytes of the buffers of one reduction, to shards of `shard` elements."""
         received = self.slots if self.terms else int(not self.lands)
         return (received + self.slots * self.casts) * shard * self.travels
+
+
+class CopySum(NamedTuple):
+    """Describes how shards are summed over the ranks that have copies of them.
+
+    ranks  that have each shard
+    form   in which terms travel (`zero.slow_wire`)
+    plain  how parts of a shard are reduced where terms travel as they are; of others its slots alone count
+    wide   bytes of an element of a sum
+    """
+
+    ranks: int
+    form: str
+    plain: Reduction
+    wide: int
+
+    @property
+    def _whole(self) -> bool:
+        """Return whether every rank gets all terms of a shard, and not of its part alone."""
+        return all_get_terms(self.ranks, BITS[self.form])
+
+    def _part(self, shard: int) -> int:
+        return shard if self.form != SAME and self._whole else shard // self.ranks
+
+    def held(self, shard: int) -> int:
+        """Return the bytes of a sum under way: terms to go, and those that come."""
+        part = self._part(shard)
+        if self.form == SAME:
+            return self.plain.nbytes(part)
+        slots = self.ranks + (0 if self._whole else self.plain.slots)
+        return slots * term_bytes(part, self.form)
+
+    def adding(self, shard: int, device: str) -> int:
+        """Return the bytes in which terms that have come are decoded and added up on a device of this type."""
+        part = self._part(shard)
+        return 0 if self.form == SAME else self.wide * part + FP32 * coding_scratch(part, device)
+
+
+def sums_of_copies(shards: Sequence[int], how: CopySum, device: str) -> int:
+    """Return the most bytes in which shards of so many elements are summed over copies, in any order of their units."""
+    if how.ranks == 1:
+        return 0
+    longest = sorted(shards, reverse=True)
+    return sum(map(how.held, longest[:WINDOW])) + max((how.adding(shard, device) for shard in longest[:1]), default=0)
 
 
 def ring_bytes(longest: int) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import shtab
 
-from zero3d.cli.main import VERBS, build_parser
+from zero3d.cli.main import build_parser
+from zero3d.cli.verbs import VERBS
 from zero3d.config.keys import KEYS
 
 SHELLS = {  # and what to type once

@@ -13,24 +13,13 @@ import warnings
 from collections.abc import Container, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from textwrap import fill
 from typing import Any, NoReturn
 
 from zero3d import __version__
+from zero3d.cli.verbs import VERBS
 from zero3d.errors import ConfigError, Zero3dError, short
 
-VERBS = {
-    "config": "what a run would use (show), what a key means (explain), and a JSON Schema for editors (schema)",
-    "plan": "how to train a model on a cluster, what it needs and how long it takes; no GPU needed",
-    "calibrate": "measure this machine's devices, links and disk for `zero3d plan --cluster`, within a minute",
-    "simulate": "a step of a configuration without its ranks: bytes over time, the peak, traffic, FLOPs",
-    "train": "train a small language model on this machine and measure what the formulas say",
-    "compare": "runs that differ in some keys, one after another, and what each cost, as one table and a picture",
-    "ckpt": "checkpoints without ranks: ls, verify, show, diff, export as a Hugging Face folder, prune",
-    "doctor": "what is wrong with this machine, a cluster's hosts or a run that died, and what to type",
-    "launch": "print what starts a run on a cluster: slurm, k8s or torchrun",
-    "models": "what a model supports: tp, pp, ep, sp, images, packing, LoRA; by the engine's checks, without weights",
-    "completion": "print a script with which bash, zsh or fish completes verbs, options and keys",
-}
 IN_PYTHON = warnings.formatwarning
 
 
@@ -64,11 +53,22 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(typed: Container[str]) -> Parser:
     """Make the parser of all verbs; only modules of verbs among the typed words are imported."""
-    parser = Parser(prog="zero3d", description="ZeRO as the data axis of 3D parallelism.", allow_abbrev=False)
+    parser = Parser(
+        prog="zero3d",
+        description="Train models that do not fit on one device: ZeRO as the data axis of 3D parallelism.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"zero3d {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, summary in VERBS.items():
-        verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    for name, (summary, _) in VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=summary,
+            description=fill(summary),
+            epilog=VERBS[name].epilog(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         if name in typed:
             import_module(f"zero3d.cli.{name}").add_arguments(verb)
     return parser

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
+from zero3d.plan.links import Way, crosses, ways
 from zero3d.plan.rollout import EXAMPLE
 from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
@@ -132,7 +134,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     used = resized(cluster, best.plan.world)
     rungs = ladder(model, used, target.sequences, target.limit, evaluate, target.optimizer)
     knobs = what_if(best, model, used, evaluate)
-    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price)
+    links = _over_links(model, used, result.rows) if arguments.cluster else ()
+    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price, links)
     _write(arguments, answer, path)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
@@ -154,6 +157,12 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     lora = lora_of(arguments.lora) if arguments.lora else None
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     return open_spec(path, length, lora=lora, packed=packed, beyond=True)
+
+
+def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row]) -> Sequence[Way]:
+    """Price the ways to train over the links between nodes, from the best plan whose dp has several ranks on each."""
+    plan = next((row.plan for row in rows if crosses(row.plan, cluster)), None)
+    return () if plan is None else ways(model, plan, cluster, evaluate, any_stage=True)
 
 
 def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:

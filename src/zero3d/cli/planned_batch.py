@@ -14,7 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster, named
-from zero3d.plan.spec import ClusterSpec, Estimate
+from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec
 
 MOST = 64  # sequences of a micro-batch
 WORTH = 0.9  # of the seconds a token, for which twice the memory is taken
@@ -47,12 +47,18 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
     return found
 
 
-def cluster_of_these(config: Config, ranks: int) -> ClusterSpec:
-    """Return what is known of this machine's cards: of plan.cluster, else of the catalogue. Raises ConfigError."""
+def cluster_of_these(
+    config: Config, ranks: int, nodes: int | None = None, asked: str = "train_micro_batch_size_per_gpu is auto"
+) -> ClusterSpec:
+    """Return what is known of this machine's cards: of plan.cluster, else of the catalogue. Raises ConfigError.
+
+    nodes  that the ranks are on; None: one, or as many as these cards are too few for
+    asked  why they must be known
+    """
     import torch
 
     if not torch.accelerator.is_available():
-        return cluster("cpu", ranks, 1, config.plan.cluster)
+        return cluster("cpu", ranks, nodes or 1, config.plan.cluster)
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     module = torch.get_device_module(kind)
@@ -60,17 +66,17 @@ def cluster_of_these(config: Config, ranks: int) -> ClusterSpec:
     name = named(device)
     if name is None:
         raise ConfigError(
-            f"train_micro_batch_size_per_gpu is auto, and {device} is not in the planner's catalogue: type "
-            "train.micro_batch=1, or plan.cluster=FILE as zero3d calibrate writes it."
+            f"{asked}, and {device} is not in the planner's catalogue: type train.micro_batch=1 and plan.links=given, "
+            "or plan.cluster=FILE as zero3d calibrate writes it."
         )
-    return cluster(name, ranks, max(1, ranks // int(module.device_count())), config.plan.cluster)
+    return cluster(name, ranks, nodes or max(1, ranks // int(module.device_count())), config.plan.cluster)
 
 
-def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tuple[int, Estimate]]:
-    """Yield each micro-batch that the batch can be made of, with what it takes."""
+def model_of(config: Config) -> ModelSpec:
+    """Trace the model of a configuration. Raises ConfigError."""
     from zero3d.sim.model_spec import open_spec
 
-    model = open_spec(
+    return open_spec(
         config.model.path,
         config.data.length,
         config.model.attn,
@@ -79,7 +85,11 @@ def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tu
         config.freeze,
         quantize=config.model.quantize,
     )
-    micro_batch = 1
+
+
+def _estimates(config: Config, ranks: int, hardware: ClusterSpec) -> Iterator[tuple[int, Estimate]]:
+    """Yield each micro-batch that the batch can be made of, with what it takes."""
+    model, micro_batch = model_of(config), 1
     while micro_batch <= MOST:
         try:
             plan = plan_of(replace(config, train=replace(config.train, micro_batch=micro_batch)), ranks)

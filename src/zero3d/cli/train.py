@@ -27,6 +27,7 @@ from zero3d.cli.spare_ranks import release, stand_by
 from zero3d.cli.worker import as_worker, end_with, quiet_environment, report_output
 from zero3d.cli.workers import ranks_here
 from zero3d.config import Config, fitting_ranks, load, split_words
+from zero3d.config.sections import GIVEN
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import check_model_path
 from zero3d.setup.packages import check_packages
@@ -119,7 +120,10 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
     ]
     name, source = config_source(file, overrides)
     if arguments.deepspeed is None:
-        return name, load(source, overrides)
+        config = load(source, overrides)
+        if config.plan.links != GIVEN:
+            config = load(source, overrides + _over_links(arguments, config, told))
+        return name, config
     from zero3d.integrations.deepspeed.merge import load_merged
     from zero3d.integrations.deepspeed.report import lines
 
@@ -134,13 +138,31 @@ def read(arguments: argparse.Namespace, told: bool = False) -> tuple[str, Config
     return name, config
 
 
+def _over_links(arguments: argparse.Namespace, config: Config, told: bool) -> list[str]:
+    """Return what is chosen for slow links between hosts, as words, which workers are given, too."""
+    from zero3d.cli.planned_links import planned_links
+
+    check_model_path(config.model)
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    words, why = planned_links(config, _started(config, arguments.ranks), None if local is None else int(local))
+    arguments.words += words
+    if told or os.environ.get("RANK") == "0":
+        print("\n".join(why), file=sys.stderr)
+    return words
+
+
 def _planned(config: Config, ranks: int | None) -> int:
     """Return a micro-batch that fits this machine, of as many ranks as there will be."""
     from zero3d.cli.planned_batch import planned_micro_batch
 
     check_model_path(config.model)
+    return planned_micro_batch(config, _started(config, ranks))
+
+
+def _started(config: Config, ranks: int | None) -> int:
+    """Return how many ranks there will be: those that a launcher has started, or `ranks` that were asked for."""
     started = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else ranks
-    return planned_micro_batch(config, started or ranks_here(config.mesh))
+    return started or ranks_here(config.mesh)
 
 
 def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path | None]:

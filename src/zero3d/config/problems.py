@@ -12,7 +12,7 @@ from typing import Any
 
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import Config, Lora, Optimizer
+from zero3d.config.sections import GIVEN, Config, Lora, Optimizer
 from zero3d.config.shrinking import degrees_of, refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
@@ -36,6 +36,11 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     if config.plan.write_back and config.plan.cluster is None:
         text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
         yield "plan.write_back", text
+    if config.plan.links != GIVEN and config.plan.cluster is None:
+        text = (
+            f"plan.links={config.plan.links} is by what is known of links: type plan.cluster=FILE of zero3d calibrate."
+        )
+        yield "plan.links", text
     for key, size in (
         ("zero.gather_budget", config.zero.gather_budget),
         ("mesh.sp_mask_budget", config.mesh.sp_mask_budget),
@@ -171,6 +176,7 @@ def _spec_of(config: Config) -> Spec:
         precision=config.precision,
         activations=config.activations,
         optimizer=config.optimizer.name,
+        accumulate=config.train.accumulate or 1,
         ema=config.train.ema,
         replay=config.health.replay,
         linear=config.model.linear,

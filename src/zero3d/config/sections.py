@@ -28,6 +28,7 @@ from zero3d.spec.zero import PRECISIONS, Zero
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 EXPORTS = ("adapter", "merged", "both")
+GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,13 @@ class Plan:
     )
     write_back: bool = key(
         False, "correct gpu.matrix and gpu.flash in that file until the plan's step takes what the third step took"
+    )
+    links: str = key(
+        GIVEN,
+        "what a run does about slow links between hosts: what this file gives, or the fastest by plan.cluster: auto "
+        "chooses mesh.shard or zero.second_shard, narrow also zero.gather_wire and zero.slow_wire, which round what is "
+        "sent; zero3d train chooses, and prints why",
+        choices=(GIVEN, "auto", NARROW),
     )
 
 

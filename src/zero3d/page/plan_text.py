@@ -11,6 +11,7 @@ from zero3d.page.text import columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
+from zero3d.plan.links import Way, as_words, fastest
 from zero3d.plan.rollout import Rollout, Split
 from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
@@ -24,7 +25,11 @@ KNOBS = 5  # what-if lines
 
 
 class Answer(NamedTuple):
-    """A search with at least one plan, and what was asked. tokens: of the whole training; price: of a GPU-hour."""
+    """A search with at least one plan, and what was asked.
+
+    tokens  of the whole training; price: of a GPU-hour
+    links   ways to train over links between nodes, where a file says what these are
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -34,6 +39,7 @@ class Answer(NamedTuple):
     knobs: Sequence[WhatIf]
     tokens: float | None = None
     price: float | None = None
+    links: Sequence[Way] = ()
 
     @property
     def best(self) -> Row:
@@ -51,6 +57,7 @@ def as_text(answer: Answer, top: int) -> str:
     lines += _ranked(shown, answer.target)
     lines += ["", *_experts(answer)] if answer.model.experts else []
     lines += ["", *_sequences(answer)] if answer.model.length >= LONG else []
+    lines += ["", *links_lines(answer.links, answer.cluster, answer.target.limit)] if answer.links else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
 
@@ -166,6 +173,22 @@ def _sequences(answer: Answer) -> Iterator[str]:
 def _way(row: Row) -> tuple[str, ...]:
     memory, seconds = row.estimate.memory, row.estimate.seconds
     return mesh(row.plan), str(row.plan.zero.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
+
+
+def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
+    """Yield lines: what each way to train sends between nodes of several GPUs, how long it takes, and the fastest."""
+    yield "Data parallelism over the links between nodes, every way from the best plan that has any:"
+    table = [("way", "settings", "GPU GB", "step s", "of it dp", "sent as it is")]
+    for way in links:
+        memory, seconds = way.estimate.memory, way.estimate.seconds
+        full = memory.device > limit or bool(memory.lacks(cluster))
+        cells = (f"{memory.device / 1e9:.1f}", figure(seconds.mid), figure(seconds.parts.get("dp", 0.0)))
+        said = "does not fit" if full else "rounded" if way.rounds else "yes"
+        table.append((way.name, " ".join(as_words(way.settings)) or "-", *cells, said))
+    yield from columns(table, "<<>>><")
+    for narrow, what in ((False, "as it is"), (True, "rounded, too")):
+        best = fastest(links, cluster, limit, narrow)
+        yield f"   Fastest of what is sent {what}: {' '.join(as_words(best.settings)) or 'flat'}"
 
 
 def held_apart(rows: Sequence[Row]) -> list[str]:
@@ -454,7 +477,13 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
         "gpu_hours_per_billion_tokens": gpu_hours(answer.best.estimate, answer.cluster, 1e9),
         "checkpoint": good._asdict(),
-    }
+    } | ({"links": [_way_json(way) for way in answer.links]} if answer.links else {})
+
+
+def _way_json(way: Way) -> dict[str, Any]:
+    memory, seconds = way.estimate.memory.device, way.estimate.seconds.mid
+    settings = {"way": way.name, "settings": dict(way.settings), "rounds": way.rounds}
+    return settings | {"device_bytes": memory, "seconds": seconds}
 
 
 def row_json(row: Row) -> dict[str, Any]:

@@ -6,7 +6,8 @@
     across nodes     ring over n/L nodes; the L members' network cards work in parallel, so L x bandwidth
     both             the slower of the two: the pieces are pipelined
 
-    all-to-all       everything that leaves a host does so as it is: L times a ring's bytes across nodes
+    all-to-all       everything that leaves a host does so as it is: L times a ring's bytes across nodes; on CPUs, where
+                     every rank sends to each other one, gathers and reduce-scatters, too
 
 An all-reduce takes the better of a ring, 2 (n-1) hops, and a double tree, 2 log2 n hops of as many bytes.
 """
@@ -20,6 +21,7 @@ from zero3d.plan.constants import constant
 from zero3d.plan.spec import ClusterSpec, Link, ParallelPlan
 from zero3d.plan.states import node_of
 
+CPU = "cpu"  # in the catalogue: gloo, whose messages go in pairs
 REACHED = constant("links", "reached")  # of a data sheet's link rate, what the best collective gets
 
 
@@ -79,6 +81,8 @@ def gather_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     """Time an all-gather of `size` bytes in all, or a reduce-scatter of as many."""
     if group.size == 1 or not size:
         return 0.0
+    if cluster.gpu.name == CPU:
+        return exchange_seconds(size, group, cluster)
     inside, across = cluster.inside, cluster.across
     near = size * (group.local - 1) / group.local
     far = size * (group.nodes - 1) / group.nodes / group.local

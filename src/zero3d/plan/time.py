@@ -11,7 +11,8 @@ tp           all-reduces in forward and backward, and again where recomputed; wh
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
-             micro-batch; what backward does not hide. Sums over copies of shards, which nothing hides
+             micro-batch; what backward does not hide. Sums over copies of shards, which nothing hides, and the passes
+             over memory in which blocks are coded and decoded
 optimizer    bytes of states read and written, by the card's memory; Muon's products, or what it sends if that is slower
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
@@ -30,7 +31,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.activations.policy import Policy
-from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, all_get_terms, block_bytes, term_bytes
+from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
@@ -51,6 +52,7 @@ from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
+CODING = 16  # bytes of memory for each element that is coded or decoded: its code, fp32 scratch both ways, its value
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 
@@ -314,6 +316,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
         gathers = uses * collective(1.0, width)
         if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
+        if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
+            copies += _coding_seconds(step, uses * sum(share))
         return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
@@ -332,7 +336,16 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
         sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
     else:
         sizes = [own * term_bytes(BLOCK, slow) / BLOCK, own * wide]
-    return times * sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
+    sending = sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
+    decoded = group.size if slow != SAME and all_get_terms(group.size, BITS[slow]) else 1
+    coding = _coding_seconds(step, (1 + decoded) * own) if slow not in (SAME, NARROW) else 0.0
+    return times * (sending + coding)
+
+
+def _coding_seconds(step: _Step, elements: float) -> float:
+    """Return the seconds in which so many elements are coded or decoded, by the card's memory."""
+    gpu = step.cluster.gpu
+    return CODING * elements / (step.pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
 
 
 def _besides_replay(step: _Step, numel: float, once: float) -> float:

@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
+    CopySum,
     Reduction,
     arriving_bytes,
     coded_messages,
@@ -36,6 +37,7 @@ from zero3d.account.transients import (
     master_scratch,
     record_scratch,
     ring_bytes,
+    sums_of_copies,
     whole_units,
 )
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
@@ -187,8 +189,8 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
               tied parameters' gradients are summed in the reduced dtype
     wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.
-              Scratch in which masters are cast, those in halves updated, or records. Besides, the ring of inputs of
-              recomputed blocks on the host
+              Sums of shards over their copies. Scratch in which masters are cast, those in halves updated, or
+              records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
@@ -222,11 +224,29 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         + (coded_messages(max(coded), device) if coded else 0)
         + max(
             WINDOW * moving + adding,
+            bytes_over_copies(engine),
             master_scratch(masters, device, policy.split_master),
             update,
             *(feature.scratch for feature in engine.features),
         ),
     }
+
+
+def bytes_over_copies(engine: Engine) -> int:
+    """Return the bytes in which a step's shards are summed over copies; those of an exact sum are a reduction's."""
+    trained = [unit for unit in engine.units if unit.grads is not None]
+    if engine.summands is not None or not trained or trained[0].gradients.across.size == 1:
+        return 0
+    across, travels, wide = (
+        trained[0].gradients.across,
+        trained[0].gradients.sums.itemsize,
+        engine.policy.master.itemsize,
+    )
+    way, ranks = across.algorithm, across.size
+    terms = way == PAIRWISE or (way == ALL_TO_ALL and travels < torch.float32.itemsize)
+    plain = Reduction(ranks - 1 if way == PAIRWISE else ranks, travels, travels != wide, terms, lands=True)
+    how = CopySum(ranks, trained[0].gradients.slow, plain, wide)
+    return sums_of_copies([unit.layout.shard for unit in trained], how, engine.mesh.device.type)
 
 
 def _to_host(engine: Engine) -> int:

@@ -21,6 +21,14 @@ from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
 from zero3d.train.run import Result
 
+BUFFERS = {
+    "gathered": "gathered weights",
+    "bucket": "gradient buckets",
+    "wire": "communication buffers",
+    "received": "received activations",
+}
+STAGING = {"wire": "staging buffers"}  # off the device
+
 
 def show(result: Result, console: Console) -> None:
     """Print everything and write loss.png."""
@@ -52,8 +60,8 @@ def memory_table(result: Result) -> Table:
     table = _table(title, ("consumer", "dtype"), ("measured",))
     for row in result.memory:
         if row.place == DEVICE:
-            table.add_row(row.consumer, row.dtype, *_figures(row))
-    table.caption = "temporary: most held at an instant. activations: kept by one forward."
+            table.add_row(shown(row.consumer, row.place), row.dtype, *_figures(row))
+    table.caption = "buffers and gathered weights: most held at an instant. activations: kept by one forward."
     return table
 
 
@@ -62,9 +70,17 @@ def tiers_table(result: Result) -> Table:
     table = _table("off the device, of rank 0, in bytes", ("place", "consumer", "dtype"), ("measured",))
     for row in result.memory:
         if row.place != DEVICE:
-            table.add_row(row.place, row.consumer, row.dtype, *_figures(row))
-    table.caption = "temporary: buffers and scratch. disk: two slots of what changes in a step."
+            table.add_row(row.place, shown(row.consumer, row.place), row.dtype, *_figures(row))
+    table.caption = "disk: two slots of what changes in a step."
     return table
+
+
+def shown(consumer: str, place: str) -> str:
+    """Return what a table calls a consumer of memory: kinds of temporary buffers by the field's names."""
+    kind = consumer.removeprefix("temporary: ")
+    if kind == consumer:
+        return consumer
+    return (BUFFERS if place == DEVICE else STAGING).get(kind, kind)
 
 
 def _figures(row: MemoryRow) -> tuple[str, Text, str]:

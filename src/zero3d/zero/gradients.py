@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from zero3d.distributed.axis import DONE, Pending
-from zero3d.distributed.collectives import same_memory
+from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.spec.zero import SAME
 from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
@@ -139,6 +139,11 @@ class Gradients:
     def sums(self) -> torch.dtype:
         """Return the dtype in which sums travel between copies of shards."""
         return self._wire
+
+    @property
+    def across(self) -> Comm:
+        """Return the ranks that have copies of the shard."""
+        return self._setting.across
 
     @property
     def slow(self) -> str:

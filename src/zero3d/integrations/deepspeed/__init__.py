@@ -4,7 +4,7 @@ keys         every key of DeepSpeed 0.19: what it becomes here, that it has no e
 document     the JSON itself, read and checked against these keys
 translate    its values as keys of a configuration
 merge        together with the caller's own file and overrides, which fill "auto" and must not contradict
-report       what was made of it, as lines, as a commented YAML file and as the tables of docs/deepspeed.md
+report       what was made of it, as lines, as a commented YAML file and as the tables of docs/deepspeed-reference.md
 optimizer_kinds  the optimizers that a JSON may name, and where
 names        what programs call of DeepSpeed: built, an alias or refused
 imports      its modules that programs import: an alias or refused

@@ -37,7 +37,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
     """DeepSpeed's methods on a `zero3d.Engine`, which is `engine`. Made by `initialize`.
 
     An attribute that is not DeepSpeed's is the module's, as there. One of DeepSpeed's that is not here raises
-    AttributeError with what to use; docs/deepspeed.md has them all.
+    AttributeError with what to use; docs/deepspeed-reference.md has them all.
     """
 
     def __init__(

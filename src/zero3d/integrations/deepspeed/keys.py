@@ -38,7 +38,7 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         "optimizer.params.weight_decay": "optimizer.weight_decay",
         **{f"optimizer.params.{name}": "optimizer.muon" for name in ("momentum", "muon_lr")},
         "optimizer.params.adam_lr": "optimizer.lr",
-        **{f"optimizer.params.{name}": "of a program's optimizer" for name in EXTRA if name not in OF_MUON},
+        **{f"optimizer.params.{name}": "initialize()" for name in EXTRA if name not in OF_MUON},
         "scheduler.type": "schedule.name",
         "scheduler.params": "schedule.options",
         f"{ZERO}.stage": "zero.stage",
@@ -64,9 +64,9 @@ MAPPED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-UNITS = "units are gathered, reduced and released one by one, ahead of their use"
-PARTS = "gradients are summed in units, in flat parts of each rank"
-WRITES = "what is offloaded is read and written in parallel by our own threads"
+UNITS = "the engine gathers, reduces and frees each layer's parameters and schedules this itself"
+PARTS = "gradients are always reduced into flat shards, one layer at a time"
+WRITES = "offloading has its own threads and pinned buffers"
 # Inner keys that say how DeepSpeed does what is done otherwise here, by what is said of them.
 _PARTS = """
 contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients
@@ -96,45 +96,45 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "aio": WRITES,
         f"{ZERO}.cpu_offload_use_pin_memory": WRITES,
         f"{ZERO}.sub_group_size": WRITES,
-        f"{ZERO}.load_from_fp32_weights": "masters are part of every checkpoint",
+        f"{ZERO}.load_from_fp32_weights": "every checkpoint contains the fp32 masters",
         f"{ZERO}.elastic_checkpoint": "every checkpoint resumes on any number of ranks",
-        f"{ZERO}.pipeline_loading_checkpoint": "ranks read their own slices",
-        f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "checkpoint.export writes whole weights",
-        f"{ZERO}.gather_16bit_weights_on_model_save": "checkpoint.export writes whole weights",
-        f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "checkpoint.export writes whole weights",
-        f"{ZERO}.ignore_unused_parameters": "parameters that nothing reaches have gradients of zero",
-        f"{ZERO}.compute_grad_norm": "every step has its norm",
-        f"{ZERO}.parameter_alignment": "every cut is a multiple of 16 elements",
-        f"{ZERO}.enable_sanity_checks": "the engine always checks",
-        f"{ZERO}.memory_efficient_linear": "frozen weights are never kept whole",
-        f"{ZERO}.save_muon_momentum_buffer_in_memory": "momenta are where the optimizer's other states are",
-        "activation_checkpointing": "only models that call DeepSpeed's own heed it; here it is activations=full",
-        "zero_allow_untested_optimizer": "any optimizer that treats every element by itself is taken",
-        "zero_force_ds_cpu_optimizer": "the optimizer is torch's",
-        "optimizer.legacy_fusion": "the optimizer is torch's",
-        "optimizer.params.torch_adam": "Adam and AdamW are torch's",
-        "optimizer.params.fused": "AdamW is torch's, fused",
-        "optimizer.params.foreach": "AdamW is torch's, fused",
-        "optimizer.params.fp32_optimizer_states": "states are fp32",
-        "optimizer.params.ns_method": "Newton-Schulz is of the matrix itself",
-        "fp16.auto_cast": "floating inputs are cast to the precision of the model",
-        "bf16.immediate_grad_update": "gradients are reduced as soon as they are there",
-        "bf16.check_grad_overflow": "gradients that are not finite are never applied",
-        "bfloat16.immediate_grad_update": "gradients are reduced as soon as they are there",
-        "bfloat16.check_grad_overflow": "gradients that are not finite are never applied",
-        "check_grad_overflow": "gradients that are not finite are never applied",
+        f"{ZERO}.pipeline_loading_checkpoint": "each rank reads only its own shard",
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "checkpoint.export writes the full weights",
+        f"{ZERO}.gather_16bit_weights_on_model_save": "checkpoint.export writes the full weights",
+        f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "checkpoint.export writes the full weights",
+        f"{ZERO}.ignore_unused_parameters": "unused parameters get a gradient of zero",
+        f"{ZERO}.compute_grad_norm": "the gradient norm is computed in every step",
+        f"{ZERO}.parameter_alignment": "shards are aligned to 16 elements",
+        f"{ZERO}.enable_sanity_checks": "checks are always on",
+        f"{ZERO}.memory_efficient_linear": "frozen weights are sharded too, and freed after use",
+        f"{ZERO}.save_muon_momentum_buffer_in_memory": "the momentum is kept with the other optimizer states",
+        "activation_checkpointing": "it affects only models that call DeepSpeed's checkpointing; use activations=full",
+        "zero_allow_untested_optimizer": "every element-wise optimizer is accepted",
+        "zero_force_ds_cpu_optimizer": "the optimizer is always torch's",
+        "optimizer.legacy_fusion": "the optimizer is always torch's",
+        "optimizer.params.torch_adam": "Adam and AdamW are always torch's",
+        "optimizer.params.fused": "AdamW is always torch's fused implementation",
+        "optimizer.params.foreach": "AdamW is always torch's fused implementation",
+        "optimizer.params.fp32_optimizer_states": "optimizer states are fp32",
+        "optimizer.params.ns_method": "Newton-Schulz always runs on the matrix itself",
+        "fp16.auto_cast": "floating-point inputs are always cast to the precision of the model",
+        "bf16.immediate_grad_update": "gradients are reduced as soon as they are computed",
+        "bf16.check_grad_overflow": "a step with NaN or infinite gradients is never applied",
+        "bfloat16.immediate_grad_update": "gradients are reduced as soon as they are computed",
+        "bfloat16.check_grad_overflow": "a step with NaN or infinite gradients is never applied",
+        "check_grad_overflow": "a step with NaN or infinite gradients is never applied",
         "data_types.grad_accum_dtype": "gradients are accumulated in fp32",
-        "seq_parallel_communication_data_type": "what ranks exchange of sequences has the dtype of attention",
-        "prescale_gradients": "gradients are divided once, after they are summed in fp32",
-        "gradient_predivide_factor": "gradients are divided once, after they are summed in fp32",
+        "seq_parallel_communication_data_type": "sequence parallelism communicates in the dtype of attention",
+        "prescale_gradients": "gradients are summed in fp32 and divided once",
+        "gradient_predivide_factor": "gradients are summed in fp32 and divided once",
         "disable_allgather": UNITS,
         "dump_state": "zero3d config show prints the configuration",
         "dataloader_drop_last": "every sequence of an epoch is used",
-        "wall_clock_breakdown": "a trace is made by profile.steps",
-        "memory_breakdown": "the table at the end has every category",
-        "comms_logger": "the table at the end has every collective",
-        "flops_profiler": "the line of a run has its FLOPs; a trace is made by profile.steps",
-        "timers": "a trace is made by profile.steps",
+        "wall_clock_breakdown": "use profile.steps for a trace",
+        "memory_breakdown": "the table at the end of a run shows every category",
+        "comms_logger": "the table at the end of a run shows every collective",
+        "flops_profiler": "the lines of a run show FLOP/s; use profile.steps for a trace",
+        "timers": "use profile.steps for a trace",
         "monitor_config": "metrics.jsonl is always written",
         "csv_monitor": "metrics.jsonl is always written",
         "tensorboard.output_path": "event files are in OUTPUT/tensorboard",
@@ -144,16 +144,16 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "checkpoint.tag_validation": "ranks agree on every checkpoint",
         "checkpoint.use_node_local_storage": "each rank writes its own files",
         "checkpoint.parallel_write": "each rank writes its own files",
-        "vocabulary_size": "the model says it",
-        "log_level": "there is one level",
-        "disable_python_gc": "training makes no garbage that waits for it",
-        "tensor_parallel.vocab_parallel_lm_head": "the model's plan says whether the vocabulary is cut",
+        "vocabulary_size": "it is taken from the model",
+        "log_level": "there is only one log level",
+        "disable_python_gc": "garbage collection does not affect training",
+        "tensor_parallel.vocab_parallel_lm_head": "the model's tensor-parallel plan decides this",
         "tensor_parallel.vocab_parallel_ce_backend": "the loss is torch's",
-        "use_data_before_expert_parallelism": "experts are shared out over neighbours on dp: mesh.ep",
-        "tensor_parallel.tp": "the degree is autotp_size",
-        "tensor_parallel.dtype": "the precision is the run's",
+        "use_data_before_expert_parallelism": "expert parallelism always uses data-parallel ranks: mesh.ep",
+        "tensor_parallel.tp": "the degree is set by autotp_size",
+        "tensor_parallel.dtype": "the precision is set for the whole run",
         "tensor_parallel.tp_overlap_comm": UNITS,
-        "compile.backend": "train.compile uses inductor",
+        "compile.backend": "train.compile always uses inductor",
     }
 )
 
@@ -166,52 +166,62 @@ class Refused(NamedTuple):
     neutral: tuple[Any, ...] = (False, None)
 
 
-LATER = "is not here yet"
+LATER = "not implemented"
 REMOVED_7, REMOVED_8 = "DeepSpeed itself has removed it in 0.19.7", "DeepSpeed itself has removed it in 0.19.8"
 REFUSED: Mapping[str, Refused] = MappingProxyType(
     {
         "amp": Refused(REMOVED_8, "bf16: {enabled: true}"),
         "torch_autocast": Refused("autocast computes parts of a model in fp32", "bf16: {enabled: true}"),
         "sparse_attention": Refused(REMOVED_7, "model.attn=sdpa or flash_attention_2"),
-        "compression_training": Refused(REMOVED_7, "a model that is compressed already"),
+        "compression_training": Refused(REMOVED_7, "a model that has already been compressed"),
         "quantize_training": Refused(REMOVED_7, "bf16: {enabled: true}"),
         "progressive_layer_drop": Refused(REMOVED_8, "dropout in the model's config"),
-        "hybrid_engine": Refused("every engine generates here", "engine.generate"),
-        "autotuning": Refused("there is a planner", "zero3d plan MODEL --gpus N"),
+        "hybrid_engine": Refused("every engine can generate", "engine.generate"),
+        "autotuning": Refused("zero3d has a planner", "zero3d plan MODEL --gpus N"),
         "elasticity": Refused(REMOVED_8, "health.min_ranks with train --max-restarts"),
-        "eigenvalue": Refused(REMOVED_8, "nothing in its place"),
+        "eigenvalue": Refused(REMOVED_8, "nothing instead"),
         "data_efficiency": Refused(LATER, "data.train with weights"),
         "curriculum_learning": Refused(REMOVED_8, "data.train with weights"),
-        "expert_parallel": Refused("experts are shared out by the mesh", "mesh.ep=N beside the JSON"),
+        "expert_parallel": Refused("expert parallelism is set in the mesh", "mesh.ep=N beside the JSON"),
         "nebula": Refused(REMOVED_7, "checkpoint.asynchronous=true"),
         "comet": Refused(LATER, "wandb, tensorboard or metrics.jsonl"),
-        "inference": Refused("this is training", "the exported folder"),
+        "inference": Refused("zero3d only trains", "the exported folder"),
         "graph_harvesting": Refused(REMOVED_8, "train.compile=true"),
-        "pipeline": Refused("pipelines are made of the model's blocks", "mesh.pp"),
-        "sparse_gradients": Refused(REMOVED_8, "false: gradients of embeddings are dense"),
-        "gradient_allreduce_op": Refused("the gradient is that of the mean loss", "mean", ("mean", None)),
+        "pipeline": Refused("the pipeline is made from the model's blocks", "mesh.pp"),
+        "sparse_gradients": Refused(REMOVED_8, "false; gradients of embeddings are dense"),
+        "gradient_allreduce_op": Refused("gradients are always averaged", "mean", ("mean", None)),
         "managed_gradient_accumulation": Refused(
-            "micro-batches are counted", "engine.set_gradient_accumulation_boundary", (True, None)
+            "the engine counts micro-batches", "engine.set_gradient_accumulation_boundary", (True, None)
         ),
         "compile.deepcompile": Refused(LATER, "compile: {enabled: true}"),
         "data_types.param_dtype": Refused("masters are fp32", "bf16 or fp16: {enabled: true}", ("fp32", None)),
-        "data_types.keep_in_fp32_modules": Refused("those that the model names stay in fp32", "auto", ("auto", None)),
+        "data_types.keep_in_fp32_modules": Refused(
+            "the model itself names the modules that stay in fp32", "auto", ("auto", None)
+        ),
         "data_types.buffer_dtype": Refused("buffers keep their dtype", "null", (None,)),
         "checkpoint.load_universal": Refused(
-            "a checkpoint of DeepSpeed's is made one of ours first", "zero3d ckpt import SOURCE FOLDER, and false"
+            "DeepSpeed checkpoints must be converted first", "zero3d ckpt import SOURCE FOLDER, and false"
         ),
         "fp16.consecutive_hysteresis": Refused(LATER, "hysteresis"),
-        "fp16.fp16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
-        "bf16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
-        "bf16.bf16_optimizer_states": Refused("states are fp32", "offload.moments=bf16, where they are offloaded"),
-        "bfloat16.bf16_master_weights_and_grads": Refused("masters are fp32", "zero.master=split, 2 bytes less"),
+        "fp16.fp16_master_weights_and_grads": Refused(
+            "masters are fp32", "zero.master=split, which saves 2 bytes per parameter"
+        ),
+        "bf16.bf16_master_weights_and_grads": Refused(
+            "masters are fp32", "zero.master=split, which saves 2 bytes per parameter"
+        ),
+        "bf16.bf16_optimizer_states": Refused(
+            "optimizer states are fp32", "offload.moments=bf16, with offloaded states"
+        ),
+        "bfloat16.bf16_master_weights_and_grads": Refused(
+            "masters are fp32", "zero.master=split, which saves 2 bytes per parameter"
+        ),
         "optimizer.params.per_head_muon": Refused(LATER, "false, and optimizer.split for fused matrices"),
-        "optimizer.params.bias_correction": Refused("AdamW corrects its bias", "true", (True, None)),
+        "optimizer.params.bias_correction": Refused("AdamW always corrects the bias", "true", (True, None)),
         "optimizer.params.adam_w_mode": Refused(
-            "weight decay is AdamW's, not L2 in the gradient", "true, or initialize() in a program", (True, None)
+            "weight decay is AdamW's, decoupled from the gradient", "true, or initialize() in a program", (True, None)
         ),
         "optimizer.params.amsgrad": Refused(LATER, "false"),
-        "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it, too", "gradient_clipping", (None, 0, 0.0)),
+        "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it too", "gradient_clipping", (None, 0, 0.0)),
         f"{ZERO}.zero_quantized_nontrainable_weights": Refused(LATER, "false"),
         f"{ZERO}.zeropp_loco_param": Refused(REMOVED_8, "null", (None,)),
         f"{ZERO}.mics_hierarchical_params_gather": Refused(REMOVED_7, "mics_shard_size alone"),

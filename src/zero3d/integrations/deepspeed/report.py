@@ -48,7 +48,7 @@ def as_yaml(made: Merged) -> Iterator[str]:
 
 
 def as_markdown() -> str:
-    """Return the tables of docs/deepspeed.md: every key and what becomes of it."""
+    """Return the tables of docs/deepspeed-reference.md: every key and what becomes of it."""
     taken = [
         f"| `{theirs}` | {f'`{ours}`' if '.' in ours or ours.islower() else ours} |" for theirs, ours in MAPPED.items()
     ]
