@@ -29,6 +29,7 @@ from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
 from zero3d.plan.links import Way, crosses, ways
+from zero3d.plan.rollout import EXAMPLE
 from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
@@ -74,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
+    parser.add_argument(
+        "--rl", metavar="WHAT", help=f"of explain: price a step of reinforcement learning and its stream: {EXAMPLE}"
+    )
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
     parser.add_argument(
@@ -93,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if words[:1] == ["explain"]:
         return plan_explain.run(arguments, words[1:])
+    if arguments.rl:
+        raise ConfigError("--rl prices one given run: zero3d plan explain train.yaml --gpu h100 --rl " + EXAMPLE)
     if len(words) > 1 or bool(words) == bool(arguments.params):
         raise ConfigError(
             f"zero3d plan takes one MODEL, or --params (and got {short(' '.join(words)) or 'none'}). Type {USAGE}"

@@ -12,6 +12,7 @@ from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.links import Way, as_words, fastest
+from zero3d.plan.rollout import Rollout, Split
 from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
@@ -415,6 +416,28 @@ def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
     yield from columns(
         [(name, size(int(value))) for name, value in estimate.traffic.items()] or [("nothing", "")], "<>"
     )
+
+
+def rollout_lines(rollout: Rollout, split: Split) -> Iterator[str]:
+    """Yield lines: what a step of reinforcement learning is split into, and a stream of weights by link."""
+    stream = split.streaming
+    slowest = max(stream.seconds.values())
+    yield ""
+    yield (
+        f"A step of reinforcement learning: {rollout.prompts:,} prompts x {rollout.samples:,} completions of "
+        f"{rollout.new:,} tokens"
+    )
+    gpus = "one GPU" if split.sampler == 1 else f"{split.sampler} GPUs"
+    yield from columns(
+        [
+            ("sampling, at least", f"{split.sampling:.3g} s", f"a copy of the model on {gpus}"),
+            ("streaming", f"{slowest:.3g} s", f"{size(int(stream.nbytes))}, over the slowest link"),
+            ("training", f"{split.training:.3g} s", f"{split.steps:,} steps"),
+        ],
+        "<><",
+    )
+    yield "A stream of all weights:"
+    yield from columns([(name, f"{seconds:.3g} s") for name, seconds in stream.seconds.items()], "<>")
 
 
 # --- json ---------------------------------------------------------------------------------------
