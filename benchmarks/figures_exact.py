@@ -132,6 +132,12 @@ def plan_72b() -> str:
     return block("\n".join(shown))
 
 
+def families() -> str:
+    """What each type of transformers supports; a dash where a question does not arise."""
+    head, *rows = (line.split() for line in results("families")[0].splitlines())
+    return table([f"`{name}`" for name in head], [[f"`{kind}`", *answers] for kind, *answers in rows])
+
+
 def plan_llava() -> str:
     """LoRA on one to four cards: memory of a GPU and of the host."""
     rows = []
@@ -346,6 +352,7 @@ EXACT: dict[str, Callable[[], str]] = {
     "compare-offload": partial(comparison, "compare-offload"),
     "offload-places": offload_places,
     "theory": theory,
+    "families": families,
     "plan-72b": plan_72b,
     "plan-llava": plan_llava,
     "plan-llava-job": plan_llava_job,

@@ -110,6 +110,7 @@ RECIPES = {
             repeats=True,
         ),
         Recipe("plan-72b", ("zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80",), timed=False, repeats=True),
+        Recipe("families", ("zero3d models --families",), timed=False),
         Recipe("plan-llava", tuple(f"{_LLAVA} --gpus {gpus}" for gpus in (1, 2, 4)), timed=False, repeats=True),
         Recipe(
             "plan-llava-job",

@@ -214,6 +214,20 @@ def test_ranks_that_share_sequences_send_what_is_planned(alone, models, stage):
 
 
 @long
+@pytest.mark.parametrize("balances", [True, False])
+def test_router_logits_that_a_loss_balances_are_planned(alone, tmp_path, balances):
+    path, plan = tmp_path / "config.json", P(dp=2, sp=2, accumulate=2, activations="full")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "output_router_logits": balances}
+    path.write_text(json.dumps(CONFIG | experts | kind))
+    spec = open_spec(str(path), LENGTH)
+    assert spec.routers == (len(spec.blocks) if balances else 0)
+    ledger = simulated(alone, str(path), plan, 0, whole=True).traffic
+    sent = sum(each.nbytes for each in ledger if (each.op, each.axis) == ("exchange", "sp"))
+    assert sent == rank_traffic(spec, plan, 0)["exchange sp"]
+
+
+@long
 def test_an_8b_model_at_512k_tokens_fits_eight_cards_in_the_dry_run(alone, tmp_path):
     path, length = tmp_path / "config.json", 1 << 19
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

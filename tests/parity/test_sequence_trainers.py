@@ -1,11 +1,16 @@
 """The sequence axis in others' loops: ranks of an sp group are handed the same data, and train as one rank would."""
 
+import functools
 import json
+import types
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import hf
+from torch.nn import functional as F
 from trainers import Rows, Seen, arguments, launched
 
 import zero3d
@@ -148,6 +153,104 @@ def test_a_trainer_is_that_of_one_rank(ranks, tmp_path, by_json):
         assert found[2:] == (seen, counted)
 
 
+def scores():
+    """The output of a head that returns numbers of labels in the place of logits."""
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class Scores(ModelOutput):
+        loss: Any = None
+        log_probs: Any = None
+        entropy: Any = None
+        is_top1: Any = None
+        label_mask: Any = None
+
+    return Scores
+
+
+def score_labels(model):
+    """Have a model return numbers of labels when it is asked to, as TRL's trainers do."""
+    plain, output = model.forward, scores()
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **options):
+        if not fused_lm_head:
+            return plain(*args, labels=labels, **options)
+        hidden = self.model(*args, **options).last_hidden_state
+        hidden, labels = (hidden[:, :-1], labels[:, 1:]) if shift_labels is None else (hidden, shift_labels)
+        mask = labels != -100
+        every = F.linear(hidden, self.lm_head.weight).log_softmax(-1)
+        own = every.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0)
+        return output(
+            loss=-own.sum() / mask.sum().clamp(min=1), log_probs=own, label_mask=mask,
+            entropy=-(every.exp() * every).sum(-1).masked_fill(~mask, 0), is_top1=(every.argmax(-1) == labels) & mask,
+        )  # fmt: skip
+
+    model.forward = types.MethodType(forward, model)
+
+
+def fine_tuned(folder, sp, adapters=False):
+    """What a trainer logs whose loss is of numbers of labels, as that of TRL's SFTTrainer, with its metrics."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    from zero3d.integrations.transformers import patch
+
+    class Supervised(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            output = model(**inputs, use_cache=False, fused_lm_head=True)
+            summed, counted = -output.log_probs.sum(), output.label_mask.sum()
+            gathered = [self.accelerator.gather_for_metrics(t.detach().sum()).sum().item() for t in (
+                output.entropy, output.is_top1, counted
+            )]  # fmt: skip
+            metrics.append([total / gathered[-1] for total in gathered[:-1]])
+            assert torch.equal(output.loss, summed / counted)
+            return summed / counted if num_items_in_batch is None else summed * dist_size() / num_items_in_batch
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    undo, metrics = patch(stage=3), []
+    try:
+        with launched():
+            fresh()
+            args = arguments(
+                folder, per_device_train_batch_size=2, max_steps=2, per_device_eval_batch_size=4,
+                parallelism_config=degree(sp),
+            )  # fmt: skip
+            model = hf("llama")
+            score_labels(model)
+            if adapters:
+                model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"))
+            trainer = Supervised(model, args, train_dataset=Rows(8), eval_dataset=Rows(6, seed=1))
+            trainer.train()
+            evaluated = trainer.evaluate()["eval_loss"]
+            prompt = Rows(1).ids[:, :4]
+            trainer.model.eval()
+            written = trainer.model.generate(input_ids=prompt, max_new_tokens=3, do_sample=False).tolist()
+            assert trainer.accelerator.alike == sp
+            logs = trainer.state.log_history
+            steps = [[log["loss"], float(log["grad_norm"])] for log in logs if "loss" in log]
+            return [*steps, [evaluated], *metrics], written
+    finally:
+        undo()
+
+
+def dist_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_trainer_that_scores_labels_itself_is_that_of_one_rank(ranks, tmp_path, adapters):
+    ((wanted, written),) = ranks(1, fine_tuned, tmp_path, 1, adapters)
+    assert len(wanted) == 2 + 1 + 4 + 2
+    for found, again in ranks(2, fine_tuned, tmp_path, 2, adapters):
+        assert again == written
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, **CLOSE)
+
+
 def refused(asked, folder):
     """What a ParallelismConfig, or what is beside one, is refused for."""
     from accelerate import DataLoaderConfiguration, ParallelismConfig
@@ -172,6 +275,9 @@ def refused(asked, folder):
                     folder, parallelism_config=given["parallelism_config"], label_smoothing_factor=asked["smooths"]
                 )
                 Trainer(hf("llama"), args, train_dataset=Rows(16))
+            elif asked.get("takes"):
+                args = arguments(folder, parallelism_config=given["parallelism_config"])
+                Trainer(hf("llama"), args, train_dataset=Rows(16), compute_loss_func=lambda *_, **__: None).train()
             elif asked.get("predicts"):
                 args = arguments(folder, parallelism_config=given["parallelism_config"], max_steps=1)
                 trainer = Trainer(hf("llama"), args, train_dataset=Rows(16))
@@ -196,6 +302,7 @@ def refused(asked, folder):
     ({"sp_size": 2, "dispatches": True}, "dispatch_batches=True has rank 0 read a batch"),
     ({"sp_size": 2, "json": 4}, "sequence_parallel_size is 4 in the JSON"),
     ({"sp_size": 2, "smooths": 0.1}, "label_smoothing_factor=0.1 takes a loss of whole sequences' logits"),
+    ({"sp_size": 2, "takes": True}, "compute_loss_func takes a loss of whole sequences' logits"),
     ({"sp_size": 2, "predicts": True}, "predictions are logits of whole sequences"),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_refused(ranks, tmp_path, asked, words):

@@ -55,11 +55,13 @@ def script(words):
     return trainer
 
 
-def fine_tuned(stage, folder, more=()):
+def fine_tuned(stage, folder, more=(), sp=1):
     """Losses of the script, in a process that is patched (stage None: not)."""
+    import zero3d
     from zero3d.integrations.transformers import patch
 
-    undo = (lambda: None) if stage is None else patch(stage=stage)
+    options = {"mesh": zero3d.Mesh(sp=sp)} if sp > 1 else {}
+    undo = (lambda: None) if stage is None else patch(stage=stage, options=options)
     try:
         with launched():
             arguments(folder)  # takes torchrun's environment before the script asks for it
@@ -92,6 +94,15 @@ def test_a_script_of_trls_fine_tunes_at_stage_3_by_one_line(ranks, folder, more)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
     assert wanted[-1][0] < wanted[0][0]
+
+
+@pytest.mark.parametrize("more", [(), ("--packing", "true"), ("--use_peft", "true")])
+def test_a_script_of_trls_fine_tunes_on_shared_sequences(ranks, folder, more):
+    """With packing documents are without padding, in one row: TRL hands their ends on, too."""
+    wanted = ranks(2, fine_tuned, None, folder, more)[0]
+    for found in ranks(2, fine_tuned, 3, folder, (*more, "--per_device_train_batch_size", "4"), 2):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
 
 
 NEEDS_A_GPU = "this TRL computes log-probabilities by Triton kernels, which need a GPU"

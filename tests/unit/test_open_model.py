@@ -14,7 +14,8 @@ from zero3d.config import Model
 from zero3d.errors import ConfigError
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.load import FileWeights
-from zero3d.models.open import open_model, read_config
+from zero3d.models.open import open_bare, open_model, read_config
+from zero3d.models.presets import PRESETS
 from zero3d.shards.boxes import boxes, slices, whole
 
 FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
@@ -252,3 +253,23 @@ def test_an_error_of_the_users_function_is_told_with_its_place(tmp_path, monkeyp
         open_model(Model(path="their_module:make"))
     with pytest.raises(ConfigError, match=r"'json:loads': loads\(\) raised TypeError: loads\(\) missing 1 .*'s'$"):
         open_model(Model(path="json:loads"))
+
+
+# Billions, as their cards and papers have them.
+PUBLISHED = {
+    "gpt2": 0.124, "llama-3-1b": 1.24, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "llama-3-405b": 406, "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "mistral-7b": 7.25, "mixtral-8x7b": 46.7, "gemma-3-1b": 1.00,
+    "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "gpt-oss-20b": 20.9, "gpt-oss-120b": 117,
+    "deepseek-v2-lite": 15.7, "deepseek-v3": 671, "glm-4.5-air": 107, "glm-4.5": 353, "llava-1.5-7b": 7.06,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_presets_have_the_numbers_of_parameters_that_are_published():
+    assert {*PUBLISHED, "demo", "demo-moe"} == PRESETS.keys()
+    found = {
+        name: sum(p.numel() for p in open_bare(Model(path=name, init="random")).module.parameters())
+        for name in PUBLISHED
+    }
+    assert {name: float(f"{count / 1e9:.3g}") for name, count in found.items()} == PUBLISHED

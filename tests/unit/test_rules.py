@@ -63,8 +63,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "mesh.ep=2 sends whole tokens", "type mesh.sequence_parallel=false, or mesh.ep=1."),
     (Spec(mesh=Mesh(tp=2, sp=2, sequence_parallel=True)),
      "mesh.sp=2 cuts activations", "type mesh.sequence_parallel=false."),
-    (Spec(mesh=Mesh(sp=2), replay=5),
-     "health.replay=5 has a neighbour", "with mesh.sp=2 all neighbours are needed for one: leave health.replay=5 out."),
+    (Spec(Zero(1, exact=True), mesh=Mesh(sp=2), accumulate=2),
+     "zero.exact=true with mesh.sp=2 and train.accumulate=2", "without a pipeline, or train.accumulate=1."),
     (Spec(mesh=Mesh(partition_activations=True)),
      "mesh.partition_activations=true cuts", "or leave it out."),
     (Spec(offload=Offload(activations="host"), activations="none"),
@@ -157,7 +157,7 @@ def test_a_file_is_refused_in_these_words(spec, begins, _):
     tree |= {"precision": spec.precision, "activations": spec.activations or "full"}
     tree |= {
         "optimizer": {"name": spec.optimizer or "adamw"},
-        "train": {"ema": spec.ema},
+        "train": {"ema": spec.ema, "accumulate": spec.accumulate},
         "health": {"replay": spec.replay},
         "model": {"linear": spec.linear, "quantize": spec.quantize},
     }
@@ -204,7 +204,7 @@ def test_a_choice_that_is_none_is_named_with_those_that_are():
 
 def test_what_a_rule_names_is_a_setting():
     known = {f"{name}.{field.name}" for name, kind in (("zero", Zero), ("offload", Offload), ("mesh", Mesh))
-             for field in fields(kind)} | {"precision", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
+             for field in fields(kind)} | {"precision", "train.accumulate", "train.ema", "health.replay", "optimizer.name", "model.linear", "model.quantize"}  # fmt: skip
     assert {rule.key for rule in RULES} <= known
 
 

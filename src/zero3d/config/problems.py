@@ -176,6 +176,7 @@ def _spec_of(config: Config) -> Spec:
         precision=config.precision,
         activations=config.activations,
         optimizer=config.optimizer.name,
+        accumulate=config.train.accumulate or 1,
         ema=config.train.ema,
         replay=config.health.replay,
         linear=config.model.linear,

@@ -146,16 +146,18 @@ class Foundation:
         order = choose_order(
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
-        sequence = _share_sequences(partition, axes.folds["sp"], options) if resolved.mesh.sp > 1 else None
+        speaks = resolved.mesh.rank == 0
+        sequence = _share_sequences(partition, axes.folds["sp"], options, speaks) if resolved.mesh.sp > 1 else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence, notes)
 
 
-def _share_sequences(partition: ModelPartition, sp: Comm, options: Options) -> SequenceGroup:
+def _share_sequences(partition: ModelPartition, sp: Comm, options: Options, speaks: bool) -> SequenceGroup:
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
     mesh = options.mesh
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
-    return SequenceGroup(partition.chunks.values(), sp, Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked))
+    sharing = Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked)
+    return SequenceGroup(partition.chunks.values(), sp, sharing, speaks)
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

@@ -106,6 +106,7 @@ class Options:
             asked,
             precision.name,
             optimizer=row.name if isinstance(row, OptimizerRow) else None,
+            accumulate=self.step.accumulate,
             ema=self.optimizer.ema,
             replay=self.step.replay,
             linear=self.model.linear,

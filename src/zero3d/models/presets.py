@@ -1,16 +1,34 @@
 """Models by name: shapes of well-known ones, with new weights. No download.
 
-demo          1.4 M   a Llama over bytes, of the embedded default
-demo-moe      1.0 M   a Qwen3-MoE over bytes: 16 experts a layer, of which a token meets 2
-gpt2          124 M   Radford et al. 2019, table 2
-qwen3-0.6b    0.6 B   tied embeddings
-llama-3-1b    1.2 B   Llama 3.2
-llama-3-8b    8.0 B   Grattafiori et al. 2024, table 3
-qwen2.5-72b   72.7 B  Qwen Team 2024, table 1
-mixtral-8x7b  46.7 B  Jiang et al. 2024, table 1: 8 experts a layer, of which a token meets 2
-qwen3-30b-a3b 30.5 B  Qwen Team 2025, table 2: 128 experts, 8 of them
-deepseek-v3   671 B   DeepSeek-AI 2024, section 4.2: 256 experts, 8 of them, and one that all tokens meet
-llava-1.5-7b  7.1 B   Liu et al. 2023: Vicuna 7B with CLIP's ViT-L/14 at 336 pixels
+demo              1.4 M   a Llama over bytes, of the embedded default
+demo-moe          1.0 M   a Qwen3-MoE over bytes: 16 experts a layer, of which a token meets 2
+gpt2              124 M   Radford et al. 2019, table 2
+llama-3-1b        1.2 B   Llama 3.2
+llama-3-8b        8.0 B   Grattafiori et al. 2024, table 3; so are llama-3-70b and llama-3-405b
+llama-3-70b       70.6 B
+llama-3-405b      406 B
+qwen2.5-72b       72.7 B  Qwen Team 2024, table 1
+qwen3-0.6b        0.6 B   Qwen Team 2025, tables 1 and 2, as all of qwen3; tied embeddings up to 4b
+qwen3-1.7b        1.7 B
+qwen3-4b          4.0 B
+qwen3-8b          8.2 B
+qwen3-14b         14.8 B
+qwen3-32b         32.8 B
+qwen3-30b-a3b     30.5 B  128 experts, 8 of them
+qwen3-235b-a22b   235 B   128 experts, 8 of them
+mistral-7b        7.2 B   Jiang et al. 2023, table 1, with the vocabulary of version 0.3
+mixtral-8x7b      46.7 B  Jiang et al. 2024, table 1: 8 experts a layer, of which a token meets 2
+gemma-3-1b        1.0 B   Gemma Team 2025, table 1, as all of gemma-3; language models, without the vision tower
+gemma-3-4b        3.9 B
+gemma-3-12b       11.8 B
+gemma-3-27b       27.0 B
+gpt-oss-20b       20.9 B  OpenAI 2025, table 1: 32 experts, 4 of them
+gpt-oss-120b      117 B   the same: 128 experts, 4 of them
+deepseek-v2-lite  15.7 B  DeepSeek-AI 2024a, appendix B: 64 experts, 6 of them, and two that all tokens meet
+deepseek-v3       671 B   DeepSeek-AI 2024b, section 4.2: 256 experts, 8 of them, and one that all tokens meet
+glm-4.5-air       107 B   GLM-4.5 Team 2025, table 1: 128 experts, 8 of them, and one; without its MTP layer
+glm-4.5           353 B   the same: 160 experts
+llava-1.5-7b      7.1 B   Liu et al. 2023: Vicuna 7B with CLIP's ViT-L/14 at 336 pixels
 """
 
 from __future__ import annotations
@@ -26,6 +44,58 @@ _LLAMA_3 = {
     "rms_norm_eps": 1e-5,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
+}
+
+_QWEN_3 = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window": 1024,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "eos_token_id": 200002,
+    "pad_token_id": 199999,
+}
+_GLM_4_5 = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 151329,
+    "pad_token_id": 151329,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -166,6 +236,187 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163840,
         "bos_token_id": 0,
         "eos_token_id": 1,
+    },
+    "llama-3-70b": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "llama-3-405b": {
+        **_LLAMA_3,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-1.7b": {
+        **_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        **_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-14b": {
+        **_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-32b": {
+        **_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-235b-a22b": {
+        **_QWEN_3,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "gemma-3-1b": {
+        **_GEMMA_3,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "gemma-3-4b": {
+        **_GEMMA_3,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "gemma-3-12b": {
+        **_GEMMA_3,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "gemma-3-27b": {
+        **_GEMMA_3,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+    },
+    "glm-4.5-air": {
+        **_GLM_4_5,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    "glm-4.5": {
+        **_GLM_4_5,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 92,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
     },
     "llava-1.5-7b": {
         "model_type": "llava",

@@ -25,7 +25,7 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -51,14 +51,13 @@ from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, counted
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
-from zero3d.plan.rank_model import chunks_of_rank, first_alike, rank_model, unlike_stages
+from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, sends_terms, states, states_key, wire_width
 from zero3d.plan.windows import Backward, Windows, backwards
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
-from zero3d.zero.stages import WINDOW
 
 IN_STEP = 18  # bytes for an element whose moments of 8 bits are read or written: one in fp32, scratch of the other
 
@@ -275,11 +274,12 @@ class _Rank:
         self.plan, self.stage = plan, stage
         self._holding = holding = _holding(model, _holding_key(plan), first_alike(model, plan, stage))
         self.chunks = chunks_of_rank(model, plan, stage)
-        self.units, self.shard = holding.units, holding.shard
+        self.shard = holding.shard
         self._turns = {number: turn for turn, number in enumerate(self.chunks)}
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
         self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
+        self._fullest: dict[tuple[int, bool], int] = {}  # by chunk, and whether it reduces
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
         self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.tokens(model.length)
@@ -288,6 +288,11 @@ class _Rank:
         self.inputs = slots_on_host(model, plan, stage, self.chunks)
         batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
         self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}
+
+    @property
+    def units(self) -> Sequence[Sequence[RankUnit]]:
+        """Return its units, by chunk."""
+        return self._holding.units
 
     @cached_property
     def peak(self) -> Peak:
@@ -350,15 +355,26 @@ class _Rank:
         return iter(()) if moment.kind == INPUTS else self._whole(moment, others, passed)
 
     def _whole(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
-        """Yield the instants of a backward that lets go of what it has used."""
+        """Yield the fullest instant of a backward that lets go of what it has used."""
         order = self._backwards(moment)
         alive = others + sum(footprint.kept for _, footprint, _ in order)
         for at, (part, footprint, windows) in enumerate(order):
-            inner = WINDOW + 2 < at < len(order) - 1 - WINDOW  # as much moves as one block before
-            if not (inner and part.kind == "block" and footprint == order[at - 1][1]):  # and less is kept
+            if at == self._fullest_part(moment.chunk, self._reduces(moment)):
                 yield _backward(part, footprint, alive, passed, windows)
             alive -= footprint.kept
         yield Peak("end of the backward", others, 0.0, passed, *self._moving(moment).end)
+
+    def _fullest_part(self, chunk: int, reduces: bool) -> int:
+        """Return which part's backward is the fullest, whatever other micro-batches keep: all have that."""
+        if (chunk, reduces) not in self._fullest:
+            moving = (self._holding.moving if reduces else self._holding.still)[self._turns[chunk]]
+            footprints = self._footprints[chunk][::-1]
+            alive, totals = sum(footprint.kept for footprint in footprints), []
+            for footprint, windows in zip(footprints, moving.turns, strict=True):
+                totals.append(alive + footprint.again + max(footprint.transients) + sum(windows))
+                alive -= footprint.kept
+            self._fullest[chunk, reduces] = totals.index(max(totals))
+        return self._fullest[chunk, reduces]
 
     def _backward_of_inputs(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""

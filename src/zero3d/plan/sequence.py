@@ -113,6 +113,10 @@ def traffic(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> Mapping[str,
     once = [call.sent(0, plan.sp, backward=False).times(forwards), call.sent(0, plan.sp, backward=True)]
     rows = Moved.total(once).times(blocks * plan.accumulate)
     values = loss_values(plan.micro_batch, model.length, plan.sp)
-    losses = Moved(1, values, values * int(WIDTHS[plan.precision].reduced))
+    losses = [Moved(1, values, values * int(WIDTHS[plan.precision].reduced))]
+    if model.routers:
+        logits = loss_values(model.routers * model.experts * plan.micro_batch, model.length, plan.sp)
+        losses.append(Moved(1, logits, logits * call.itemsize))
     has_loss = any(part.kind == "head" for part in parts)
-    return {"pass_rows sp": rows} | ({"exchange sp": losses.times(plan.accumulate)} if has_loss else {})
+    of_losses = Moved.total(losses).times(plan.accumulate)
+    return {"pass_rows sp": rows} | ({"exchange sp": of_losses} if has_loss else {})

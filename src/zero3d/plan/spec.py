@@ -180,6 +180,7 @@ class ModelSpec:
 
     heads   of queries
     experts of a layer, 0 for a dense model; chosen: those that a token meets
+    routers layers whose experts a loss balances (output_router_logits), 0 where none does
     chain   pipelines can cut it
     mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
     """
@@ -193,6 +194,7 @@ class ModelSpec:
     kv_heads: int
     experts: int = 0
     chosen: int = 0
+    routers: int = 0
     provenance: str = "closed form"
     chain: bool = True
     mixing: str | None = None
@@ -352,7 +354,7 @@ class ParallelPlan(Spec):
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+        return hash(tuple(getattr(self, name) for name in _defaults()))
 
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""

@@ -73,7 +73,10 @@ class States(NamedTuple):
 
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    _check_rules(Spec(**{each.name: getattr(plan, each.name) for each in fields(Spec)}))
+    _check_rules(Spec(*(getattr(plan, name) for name in _SPEC)))
+
+
+_SPEC = [each.name for each in fields(Spec)]
 
 
 @lru_cache(maxsize=1 << 12)

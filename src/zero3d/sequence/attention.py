@@ -22,11 +22,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.sequence.shares import Attended, Heads, Sharing, even_parts
+from zero3d.sequence.blocks import FLEX, Blocks, causal_rows, rows_of
+from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
 
 Function = Callable[..., tuple[Tensor, Any]]
 
@@ -39,16 +41,26 @@ class SharedAttention:
     original  the function that the model would have called; `additive`: it adds masks instead of selecting by them
     comm      the sp group
     shares    how it is shared out
+    blocks    what attends where a mask is in blocks
     names     of the modules that attend, in the ledger
     calls     by name: how often alike ones were forward, and backward
     length    of the sequences that entered the model last, for attentions that are not told
     """
 
     def __init__(
-        self, original: Function, additive: bool, comm: Comm, shares: Sharing, names: Mapping[nn.Module, str]
+        self,
+        original: Function,
+        additive: bool,
+        comm: Comm,
+        shares: Sharing,
+        blocks: Blocks,
+        names: Mapping[nn.Module, str],
     ) -> None:
         self._original, self._additive = original, additive
         self._comm, self._shares = comm, shares
+        self._blocks = blocks
+        self._blocked = WeakKeyDictionary[Any, Any]()  # rows of masks in blocks
+        self._causal: dict[int, Any] = {}  # by length of the sequence
         self._names = WeakKeyDictionary(names)
         self.calls: dict[str, Counter[tuple[Attended, bool]]] = defaultdict(Counter)
         self.length = 0
@@ -57,6 +69,7 @@ class SharedAttention:
         """Hear how long the sequences are that enter the model."""
         self.length = length
 
+    @_disable_dynamo
     def __call__(
         self,
         module: nn.Module,
@@ -72,7 +85,7 @@ class SharedAttention:
         sequence_length  of the whole, where the model hands its entry's further options on to its attention; recomputed
                          forwards are given it again
 
-        Moves what `Attended.sent` says.
+        Moves what `Attended.sent` says. Compiled blocks call it between two graphs.
         """
         comm, name = self._comm, self._names.get(module, type(module).__name__)
         _check(name, query, key, options)
@@ -120,7 +133,7 @@ class SharedAttention:
         if "position_bias" in given:
             given["position_bias"] = _own(given["position_bias"], own, 1)
         stand_in = StandIn(module, own, query.shape[1] // key.shape[1])
-        output, _ = self._original(stand_in, query, key, value, _own(mask, own, 1), **given)
+        output, _ = self._attend(mask)(stand_in, query, key, value, _own(mask, own, 1), **given)
         return to_rows(output, rows, heads.query, comm, name)
 
     def _by_rows(
@@ -136,19 +149,45 @@ class SharedAttention:
         query, length, own = qkv[0], rows[-1].stop, rows[self._comm.rank]
         key, value = (gather_rows(t, rows, self._comm, name) for t in qkv[1:])
         here, given = len(own), dict(options)
-        more = _rows_like_whole(here, length) - here if query.device.type == "cpu" else 0
+        if mask is None and _is_causal(module, options):
+            mask = self._causal_mask(own, length, query)
+        elif is_blocked(mask):
+            mask = self._rows_of(mask, own)
+        elif mask is not None and mask.shape[-2] == length:
+            mask = mask[..., own.start : own.stop, :]
+        pads = query.device.type == "cpu" and not is_blocked(mask)
+        more = _rows_like_whole(here, length) - here if pads else 0
         bias = given.get("position_bias")
         if bias is not None and bias.shape[2] == length:
             given["position_bias"] = F.pad(bias[:, :, own.start : own.stop], (0, 0, 0, more))
-        if mask is None and _is_causal(module, options):
-            self._shares.check_mask(here * length, query.element_size() if self._additive else 1, length)
-            mask = _causal_rows(own, length, query, self._additive)
-        elif mask is not None and mask.shape[-2] == length:
-            mask = mask[..., own.start : own.stop, :]
         if more and mask is not None and mask.shape[-2] == here:
             mask = F.pad(mask, (0, 0, 0, more), value=not self._additive)
-        output, _ = self._original(module, F.pad(query, (0, 0, 0, more)), key, value, mask, **given)
+        output, _ = self._attend(mask)(module, F.pad(query, (0, 0, 0, more)), key, value, mask, **given)
         return output[:, :here]
+
+    def _attend(self, mask: Any) -> Function:
+        """Return the function that attends by such a mask."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        found: Function = ALL_ATTENTION_FUNCTIONS[FLEX] if is_blocked(mask) else self._original
+        return found
+
+    def _causal_mask(self, rows: range, length: int, query: Tensor) -> Any:
+        """Return the rows of a causal mask, in blocks where it would be too large. Raises ConfigError."""
+        try:
+            self._shares.check_mask(len(rows) * length, query.element_size() if self._additive else 1, length)
+        except MaskTooLarge as refused:
+            self._blocks.take(refused)
+            if length not in self._causal:
+                self._causal = {length: causal_rows(rows, length, query.device)}
+            return self._causal[length]
+        return _causal_rows(rows, length, query, self._additive)
+
+    def _rows_of(self, mask: Any, rows: range) -> Any:
+        """Return the rows of a mask in blocks, which all layers of its kind are given."""
+        if mask not in self._blocked:
+            self._blocked[mask] = rows_of(mask, rows)
+        return self._blocked[mask]
 
     def _note_backward(self, name: str, call: Attended, _: Tensor) -> None:
         self.calls[name][call, True] += 1
@@ -183,6 +222,11 @@ def gather_rows(rows_of_one: Tensor, rows: Sequence[range], comm: Comm, name: st
     receives = [batch * keys * len(part) for part in rows]
     came = torch.split(_exchange(sent, [batch * keys * here] * comm.size, receives, comm, name), receives)
     return torch.cat([t.view(batch, keys, len(part), width) for t, part in zip(came, rows, strict=True)], 2)
+
+
+def is_blocked(mask: Any) -> bool:
+    """Return whether a mask is in blocks, or else a tensor or None."""
+    return mask is not None and not isinstance(mask, Tensor)
 
 
 def _rows_like_whole(here: int, whole: int) -> int:

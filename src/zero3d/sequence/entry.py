@@ -4,6 +4,7 @@ input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stag
 position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
                                             layer, or None where attention itself is causal
+where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions
 other tensors of length S                   refused by name
 """
 
@@ -13,6 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.errors import ConfigError
-from zero3d.sequence.shares import Sharing, even_parts
+from zero3d.sequence.blocks import Blocks
+from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
 PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
+OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed ones
 
 
 class Entry:
@@ -32,18 +36,25 @@ class Entry:
 
     implementation  name of the model's own attention function, for which masks are made
     sharing         how sequences are shared out over the ranks, of which this is number `rank`
+    blocks          what makes masks that are too large
     tell            is told how long the sequences of a forward are
     """
 
     def __init__(
-        self, decoder: nn.Module, implementation: str, rank: int, sharing: Sharing, tell: Callable[[int], None]
+        self,
+        decoder: nn.Module,
+        implementation: str,
+        rank: int,
+        sharing: Sharing,
+        blocks: Blocks,
+        tell: Callable[[int], None],
     ) -> None:
         self._signature = inspect.signature(decoder.forward)
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
-        self._sharing = sharing
+        self._sharing, self._blocks = sharing, blocks
         self._tell = tell
         self.open = True  # False: sequences go through whole
         self.inside = False  # a decoder has its rows
@@ -55,6 +66,7 @@ class Entry:
         self.inside = True
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name != "kwargs"} | dict(bound.get("kwargs", {}))
+        given = {name: value for name, value in given.items() if name not in OF_DOCUMENTS}
         whole = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if whole is None:
             raise ConfigError(
@@ -108,13 +120,18 @@ class Entry:
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
-        with _Within(self._sharing, length):
-            return make(
-                config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
-            )
+        make = partial(
+            make, config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
+        )
+        try:
+            with Within(self._sharing, length):
+                return make()
+        except MaskTooLarge as refused:
+            config._attn_implementation_internal = self._blocks.take(refused)
+            return make()
 
 
-class _Within(TorchDispatchMode):
+class Within(TorchDispatchMode):
     """Refuses, inside, what would make a mask that takes more than it may, before it is made."""
 
     def __init__(self, sharing: Sharing, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import weakref
@@ -15,15 +16,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zero3d.account.traffic import Moved, Sent
-from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, layer_numbers, model_of
 from zero3d.models.packing import inner_model
 from zero3d.sequence.attention import SharedAttention
-from zero3d.sequence.entry import LENGTH, Entry
-from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting
-from zero3d.sequence.shares import Attended, Sharing, even_parts, loss_values
+from zero3d.sequence.blocks import Blocks
+from zero3d.sequence.entry import LENGTH, Entry, Within
+from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
+from zero3d.sequence.shares import Attended, MaskTooLarge, Sharing, even_parts, loss_values
 from zero3d.sequence.trial import mixing_layers, mixing_module
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
@@ -57,8 +58,11 @@ class Calls(NamedTuple):
 class SequenceGroup:
     """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
 
-    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing) -> None:
-        """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place."""
+    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing, speaks: bool) -> None:
+        """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place.
+
+        speaks  this rank tells people what it chooses in a forward
+        """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,12 +76,16 @@ class SequenceGroup:
         functions = ALL_ATTENTION_FUNCTIONS
         names = {module: name for model in models for name, module in model.named_modules()}
         masks = ALL_MASK_ATTENTION_FUNCTIONS
-        self._make_mask = masks[self._own]
-        self._attention = SharedAttention(_function(decoders[0], self._own), self._own == "eager", comm, sharing, names)
+        self._masks = masks
+        self._blocks = Blocks(decoders[0], comm.device, speaks)
+        self._attention = SharedAttention(
+            _function(decoders[0], self._own), self._own == "eager", comm, sharing, self._blocks, names
+        )
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        self._entries = [Entry(each, self._own, comm.rank, sharing, self._attention.tell) for each in decoders]
+        tell, blocks = self._attention.tell, self._blocks
+        self._entries = [Entry(each, self._own, comm.rank, sharing, blocks, tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
@@ -85,7 +93,9 @@ class SequenceGroup:
         for chunk, decoder in zip(chunks, decoders, strict=True):
             if getattr(chunk, "is_last", True):  # where a pipeline's head has the router logits of all chunks
                 decoder.register_forward_hook(self._gather_routed)
-        self._losses = [found for model in models if (found := _take_loss(inner_model(model), comm)) is not None]
+        inners: list[Any] = [inner_model(model) for model in models]
+        self._losses = [found for inner in inners if (found := _take_loss(inner, comm)) is not None]
+        self._scores = [_take_scores(inner, comm) for inner in inners if gives_scores(inner.forward)]
         self._set(self._name)
 
     @property
@@ -111,7 +121,13 @@ class SequenceGroup:
 
     def _mask(self, *args: Any, **options: Any) -> Any:
         """Make a mask of whole sequences; inside the decoder, which was handed that and has rows, make none."""
-        return None if any(entry.inside for entry in self._entries) else self._make_mask(*args, **options)
+        if any(entry.inside for entry in self._entries):
+            return None
+        try:
+            with Within(self._sharing, options["q_length"]):
+                return self._masks[self._own](*args, **options)
+        except MaskTooLarge as refused:
+            return self._masks[self._blocks.take(refused)](*args, **options)
 
     def _gather_routed(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """Give the head router logits of whole sequences, for the loss that balances experts: a forward hook."""
@@ -147,7 +163,19 @@ class SequenceGroup:
     def calls(self) -> Calls:
         """Return how often attention and loss were called since the beginning."""
         attended = {(name, *key): n for name, calls in self._attention.calls.items() for key, n in calls.items()}
-        return Calls(Counter(attended), sum((loss.calls for loss in self._losses), self._routing.calls))
+        exchanging: list[Any] = [*self._losses, *self._scores]
+        return Calls(Counter(attended), sum((each.calls for each in exchanging), self._routing.calls))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave calls inside out of the counts."""
+        counted: list[Any] = [*self._losses, *self._scores, self._routing, self._attention]
+        before = [copy.deepcopy(each.calls) for each in counted]
+        try:
+            yield
+        finally:
+            for each, calls in zip(counted, before, strict=True):
+                each.calls = calls
 
     def traffic(self, calls: Calls) -> Iterator[Sent]:
         """Yield what this rank has sent in calls, by formula."""
@@ -194,11 +222,6 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
             f"mesh.sp={sp} cuts hidden states where the language model begins, and {kind} takes inputs of each layer "
             "from the tokens themselves, too: type mesh.sp=1."
         )
-    if any(is_compiled(module) for module in decoder.modules()):
-        raise ConfigError(
-            f"mesh.sp={sp} exchanges heads in the middle of blocks, and those of {kind} are compiled: type "
-            "train.compile=false, or mesh.sp=1."
-        )
     heads = min(layer_numbers(text, "num_attention_heads"), default=None)
     if sharing == "heads" and heads is not None and tp * sp > heads:
         raise ConfigError(
@@ -227,6 +250,12 @@ def _take_loss(inner: Any, comm: Comm) -> GroupLoss | None:
         inner.register_forward_pre_hook(partial(_refuse_labels, inspect.signature(inner.forward)), with_kwargs=True)
         return None
     inner.loss_function = taken = GroupLoss(loss, comm, getattr(loss, "__name__", SHIFTED) == SHIFTED)
+    return taken
+
+
+def _take_scores(inner: Any, comm: Comm) -> GroupScores:
+    """Put the group's numbers of labels in the place of those of rows."""
+    inner.forward = taken = GroupScores(inner.forward, comm)
     return taken
 
 

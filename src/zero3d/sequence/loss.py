@@ -8,12 +8,15 @@ reaches this rank's rows alone, and is taken sp times, because a step divides by
 each label sp times.
 
 A loss that balances experts is of the router logits of all tokens of a micro-batch, which are gathered in the same way.
+So are the numbers of each label that a head of TRL's returns in the place of logits, of which its trainers make losses.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from zero3d.tensor_parallel.vocabulary import IGNORED, shifted
 
 SHIFTED = "ForCausalLMLoss"  # transformers' loss of the next token: a row's label is the one after it
 LOSSES = (SHIFTED, "ForMaskedLMLoss")
+FUSED = "fused_lm_head"  # with which a forward that TRL has changed returns numbers of labels, and no logits
 
 
 class GroupLoss:
@@ -106,6 +110,58 @@ class GroupRouting:
         self.calls[own[..., 0].numel(), length, own.element_size()] += 1
         whole: Tensor = _GroupRows.apply(own.flatten(0, 2), parts, self._comm)  # type: ignore[no-untyped-call]
         return tuple(whole.view(*own.shape[:3], length).transpose(2, 3).flatten(1, 2).unbind())
+
+
+class GroupScores:
+    """Takes the place of a forward of TRL's, which returns numbers of labels [B, S - 1], such as log-probabilities.
+
+    The model computes those of this rank's labels; then every rank is given those of all, and a loss that a trainer
+    makes of them is one rank's.
+
+    calls   by numbers of a token, length of sequences and bytes of a number: how often they were gathered
+    """
+
+    def __init__(self, forward: Callable[..., Any], comm: Comm) -> None:
+        self._forward = forward
+        self._comm = comm
+        self.calls: Counter[tuple[int, int, int]] = Counter()
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Return the output for labels [B, S], or `shift_labels`, which are shifted already; any other as it is.
+
+        Moves (sp - 1) numbers of each kind of a rank's rows to each rank.
+        """
+        labels, given = options.pop("labels", None), options.get("shift_labels")
+        if not options.get(FUSED) or (labels is None and given is None):
+            return self._forward(*args, **options | ({} if labels is None else {"labels": labels}))
+        targets = shifted(labels) if given is None else given
+        parts = even_parts(targets.shape[1], self._comm.size)
+        rows = parts[self._comm.rank]
+        output = self._forward(*args, **options | {"shift_labels": targets[:, rows.start : rows.stop]})
+        names = [name for name, t in output.items() if isinstance(t, Tensor) and t.shape == (len(targets), len(rows))]
+        balance = output.loss - _mean_of(output, options)  # what a loss has beside that of tokens
+        dtype = functools.reduce(torch.promote_types, [output[name].dtype for name in names])
+        own = torch.stack([output[name].to(dtype) for name in names])
+        self.calls[own[..., 0].numel(), targets.shape[1], own.element_size()] += 1
+        whole: Tensor = _GroupRows.apply(own.flatten(0, 1), parts, self._comm)  # type: ignore[no-untyped-call]
+        length = targets.shape[1] - (given is None)  # the last token has no label
+        for name, t in zip(names, whole.view(len(names), *targets.shape)[..., :length], strict=True):
+            output[name] = t.to(output[name].dtype)
+        output["loss"] = _mean_of(output, options) + balance
+        return output
+
+
+def gives_scores(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward is TRL's, which returns numbers of labels when it is asked to."""
+    return FUSED in inspect.signature(forward, follow_wrapped=False).parameters
+
+
+def _mean_of(output: Any, options: Mapping[str, Any]) -> Tensor:
+    """Return the mean of negative log-probabilities over labels, or their sum / num_items_in_batch."""
+    items = options.get("num_items_in_batch")
+    mean: Tensor = -output.log_probs.sum() / (output.label_mask.sum().clamp(min=1) if items is None else items)
+    return mean
 
 
 def _token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:

@@ -49,6 +49,10 @@ class Heads(NamedTuple):
         return cls(parts, parts, group)
 
 
+class MaskTooLarge(ConfigError):
+    """A mask takes more bytes than it may."""
+
+
 class Sharing(NamedTuple):
     """How attention is shared out.
 
@@ -65,9 +69,9 @@ class Sharing(NamedTuple):
     masked: int
 
     def check_mask(self, elements: int, itemsize: int, length: int) -> None:
-        """Refuse a mask that takes more than it may. Raises ConfigError."""
+        """Refuse a mask that takes more than it may. Raises MaskTooLarge."""
         if elements * itemsize > self.masked:
-            raise ConfigError(
+            raise MaskTooLarge(
                 f"attention over sequences of {length:,} tokens needs a mask of {decimal(elements * itemsize)} here "
                 f"({elements:,} x {itemsize} B), for padding, packing or a window, and mesh.sp_mask_budget is "
                 f"{decimal(self.masked)}: pass whole sequences without padding, shorter ones, or a larger "

@@ -75,6 +75,7 @@ def mixing_module(decoder: Any) -> str | None:
         if (experts := getattr(config, "_experts_implementation", None)) is not None:
             config._experts_implementation = "eager"  # the usual one takes no expanded weights
             stack.callback(setattr, config, "_experts_implementation", experts)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # of blocks that are compiled
         stack.enter_context(_ByColumns())
         try:
             for rows in (range(LENGTH), range(CUT), range(CUT, LENGTH)):

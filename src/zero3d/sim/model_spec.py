@@ -98,6 +98,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         kv_heads=_setting(config, "num_key_value_heads") or heads,
         experts=max((w.shape[0] for unit in sum(units, ()) for w in unit.weights if w.stacked), default=0),
         chosen=_setting(config, "num_experts_per_tok"),
+        routers=_setting(config, "output_router_logits") * sum(part.stacked > 0 for part in parts),
         provenance="outline",
         chain=part_names.chain,
         mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),

@@ -12,6 +12,7 @@ Write = Callable[[str, Any], str]  # how the caller types a setting
 KEYWORDS = {  # of keys outside of zero, offload and mesh
     "optimizer.name": "optimizer",
     "health.replay": "replay",
+    "train.accumulate": "accumulate",
     "train.ema": "ema",
     "model.linear": "linear",
     "model.quantize": "quantize",

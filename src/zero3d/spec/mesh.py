@@ -46,7 +46,8 @@ class Mesh:
     sp_mask_budget: int | str = key(
         "4GB",
         "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, where padding, "
-        "packing or a window make attention need one",
+        "packing or a window make attention need one; beyond it flex attention computes in blocks of masks, on devices "
+        "that have it, and elsewhere the micro-batch is refused",
         axis="sp",
         in_plan=False,
     )

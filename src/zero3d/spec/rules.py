@@ -186,10 +186,17 @@ RULES = (
         "once more: type {mesh.sequence_parallel=false}.",
     ),
     Rule(
-        "health.replay",
-        lambda s: s.replay > 0 and s.sp > 1,
-        "{health.replay} has a neighbour compute a rank's micro-batch once more, and with {mesh.sp} all neighbours are "
-        "needed for one: leave {health.replay} out.",
+        "train.accumulate",
+        lambda s: (
+            s.zero.exact
+            and s.sp > 1
+            and s.accumulate > 1
+            and (s.zero.reduce == "every_step" or s.zero.stage < 2 or s.pp > 1)
+        ),
+        "{zero.exact} with {mesh.sp} and {train.accumulate}: where gradients are reduced once a step, as below "
+        "{zero.stage=2} and in pipelines, a rank's micro-batches are summed before the other parts of their sequences, "
+        "which makes other bits than a reduction of each: type {zero.reduce=every_micro_batch} with {zero.stage=2} or "
+        "3 and without a pipeline, or {train.accumulate=1}.",
     ),
     Rule(
         "mesh.partition_activations",

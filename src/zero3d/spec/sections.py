@@ -33,6 +33,7 @@ class Spec:
 
     activations  recomputation, None where it is not known
     optimizer    the name of its row; None for a builder of one's own
+    accumulate   micro-batches of a rank and step; 1 where it is not known
     linear       fp8 where linear layers multiply in it
     quantize     the format of frozen linear layers
     """
@@ -43,6 +44,7 @@ class Spec:
     precision: str = "bf16"
     activations: str | None = None
     optimizer: str | None = None
+    accumulate: int = 1
     ema: float | None = None
     replay: int = 0
     linear: str | None = None

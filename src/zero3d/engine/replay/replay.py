@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -37,7 +37,7 @@ PLACES = 1 << 32  # of a model chunk: more than it has gradients
 class Round(NamedTuple):
     """One micro-batch of a step, computed here and by its owner.
 
-    partner  the dp rank whose micro-batch was computed here: this one where it is alone
+    partner  the row of ranks whose micro-batch was computed here: this one where it is alone
     own, given      this rank's micro-batch in the step, and the one that was computed here
     again           the gradients of `given`
     """
@@ -73,6 +73,7 @@ class Replay(Feature):
         self._every, self._applied = every, built.applied
         self._base, self._runtime = base, runtime
         self._device = base.axes.arena.device
+        self._rows = base.axes.complements["rows"]  # which have micro-batches of their own: dp itself without sp
         self._last = base.resolved.schedule.chunks_per_rank * base.axes.pp.size - 1 if base.axes.pp.size > 1 else 0
         trainable = [unit for unit in runtime.units if unit.grads is not None]
         self._units = {number: units_of(chunk, trainable) for number, chunk in self._base.partition.chunks.items()}
@@ -131,21 +132,21 @@ class Replay(Feature):
 
     def _repeat(self, watched: InStep, compute: Compute, first: bool = False) -> None:
         """Compute a partner's micro-batch, which computes this rank's. first: no unit is held for the step yet."""
-        dp, given = self._base.axes.dp, None
+        rows, given = self._rows, None
         turn = (self._applied() + 1) // self._every
-        partner = partner_of(dp.rank, dp.size, turn) if self._with_partner else dp.rank
-        if partner != dp.rank:
+        partner = partner_of(rows.rank, rows.size, turn) if self._with_partner else rows.rank
+        if partner != rows.rank:
             with self._base.axes.ledger.apart():
                 given = self._trade(watched.began, partner)
         again = self._compute(given or watched.began, compute, first)
-        self._round = Round(dp.rank if given is None else partner, watched, given or watched.began, again)
+        self._round = Round(rows.rank if given is None else partner, watched, given or watched.began, again)
 
     def abandoned(self) -> None:
         self._round, self.recording = None, None
 
     def _trade(self, own: Given, peer: int) -> Given | None:
-        """Send a micro-batch to a dp rank, and return its own; None on both where they are not alike."""
-        traded = {chunk: inputs.trade(self._base.axes.dp, peer) for chunk, inputs in own.items()}
+        """Send a micro-batch to another row, and return its own; None on both where they are not alike."""
+        traded = {chunk: inputs.trade(self._rows, peer) for chunk, inputs in own.items()}
         given = {chunk: inputs for chunk, inputs in traded.items() if inputs is not None}
         return given if len(given) == len(own) else None
 
@@ -161,14 +162,14 @@ class Replay(Feature):
         if found is None:
             return
         with self._base.axes.ledger.apart():
-            dp, world = self._base.axes.dp, self._base.axes.world
+            rows, world = self._rows, self._base.axes.world
             again, theirs = (each.table(self._hashed, self._device) for each in (found.again, found.own.hashes))
-            if found.partner != dp.rank:
-                theirs = dp.trade(theirs, found.partner, "-")
+            if found.partner != rows.rank:
+                theirs = rows.trade(theirs, found.partner, "-")
             places = self._places(found.again).where((again != theirs).any(1), NEVER)
             owner = torch.full_like(places[:1], found.partner)
-            rows = world.exchange(torch.cat([places.amin().view(1), owner])).flatten()
-            read = world.read(rows, [NEVER, dp.rank] * world.size)
+            of_ranks = world.exchange(torch.cat([places.amin().view(1), owner])).flatten()
+            read = world.read(of_ranks, [NEVER, rows.rank] * world.size)
             findings = [Finding(int(read[2 * i]), i, int(read[2 * i + 1])) for i in range(world.size)]
             if min(findings).place < NEVER:
                 self._accuse(found, findings, places, compute)
@@ -195,14 +196,14 @@ class Replay(Feature):
 
     def _compute(self, given: Given, compute: Compute, first: bool) -> GradientHashes:
         """Compute a micro-batch of which nothing stays but its hashes. first: no unit is held for the step yet."""
-        chunks = self._base.partition.chunks
+        chunks, shared = self._base.partition.chunks, self._base.sequence
         surroundings = {number: Surroundings.of(chunk, self._device) for number, chunk in chunks.items()}
         again, gathers = Again(given, surroundings, self._parameters), self._runtime.gathers
         events, gathers.events = gathers.events, None
         for hooks in self._runtime.hooks:
             hooks.aside = again.hashes.take
         try:
-            with self._base.axes.ledger.apart():
+            with self._base.axes.ledger.apart(), nullcontext() if shared is None else shared.apart():
                 if self._last:  # the next step gathers ahead what this one has used
                     gathers.begin_forward(Order())
                 compute(again)
@@ -222,17 +223,21 @@ class Replay(Feature):
     def _accuse(self, found: Round, findings: Sequence[Finding], places: Tensor, compute: Compute) -> None:
         """Raise CorruptionError on all ranks, told by the one that found it."""
         world, finding = self._base.axes.world, min(findings)
-        partner = self._base.resolved.mesh.degrees.place(finding.finder).dp
+        degrees = self._base.resolved.mesh.degrees
+        partner = degrees.place(finding.finder).dp // degrees.sp
         verdict = self._judge(found, finding.owner, partner, compute)
-        # The tp ranks on whose gradients it showed first: from there it spread to the others.
+        # The tp and sp ranks on whose gradients it showed first: from there it spread to the others.
         columns = [
-            each.finder
+            degrees.place(each.finder)
             for each in findings
-            if each.place == finding.place and self._base.resolved.mesh.degrees.place(each.finder).dp == partner
+            if each.place == finding.place and degrees.place(each.finder).dp // degrees.sp == partner
         ]
         hosts = exchange_texts(world, f"{platform.node()}, {self._device}")
-        degrees = self._base.resolved.mesh.degrees
-        ranks = [degrees.rank(degrees.place(column)._replace(dp=dp)) for dp in verdict.ranks for column in columns]
+        ranks = [
+            degrees.rank(column._replace(dp=row * degrees.sp + column.dp % degrees.sp))
+            for row in verdict.ranks
+            for column in columns
+        ]
         accused = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
         index = int(world.read(places.argmin().view(1), [0])[0])
         error = CorruptionError(
@@ -252,31 +257,34 @@ class Replay(Feature):
         return f"{what} of {self._last + 1} ({names})"
 
     def _judge(self, found: Round, owner: int, partner: int, compute: Compute) -> Verdict:
-        """Have the micro-batch of a dp rank computed by all who have a say, and say who is wrong."""
-        dp, hashed, device = self._base.axes.dp, self._hashed, self._device
-        third = third_of(owner, partner, dp.size)
-        here = found.own.hashes if dp.rank == owner else found.again
+        """Have the micro-batch of a row computed by all who have a say, and say who is wrong."""
+        rows, hashed, device = self._rows, self._hashed, self._device
+        third = third_of(owner, partner, rows.size)
+        here = found.own.hashes if rows.rank == owner else found.again
         again = found.again
         if owner != partner:  # else both results are there, and are this rank's own
             given: Given = found.own.began
-            if dp.rank == partner:
+            if rows.rank == partner:
                 given = found.given
-            elif third is not None and dp.rank in (owner, third):
-                traded = self._trade(found.own.began, third if dp.rank == owner else owner)
-                given = traded or given if dp.rank == third else given
+            elif third is not None and rows.rank in (owner, third):
+                traded = self._trade(found.own.began, third if rows.rank == owner else owner)
+                given = traded or given if rows.rank == third else given
             again = self._compute(given, compute, first=False)
-        row = torch.cat([digest(hashes.table(hashed, device)) for hashes in (here, again)])
-        rows = self._base.axes.world.exchange(row)
-        read = self._base.axes.world.read(rows.flatten(), [0] * rows.numel())
-        results = [tuple(read[4 * rank : 4 * rank + 4]) for rank in range(len(rows))]
-        groups = {rank: [results[each] for each in self._group(rank)] for rank in range(dp.size)}
+        digests = self._base.axes.world.exchange(
+            torch.cat([digest(each.table(hashed, device)) for each in (here, again)])
+        )
+        read = self._base.axes.world.read(digests.flatten(), [0] * digests.numel())
+        results = [tuple(read[4 * rank : 4 * rank + 4]) for rank in range(len(digests))]
+        groups = {row: [results[each] for each in self._group(row)] for row in range(rows.size)}
         first = {rank: tuple(result[:2] for result in groups[rank]) for rank in (owner, partner)}
         voters = {owner, partner, *([] if third is None or owner == partner else [third])}
         return judge(first, {rank: tuple(result[2:] for result in groups[rank]) for rank in sorted(voters)})
 
-    def _group(self, dp: int) -> list[int]:
-        """Return the ranks of the model-parallel group that is a dp rank."""
-        return self._base.resolved.mesh.degrees.model_parallel(self._base.resolved.mesh.degrees.rank(Place(0, dp, 0)))
+    def _group(self, row: int) -> list[int]:
+        """Return the ranks that compute a micro-batch together."""
+        degrees = self._base.resolved.mesh.degrees
+        alike = range(row * degrees.sp, (row + 1) * degrees.sp)
+        return [rank for dp in alike for rank in degrees.model_parallel(degrees.rank(Place(0, dp, 0)))]
 
 
 def _told(accused: Sequence[str], reason: Reason) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,8 +235,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         engine.put(TAKE_BACK, partial(self._close, engine, mesh), everywhere=True)
         engine.put("load_state_dict", load_state_dict)
-        if engine.stage == 3 and engine.dp.size > 1 and hasattr(model, "generate"):  # units are gathered by all ranks
-            engine.put("generate", partial(getattr(model, "generate"), synced_gpus=True))  # noqa: B009
+        alone = engine.dp.size == 1 or (engine.stage < 3 and engine.sequence is None)
+        if not alone and hasattr(model, "generate"):
+            engine.put("generate", _generation(engine, getattr(model, "generate")))  # noqa: B009
 
     def _precision_of(self, model: nn.Module) -> str:
         dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
@@ -443,6 +444,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         others[:] = [one for one in shown if one is not engine.module]
         for given, left in zip(saved, weights, strict=True):
             given[:] = [one for one in left if one is not whole]
+
+
+def _generation(engine: Engine, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's generate: of whole sequences on every rank, and at stage 3 in step, as units are gathered."""
+    shared = engine.sequence
+
+    def generate_whole(*args: Any, **options: Any) -> Any:
+        together = {"synced_gpus": True} if engine.stage == 3 else {}
+        with nullcontext() if shared is None else shared.whole():
+            return generate(*args, **together | options)
+
+    return generate_whole
 
 
 class PartsScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -86,14 +86,20 @@ def create_accelerator_and_postprocess(original: Callable[[], None], trainer: Tr
         build = partial(build, parallelism_config=ParallelismConfig(sp_size=sp))
     with _replaced(transformers.trainer, "Accelerator", build):
         original()
-    mesh: Any = options.get("mesh")
-    if args.label_smoothing_factor and (trainer.accelerator.alike if mesh is None else mesh.sp) > 1:
-        raise ConfigError(
-            f"label_smoothing_factor={args.label_smoothing_factor:g} takes a loss of whole sequences' logits, and "
-            "ranks that share sequences have some rows of them each: leave it out, or share no sequences (sp_size=1)."
-        )
+    if args.label_smoothing_factor:
+        _refuse_shared(trainer, f"label_smoothing_factor={args.label_smoothing_factor:g}")
     if json is not None and args.process_index == 0:
         print("\n".join(lines(json.made)))
+
+
+def _refuse_shared(trainer: Trainer, name: str) -> None:
+    """Raise ConfigError for a loss of logits where ranks share sequences."""
+    mesh: Any = (trainer.zero3d.options or {}).get("mesh")
+    if (trainer.accelerator.alike if mesh is None else mesh.sp) > 1:
+        raise ConfigError(
+            f"{name} takes a loss of whole sequences' logits, and ranks that share sequences have some rows of them "
+            "each: leave it out, or share no sequences (sp_size=1)."
+        )
 
 
 def _move_model_to_device(original: Callable[..., None], trainer: Trainer, *given: Any) -> None:
@@ -101,7 +107,9 @@ def _move_model_to_device(original: Callable[..., None], trainer: Trainer, *give
 
 
 def create_optimizer(original: Callable[..., Any], trainer: Trainer, model: Any = None) -> Any:
-    """Return the JSON's optimizer, on all parameters alike as there, or the trainer's."""
+    """Return the JSON's optimizer, on all parameters alike as there, or the trainer's. Raises ConfigError."""
+    if trainer.compute_loss_func is not None:
+        _refuse_shared(trainer, "compute_loss_func")
     json = trainer.zero3d_json
     if trainer.optimizer is not None or json is None or not json.has("optimizer.type"):
         return original(model)
