@@ -218,7 +218,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "optimizer.params.per_head_muon": Refused(LATER, "false, and optimizer.split for fused matrices"),
         "optimizer.params.bias_correction": Refused("AdamW always corrects the bias", "true", (True, None)),
         "optimizer.params.adam_w_mode": Refused(
-            "weight decay is AdamW's, decoupled from the gradient", "true, or initialize() in a program", (True, None)
+            "weight decay is decoupled, as in AdamW", "true, or initialize() in a program", (True, None)
         ),
         "optimizer.params.amsgrad": Refused(LATER, "false"),
         "optimizer.params.max_grad_norm": Refused("DeepSpeed refuses it too", "gradient_clipping", (None, 0, 0.0)),
