@@ -273,8 +273,8 @@ def costs(answer: Answer) -> Iterator[str]:
     processes = min(cluster.per_node, answer.best.plan.world)
     whole = size(4 * processes * answer.model.weights)
     yield (
-        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} processes "
-        f"which read slices. Would each load the whole model in fp32: {whole}."
+        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} ranks, "
+        f"which read slices of the model; if each loaded the full fp32 model, they would take {whole}."
     )
     billion = gpu_hours(estimate, cluster, 1e9)
     yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."

@@ -25,7 +25,7 @@ activations come from `ModelSpec`'s operations (traced, or closed forms); all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -51,7 +51,7 @@ from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, counted
 from zero3d.plan.inputs import ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
-from zero3d.plan.rank_model import chunks_of_rank, first_alike, rank_model, unlike_stages
+from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, policies, sends_terms, states, states_key, wire_width
@@ -274,7 +274,7 @@ class _Rank:
         self.plan, self.stage = plan, stage
         self._holding = holding = _holding(model, _holding_key(plan), first_alike(model, plan, stage))
         self.chunks = chunks_of_rank(model, plan, stage)
-        self.units, self.shard = holding.units, holding.shard
+        self.shard = holding.shard
         self._turns = {number: turn for turn, number in enumerate(self.chunks)}
         self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
@@ -288,6 +288,11 @@ class _Rank:
         self.inputs = slots_on_host(model, plan, stage, self.chunks)
         batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
         self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}
+
+    @property
+    def units(self) -> Sequence[Sequence[RankUnit]]:
+        """Return its units, by chunk."""
+        return self._holding.units
 
     @cached_property
     def peak(self) -> Peak:

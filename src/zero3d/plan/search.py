@@ -385,7 +385,7 @@ def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Ac
                 schedule.check(sequences // micro, plan.pp)
                 schedule.check_blocks(blocks, plan.pp, "the model")
         except ConfigError:
-            account.reject(f"{plan.schedule} cannot run these micro-batches or parts")
+            account.reject(f"incompatible with {plan.schedule}: number of micro-batches or stages")
         else:
             yield micro, sequences // micro
         micro *= 2
