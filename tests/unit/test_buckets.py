@@ -65,6 +65,25 @@ def test_floating_numbers_alone_get_another_dtype():
     assert (found["steps"].dtype, found["steps"].tolist()) == (torch.int64, [257])
 
 
+def test_tensors_that_still_have_their_checksum_are_left_out_whatever_their_size():
+    tensors = {"a": drawn((4,)), "large": drawn((700,)), "b": drawn((5,), seed=1)}
+    first = Packer(memories(1024))
+    assert {name for name, _ in taken(first, tensors, torch.bfloat16)} == tensors.keys()
+    second = Packer(memories(1024), first.checksums)
+    tensors["b"] = tensors["b"] + 1
+    assert [name for name, _ in taken(second, tensors, torch.bfloat16)] == ["b"]
+    assert second.unchanged == 2
+    assert second.checksums.keys() == first.checksums.keys()
+    third = Packer(memories(1024), second.checksums)
+    assert list(taken(third, tensors, torch.bfloat16)) == []
+
+
+def taken(packer, tensors, dtype):
+    assembler = Assembler()
+    for bucket in chain(packer.feed(tensors, dtype), packer.flush()):
+        yield from assembler.take(bucket)
+
+
 def test_a_whole_tensor_is_a_view_of_its_bucket():
     memory = memories(4096)
     packer = Packer(memory)

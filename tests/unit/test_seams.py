@@ -1,6 +1,7 @@
 """The seams in transformers and Accelerate are where ours expect them: the name of one that moved is in the failure."""
 
 import inspect
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -116,3 +117,10 @@ def test_patching_is_undone_and_may_be_repeated():
 
 def test_the_arguments_are_read_by_ours():
     assert transformers.TrainingArguments.__post_init__.__wrapped__.__module__ == "transformers.training_args"
+
+
+def test_vllm_of_a_trainers_own_is_refused_with_the_reason():
+    """TRL would hand it the placeholders of released parameters."""
+    trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=True), zero3d=None)
+    with pytest.raises(zero3d.errors.ConfigError, match=r"use_vllm=True: TRL hands vLLM .* shards here.*Leave it out"):
+        SEAMS["create_accelerator_and_postprocess"](lambda: None, trainer)

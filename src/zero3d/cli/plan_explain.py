@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, lora_of, open_cluster, parse_size
+from zero3d.cli.plan_options import USABLE, format_of, lora_of, open_cluster, parse_size
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
@@ -17,6 +17,7 @@ from zero3d.page.text import columns
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
+from zero3d.plan.rollout import Rollout, split
 from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.what_if import WhatIf, what_if
@@ -32,7 +33,10 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     path, overrides = split_words(list(words))
     if path is None and not overrides:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
+    rollout = Rollout.of(arguments.rl) if arguments.rl else None
     config = load(config_source(path, overrides)[1], overrides)
+    if arguments.quantize:
+        config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
     cluster = open_cluster(arguments)
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora
@@ -52,10 +56,12 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
     if config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
+    parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
     if arguments.json:
-        print(json.dumps(plan_text.row_json(row), indent=2))
+        print(json.dumps(plan_text.row_json(row) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
         print("\n".join(_lines(model, cluster, row, limit, what_if(row, model, cluster, evaluate))))
+        print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
 
 

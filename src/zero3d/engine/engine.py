@@ -690,15 +690,18 @@ class Engine:
         dtype: str | None = None,
         bucket_bytes: int | str = "256MB",
         adapters: str = "merged",
+        changed_only: bool = False,
     ) -> Sent:
         """Stream the weights to the receivers of rank 0's `sender` (`zero3d.weights`); other ranks give None.
+
+        changed_only  leave out tensors that these receivers have since the last stream, by their checksums
 
         A bucket is made once receivers have acknowledged the one before last; returns when they have all of it. Where
         one of them dies, or acknowledges nothing for the sender's `timeout`, all ranks raise one StreamError that names
         it, and training may go on. Else as `stream_weights`.
         """
         self._refuse_window("send_weights()")
-        return self._streams.send(sender, dtype, bucket_bytes, adapters)
+        return self._streams.send(sender, dtype, bucket_bytes, adapters, changed_only)
 
     # --- accounting -----------------------------------------------------------------------------
 

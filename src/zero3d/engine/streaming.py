@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -54,9 +55,13 @@ class Sender(Protocol):
     """Brings buckets to receivers; rank 0 has one."""
 
     waiting: Callable[[str], Any]
+    current: int
 
     def memory(self, nbytes: int) -> Sequence[Tensor]:
         """Return the memory of two buckets."""
+
+    def meet(self) -> None:
+        """Return when all receivers are there; `current` is 0 if they are others than before."""
 
     def begin(self) -> None:
         """Begin a stream."""
@@ -72,51 +77,92 @@ class Sender(Protocol):
 
 
 class Sent(NamedTuple):
-    """Counts what a stream has sent: tensors and their bytes, in so many buckets and seconds; 0 on ranks but 0."""
+    """Counts what a stream has sent: tensors and their bytes, in so many buckets and seconds; 0 on ranks but 0.
+
+    unchanged  tensors that were left out, because receivers have them
+    """
 
     tensors: int
     nbytes: int
     buckets: int
     seconds: float
+    unchanged: int = 0
+
+
+class Last(NamedTuple):
+    """Remembers the last stream that its receivers had to the end.
+
+    sender     rank 0's, and the number that it gave the stream
+    checksums  of the tensors that this rank packed
+    """
+
+    sender: Sender | None = None
+    number: int = 0
+    checksums: Mapping[str, str] = MappingProxyType({})
 
 
 class WeightStreams:
     """Streams the weights of an engine.
 
     memory  the entry of buckets while a stream holds them
+    _last   what receivers have, as far as this rank packed it; `_packers` are those of the stream under way
     """
 
     def __init__(self, assembly: Assembly, unsharded: Unsharded) -> None:
         self._assembly, self._unsharded = assembly, unsharded
         self._mesh, self._world = assembly.base.resolved.mesh, assembly.base.axes.world
         self._held, self._peak = 0, 0
+        self._last, self._packers = Last(), list[Packer]()
 
     @property
     def memory(self) -> list[MemoryEntry]:
         """Return the entry of buckets, where a stream has held any."""
         return [MemoryEntry(CATEGORY, HOST, self._peak, self._held, self._peak)] if self._peak else []
 
-    def stream(
-        self, dtype: str | None, bucket_bytes: int | str, adapters: str, memory: Memory | None = None
-    ) -> Buckets:
-        """Return the generator that `Engine.stream_weights` promises; memory: where rank 0 has its buckets."""
+    def stream(self, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Buckets:
+        """Return the generator that `Engine.stream_weights` promises."""
+        kind, nbytes, wanted = self._checked(dtype, bucket_bytes, adapters)
+        return self._stream(kind, wanted, nbytes, _allocated, {})
+
+    def _checked(
+        self, dtype: str | None, bucket_bytes: int | str, adapters: str
+    ) -> tuple[str, int, torch.dtype | None]:
+        """Return what is published, the bytes of a bucket, and the dtype. Raises ConfigError."""
         kind, nbytes = self._kind(adapters), check_bucket_bytes(parse_size(bucket_bytes, "bucket_bytes"))
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r}: pass {', '.join(map(repr, DTYPES))}, or None for that of training.")
-        wanted = None if dtype is None else DTYPES[dtype]
-        return self._stream(kind, wanted, nbytes, memory or _allocated)
+        return kind, nbytes, None if dtype is None else DTYPES[dtype]
 
-    def send(self, sender: Sender | None, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Sent:
+    def send(
+        self, sender: Sender | None, dtype: str | None, bucket_bytes: int | str, adapters: str, changed_only: bool
+    ) -> Sent:
         """Stream to a sender's receivers, as `Engine.send_weights` says."""
         with self._mesh.heartbeat.phase("stream"):
-            return self._send(sender, dtype, bucket_bytes, adapters)
+            kind, nbytes, wanted = self._checked(dtype, bucket_bytes, adapters)
+            agree(self._world, partial(self._check_sender, sender))
+            if sender is not None:
+                sender.waiting = self._waiting
+            known = self._known(sender, nbytes) if changed_only else {}
+            self._last = Last()
+            memory = _allocated if sender is None else sender.memory
+            return self._send(sender, self._stream(kind, wanted, nbytes, memory, known))
 
-    def _send(self, sender: Sender | None, dtype: str | None, bucket_bytes: int | str, adapters: str) -> Sent:
+    def _known(self, sender: Sender | None, nbytes: int) -> Mapping[str, str]:
+        """Return the checksums of what this rank packed last, where that is what all receivers have."""
+
+        def met() -> bool:
+            if sender is None:
+                return False
+            sender.memory(nbytes)
+            sender.meet()
+            return sender is self._last.sender and sender.current == self._last.number > 0
+
+        have = agree(self._world, met)
+        told = self._world.exchange(torch.tensor([have], dtype=torch.int64))
+        return self._last.checksums if told[0, 0] else {}
+
+    def _send(self, sender: Sender | None, stream: Buckets) -> Sent:
         begun, tensors, nbytes, buckets = time.perf_counter(), 0, 0, 0
-        stream = self.stream(dtype, bucket_bytes, adapters, None if sender is None else sender.memory)
-        agree(self._world, partial(self._check_sender, sender))
-        if sender is not None:
-            sender.waiting = self._waiting
         try:
             for bucket in stream:
                 if sender is None:
@@ -130,12 +176,16 @@ class WeightStreams:
                 buckets += 1
                 tensors += sum(part.checksum != "" for part in bucket.parts)
                 nbytes += sum(part.tensor.nbytes for part in bucket.parts)
-            agree(self._world, lambda: None if sender is None else sender.finish(tensors, nbytes))
+            agree(self._world, lambda: None if sender is None else _finish(sender, buckets, tensors, nbytes))
         except BaseException as error:
             if sender is not None:
                 sender.fail(str(error))
             raise
-        return Sent(tensors, nbytes, buckets, time.perf_counter() - begun)
+        checksums = {name: digest for packer in self._packers for name, digest in packer.checksums.items()}
+        self._last = Last(sender, 0 if sender is None else sender.current, checksums)
+        left_out = torch.tensor([sum(packer.unchanged for packer in self._packers)], dtype=torch.int64)
+        unchanged = int(self._world.exchange(left_out).sum())
+        return Sent(tensors, nbytes, buckets, time.perf_counter() - begun, 0 if sender is None else unchanged)
 
     def _check_sender(self, sender: Sender | None) -> None:
         if (sender is not None) != (self._world.rank == 0):
@@ -154,8 +204,13 @@ class WeightStreams:
 
     # --- the buckets ----------------------------------------------------------------------------
 
-    def _stream(self, kind: str, dtype: torch.dtype | None, nbytes: int, memory: Memory) -> Buckets:
-        """Yield the buckets of all stages in turn, numbered from 0."""
+    def _stream(
+        self, kind: str, dtype: torch.dtype | None, nbytes: int, memory: Memory, known: Mapping[str, str]
+    ) -> Buckets:
+        """Yield the buckets of all stages in turn, numbered from 0, in memory that `memory` gives.
+
+        known  checksums of tensors that are left out where they still have them
+        """
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.flush()
         with (
@@ -169,6 +224,7 @@ class WeightStreams:
             packs = (place.tp, place.dp) == (0, 0)
             memories = agree(self._world, lambda: memory(nbytes)[: 1 if place.pp else 2] if packs else [])
             self._held = self._peak = sum(each.numel() for each in memories)
+            self._packers = [Packer(memories, known)] if packs else []
             try:
                 yield from self._stages(state, published, dtype, memories)
             finally:
@@ -192,7 +248,7 @@ class WeightStreams:
         number, sent = 0, set[str]()
         for stage in range(state.degrees.pp):
             head = state.degrees.rank(Place(stage, 0, 0))
-            packer = Packer(memories) if world.rank == head else None
+            packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
             for i in range(counts[head]):
                 unit = published.units[i] if self._mesh.place.pp == stage else None
@@ -273,6 +329,13 @@ def _to_the_end(packer: Packer | None, tensors: Mapping[str, Tensor], dtype: tor
     if packer is not None:
         yield from packer.feed(tensors, dtype)
         yield from packer.flush()
+
+
+def _finish(sender: Sender, buckets: int, tensors: int, nbytes: int) -> None:
+    """End a stream, which has not begun yet where it had no bucket."""
+    if not buckets:
+        sender.begin()
+    sender.finish(tensors, nbytes)
 
 
 def _allocated(nbytes: int) -> Sequence[Tensor]:

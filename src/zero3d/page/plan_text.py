@@ -12,6 +12,7 @@ from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.links import Way, as_words, fastest
+from zero3d.plan.rollout import Rollout, Split
 from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
@@ -65,7 +66,7 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
     """Yield lines: what is trained, where, in which portions."""
     trainable = "" if model.trainable == model.params else f" ({count(model.trainable)} of them trainable)"
     yield (
-        f"{model.name}: {count(model.params)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
+        f"{model.name}: {count(model.weights)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
         f"sequences of {model.length:,} tokens ({model.provenance})"
     )
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node}"
@@ -89,6 +90,7 @@ def settings(plan: ParallelPlan) -> str:
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["loss in tiles"] if plan.tiled_loss else []
+    words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 
 
@@ -270,7 +272,7 @@ def costs(answer: Answer) -> Iterator[str]:
     """Yield lines on host memory, GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
     processes = min(cluster.per_node, answer.best.plan.world)
-    whole = size(4 * processes * answer.model.params)
+    whole = size(4 * processes * answer.model.weights)
     yield (
         f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} ranks, "
         f"which read slices of the model; if each loaded the full fp32 model, they would take {whole}."
@@ -330,7 +332,7 @@ def nothing_fits(
 ) -> str:
     """Write one line: the nearest plan, and what would make it fit."""
     outcome = (
-        f"{model.name} ({count(model.params)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
+        f"{model.name} ({count(model.weights)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
         f"{cluster.gpu.name} within {size(int(target.limit))}: {result.tried:,} plans tried"
     )
     nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
@@ -416,6 +418,28 @@ def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
     )
 
 
+def rollout_lines(rollout: Rollout, split: Split) -> Iterator[str]:
+    """Yield lines: what a step of reinforcement learning is split into, and a stream of weights by link."""
+    stream = split.streaming
+    slowest = max(stream.seconds.values())
+    yield ""
+    yield (
+        f"A step of reinforcement learning: {rollout.prompts:,} prompts x {rollout.samples:,} completions of "
+        f"{rollout.new:,} tokens"
+    )
+    gpus = "one GPU" if split.sampler == 1 else f"{split.sampler} GPUs"
+    yield from columns(
+        [
+            ("sampling, at least", f"{split.sampling:.3g} s", f"a copy of the model on {gpus}"),
+            ("streaming", f"{slowest:.3g} s", f"{size(int(stream.nbytes))}, over the slowest link"),
+            ("training", f"{split.training:.3g} s", f"{split.steps:,} steps"),
+        ],
+        "<><",
+    )
+    yield "A stream of all weights:"
+    yield from columns([(name, f"{seconds:.3g} s") for name, seconds in stream.seconds.items()], "<>")
+
+
 # --- json ---------------------------------------------------------------------------------------
 
 
@@ -425,7 +449,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     return {
         "model": {
             "name": answer.model.name,
-            "params": answer.model.params,
+            "params": answer.model.weights,
             "trainable": answer.model.trainable,
             "length": answer.model.length,
             "blocks": len(answer.model.blocks),

@@ -11,6 +11,7 @@ in_flight, inputs, memory   when a backward begins; inputs kept in parts or on t
 traffic                     what a rank sends
 sequence                    what ranks that share sequences keep and send around attention
 kernels, network, timeline  seconds of a part, of a collective, of a pipeline; `time`: of a step
+rollout                     a step of reinforcement learning, and its stream of weights
 saves                       bytes of the copy that a save behind training writes
 tier_time                   of states that leave the device
 profiles, profile_memory    other systems' ways with time and memory

@@ -1,7 +1,10 @@
 """Weights on their way from training to whoever serves them, tensor by tensor, each with a checksum.
 
 buckets   flat memory filled with tensors, whole or in parts, and what makes tensors of it again
-local     to processes of the same host, through memory that both share
+protocol  a stream: what a sender and its receivers say to each other, and when
+local     carries it to processes of the same host, through memory that both share
+group     carries it to other jobs and hosts, over a process group of gloo or NCCL
+connect   the receiver of an address
 
 An engine makes the buckets (`Engine.stream_weights`, engine/streaming.py). A server needs nothing of it:
 
@@ -11,12 +14,10 @@ An engine makes the buckets (`Engine.stream_weights`, engine/streaming.py). A se
                 parameters[name].copy_(tensor)
 """
 
-from zero3d.weights.buckets import Bucket as Bucket, Part as Part
-from zero3d.weights.local import (
-    LocalSender as LocalSender,
-    Receiver as Receiver,
-    connect as connect,
-    receive as receive,
-)
+from zero3d.weights.buckets import Bucket as Bucket, Part as Part, whole as whole
+from zero3d.weights.connect import connect as connect, receive as receive
+from zero3d.weights.group import GroupSender as GroupSender
+from zero3d.weights.local import LocalSender as LocalSender
+from zero3d.weights.protocol import Receiver as Receiver
 
-__all__ = ["Bucket", "LocalSender", "Part", "Receiver", "connect", "receive"]
+__all__ = ["Bucket", "GroupSender", "LocalSender", "Part", "Receiver", "connect", "receive", "whole"]
