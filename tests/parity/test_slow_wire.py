@@ -1,5 +1,9 @@
 """Sums over copies of shards in a narrow form: equal on all ranks, off by no more than is said, and nothing is missed."""
 
+import argparse
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from models import adamw, batch, hf, loss_of
@@ -186,6 +190,48 @@ def test_parameters_of_one_element_and_many_small_ones_are_summed(ranks, count):
         for peak, formula, bound in (wire, summed):
             assert peak == formula <= bound
         assert torch.tensor(curve).allclose(torch.tensor(wanted), rtol=0.02)
+
+
+TEXT = Path(argparse.__file__).read_bytes()  # as the demo's: the standard library's
+LAST = 50  # losses whose mean is compared
+NEAR_FP32 = {"int8": 0.01, "int4": 0.05, "gathers": 0.01}  # how far it may be from that in fp32
+
+
+def demo(wire, seed, steps=300):
+    """The mean of the last losses of a byte-level model of text, over both ranks."""
+    model, rank = hf("llama", inner=96, vocab=256), torch.distributed.get_rank()
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.05)
+    sums = {} if wire in ("fp32", "gathers") else {"slow_wire": wire, "slow_rounding": "stochastic"}
+    engine = zero3d.Engine(
+        model, mesh=zero3d.Mesh(shard=1), stage=3, precision="bf16", clip_norm=1.0, optimizer=partial(adamw, lr=3e-3),
+        gather_wire="int8" if wire == "gathers" else "same", **sums,
+    )  # fmt: skip
+    text, places = torch.tensor(list(TEXT)), torch.Generator().manual_seed(2 * seed + rank)
+    losses = []
+    for _ in range(steps):
+        starts = torch.randint(len(text) - 64, (8,), generator=places).tolist()
+        loss = loss_of(engine, torch.stack([text[start : start + 64] for start in starts]))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    mean = torch.stack(losses[-LAST:]).mean()
+    torch.distributed.all_reduce(mean)
+    return float(mean) / 2
+
+
+@pytest.mark.long
+def test_losses_of_a_small_model_of_text_end_where_those_in_fp32_do(ranks):
+    found = {wire: [ranks(2, demo, wire, seed)[0] for seed in range(3)] for wire in ("fp32", *NEAR_FP32)}
+    print(found)
+    full = found["fp32"]
+    for wire, limit in NEAR_FP32.items():
+        off = max(abs(loss - wanted) for loss, wanted in zip(found[wire], full, strict=True))
+        print(f"{wire}: off by at most {off:.5f}, seeds in fp32 by {max(full) - min(full):.5f}")
+        assert off <= limit, wire
+        assert found[wire] != full
 
 
 def not_finite(form, value):
