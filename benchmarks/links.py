@@ -259,8 +259,9 @@ def gather_all(engine: zero3d.Engine) -> None:
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of the slowest rank, and the bytes that the first host has sent meanwhile."""
+    before = sent_by_host()
     dist.barrier()
-    before, begun = sent_by_host(), time.perf_counter()
+    begun = time.perf_counter()
     work()
     seconds = time.perf_counter() - begun
     dist.barrier()

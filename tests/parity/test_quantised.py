@@ -1,6 +1,7 @@
 """Adapters beside a base of 8 and 4 bits: the losses of the decoded base in bf16, bit for bit; bytes, saves, exports."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,15 @@ from safetensors.torch import load_file
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.config import load
+from zero3d.config import Lora, load
 from zero3d.errors import CheckpointError
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.trained import open_trained
+from zero3d.optim import adamw8bit
+from zero3d.plan.kernels import digest
+from zero3d.plan.memory import memory
+from zero3d.plan.spec import ParallelPlan
+from zero3d.sim.model_spec import open_spec
 from zero3d.spec.formats import FORMATS
 
 BATCHES = [batch(step) for step in range(3)]
@@ -60,6 +66,7 @@ def trained(opened, recomputed="none", **options):
 
 @pytest.mark.parametrize(("name", "stage", "lora", "options"), [
     ("nf4", 0, {}, {}), ("nf4", 3, {"dora": True}, {}), ("int8", 3, {"dropout": 0.1}, {}), ("fp8", 2, {}, {}),
+    ("nf4-double", 3, {}, {}),
     ("nf4", 3, {"train_also": ["model.norm"]}, {"recomputed": "full"}), ("nf4", 3, {}, {"offload": "cpu"}),
     *(pytest.param(name, stage, {}, {}, marks=pytest.mark.long) for name in FORMATS for stage in range(4)),
 ])  # fmt: skip
@@ -105,6 +112,56 @@ def test_matrices_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name):
         assert packed == decoded
 
 
+MICRO_BATCHES = 4  # of a step, over all ranks
+
+
+def curve(engine):
+    """Losses and norms of two steps over one list of micro-batches, which ranks share out as exact mode numbers them."""
+    n, rank = engine.dp.size, engine.dp.rank
+    own = MICRO_BATCHES // n
+    together = engine.policy.reduce == "every_micro_batch"
+    numbers = [k * n + rank if together else rank * own + k for k in range(own)]
+    found = []
+    for step in range(2):
+        given = [{"input_ids": ids, "labels": ids} for ids in (batch(10 * step + number) for number in numbers)]
+        found.append((float(engine.train_batch(given)).hex(), float(engine.last_step.grad_norm).hex()))
+    return found
+
+
+def with_more(folder, mesh, options):
+    """Curves of both bases with something else beside them."""
+    found = []
+    for number, opened in enumerate((opened_of(folder), decoded_of(folder))):
+        more = dict(options)
+        if directory := more.pop("directory", None):
+            more["offload"] = {"optimizer": "disk", "params": "disk", "directory": f"{directory}/{number}"}
+        if more.pop("eight", False):
+            more["optimizer"] = adamw8bit(1e-2)
+        dp = torch.distributed.get_world_size() // mesh.get("pp", 1)
+        engine = engine_of(opened, mesh=zero3d.Mesh(**mesh), accumulate=MICRO_BATCHES // dp, **more)
+        found.append(curve(engine))
+    return found
+
+
+@pytest.mark.parametrize(("world", "mesh", "options"), [
+    (2, {"pp": 2}, {"stage": 3}), (1, {}, {"eight": True}), (1, {}, {"directory": "disk"}),
+    pytest.param(2, {"pp": 2}, {"stage": 1, "schedule": "zero-bubble"}, marks=pytest.mark.long),
+    pytest.param(2, {}, {"eight": True, "stage": 2, "master": "split"}, marks=pytest.mark.long),
+    pytest.param(1, {}, {"compile": "aot_eager"}, marks=pytest.mark.long),
+])  # fmt: skip
+def test_what_else_a_run_has_changes_no_bit(ranks, folder, tmp_path, world, mesh, options):
+    if "directory" in options:
+        options = options | {"directory": str(tmp_path)}
+    for packed, decoded in ranks(world, with_more, str(folder), mesh, options):
+        assert packed == decoded
+
+
+def test_exact_mode_has_the_same_bits_at_any_dp(ranks, folder):
+    found = [ranks(n, with_more, str(folder), {}, {"exact": True}) for n in (1, 2)]
+    assert found[0][0][0] == found[0][0][1]
+    assert all(each == found[0][0] for each in found[1])
+
+
 @pytest.mark.parametrize(("name", "words"), [
     ("nf4", r"q_proj: tp cannot cut the outputs .* over the end of a row"), ("int8", r"o_proj: tp cannot cut the inputs of .* in int8, whose scales are of rows"),
 ])  # fmt: skip
@@ -113,17 +170,44 @@ def test_a_cut_through_groups_is_refused(ranks, folder, name, words):
         ranks(2, over_tp, str(folder), name)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_bytes_are_those_of_the_formula(folder, stage):
-    opened = opened_of(folder)
+@pytest.mark.parametrize(("name", "stage"), [("nf4", 0), ("nf4", 3), ("nf4-double", 3)])
+def test_bytes_are_those_of_the_formula(folder, name, stage):
+    opened = opened_of(folder, name)
     layers = [module for module in opened.module.modules() if isinstance(module, QuantisedLinear)]
     others = sum(p.numel() for p in opened.module.parameters() if p.dtype != torch.uint8)
-    packed = sum(FORMATS["nf4"].nbytes(layer.shape) for layer in layers)
+    packed = sum(FORMATS[name].nbytes(layer.shape) for layer in layers)
     engine = engine_of(opened, stage=stage)
     (weights,) = [entry for entry in engine.memory if entry.category == "parameters"]
     assert weights.measured == weights.planned == packed + 2 * others
     assert len(layers) == 14
-    assert packed == sum(layer.in_features * layer.out_features for layer in layers) * 9 // 16
+    sizes = [layer.in_features * layer.out_features for layer in layers]
+    assert all(size <= 64 * 256 for size in sizes)  # one group of maxima each
+    assert packed == {"nf4": sum(sizes) * 9 // 16, "nf4-double": sum(sizes) * 33 // 64 + 8 * len(layers)}[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["nf4", pytest.param("nf4-double", marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
+)
+def test_a_plan_has_the_bytes_of_the_engine(folder, name):
+    spec, plain = (
+        open_spec(str(folder), 32, lora=Lora(4, targets=("all-linear",)), quantize=how) for how in (name, None)
+    )
+    engine = engine_of(opened_of(folder, name), stage=3)
+    held = {entry.category: entry.measured for entry in engine.memory}
+    planned = memory(spec, ParallelPlan(stage=3, quantize=name)).parts
+    for category in ("parameters", "optimizer"):
+        assert planned[category] == held[category]
+    assert spec.weights == plain.params
+    assert digest(spec).width < 2 == digest(plain).width
+    assert frozen(spec) == frozen(plain)
+
+
+def frozen(spec):
+    """How many frozen matrices of each shape the first block has."""
+    found = Counter()
+    for matrix in digest(spec).shapes[1].matrices:
+        found[matrix.shape] += 0 if matrix.trainable else matrix.many
+    return found
 
 
 def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_path):

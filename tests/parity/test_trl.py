@@ -96,7 +96,7 @@ def test_a_script_of_trls_fine_tunes_at_stage_3_by_one_line(ranks, folder, more)
     assert wanted[-1][0] < wanted[0][0]
 
 
-@pytest.mark.parametrize("more", [(), ("--packing", "true"), ("--use_peft", "true")])
+@pytest.mark.parametrize("more", [(), ("--packing", "true"), ("--use_peft", "true", "--lora_dropout", "0")])
 def test_a_script_of_trls_fine_tunes_on_shared_sequences(ranks, folder, more):
     """With packing documents are without padding, in one row: TRL hands their ends on, too."""
     wanted = ranks(2, fine_tuned, None, folder, more)[0]

@@ -67,8 +67,10 @@ def test_columns_of_a_file_are_read_without_the_others(tmp_path):
     model = hf("llama")
     model.save_pretrained(tmp_path)
     weights, read = FileWeights(tmp_path, build(model.config)), []
-    open_file = weights._handle
-    weights._handle = lambda key: SimpleNamespace(get_slice=lambda _: Recorded(open_file(key).get_slice(key), read))
+    open_file = weights._files._handle
+    weights._files._handle = lambda key: SimpleNamespace(
+        get_slice=lambda _: Recorded(open_file(key).get_slice(key), read)
+    )
     name = "model.layers.0.mlp.down_proj.weight"
     cut, logical = Cut(1, 2, 1), model.get_parameter(name)
     layout = UnitLayout([(name, cut.local_shape(tuple(logical.shape)), 0)], 1)

@@ -57,8 +57,8 @@ def test_only_the_experts_that_are_asked_for_are_read(tmp_path):
     hf("qwen3_moe").save_pretrained(tmp_path)
     weights = FileWeights(tmp_path, build(read_config(tmp_path)))
     read = []
-    tensor = weights._tensor
-    weights._tensor = lambda key: read.append(key) or tensor(key)
+    tensor = weights._files.tensor
+    weights._files.tensor = lambda key: read.append(key) or tensor(key)
     for columns in ((0, 24), (24, 48)):  # what a rank holds of the gates and of the ups
         weights("model.layers.0.mlp.experts.gate_up_proj", ((1, 2), columns, (0, 32)))
     assert sorted(read) == [f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("gate", "up")]

@@ -30,7 +30,8 @@ def declared():
     keys = {f"{name}.{key.name}": key for name in sections for key in dataclasses.fields(sections[name])}
     of_engines = inspect.signature(zero3d.Engine).parameters
     found = {name.partition(".")[2]: key for name, key in keys.items() if name.startswith(("zero.", "mesh."))}
-    found |= {keyword: keys[name] for name, keyword in KEYWORDS.items() if keyword not in ("optimizer", "quantize")}
+    apart = ("optimizer", "quantize", "accumulate")  # a file computes accumulate from its batch
+    found |= {keyword: keys[name] for name, keyword in KEYWORDS.items() if keyword not in apart}
     found |= {name: keys[f"{section}.{name}"] for section, name in OTHERS}
     assert set(found) - set(of_engines) == {*Degrees._fields}
     return {name: key for name, key in found.items() if name in of_engines}

@@ -123,6 +123,8 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     (["--tokens-per-batch", "1000"], "Type 896 or 1024."),
     (["--tokens-per-batch", "0"], "is no whole number"),
     (["--assert-fits", "lots"], "is no size: type 78GB"),
+    (["--quantize", "nf4"], "all are trained: pass --lora r=128, too"),
+    (["--lora", "r=8", "--quantize", "int4"], "pass one of nf4, nf4-double, int8, fp8"),
     (["--lora", "r=0"], "pass the rank of the adapters, such as --lora r=128"),
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
     (["--top", "0"], "--top 0"),
@@ -138,6 +140,7 @@ def test_one_model_is_wanted(plan):
     for words in ([], ["demo", "gpt2"], ["demo", "--params", "7e9"]):
         assert "takes one MODEL, or --params" in refused(plan, *words)
     assert "--lora needs a MODEL" in refused(plan, "--params", "7e9", "--lora", "r=8")
+    assert "--quantize needs a MODEL" in refused(plan, "--params", "7e9", "--quantize", "nf4")
     assert "--params, which is no model" in refused(plan, "--params", "1e8", "--gpus", 1, "--emit", "train.yaml")
 
 
@@ -201,6 +204,18 @@ def test_a_plan_with_adapters_is_written_as_a_file_that_trains_them(plan, tmp_pa
         assert 0 < row["memory"]["device"] < 0.95 * 48 * 2**30
         assert row["memory"]["host"] > 0
     assert load(file).lora == Lora(rank=8, targets=("all-linear",), dropout=0.05)
+
+
+def test_a_plan_on_a_base_of_four_bits_needs_less_and_is_written_as_a_file(plan, tmp_path):
+    file = tmp_path / "qlora.yaml"
+    words = ["demo", "--lora", "r=8", "--gpus", 2, "--gpu", "a6000", "--seq", 64, "--tokens-per-batch", 512]
+    told, packed = (
+        json.loads(plan(*words, *more, "--json")[1]) for more in ([], ["--quantize", "nf4", "--emit", file])
+    )
+    assert packed["model"]["params"] == told["model"]["params"]
+    assert packed["plans"][0]["memory"]["parts"]["parameters"] < told["plans"][0]["memory"]["parts"]["parameters"]
+    assert load(file).model.quantize == packed["plans"][0]["plan"]["quantize"] == "nf4"
+    assert "base in nf4" in plan(*words, "--quantize", "nf4")[1]
 
 
 @pytest.mark.long

@@ -134,7 +134,15 @@ def test_the_python_that_the_readme_shows_trains_saves_and_exports(tmp_path, mon
     names = {}
     exec(python_of(ENGLISH), names)
     assert isinstance(names["result"], StepResult)
-    assert names["result"].reason == "applied"
+    plain = names["result"].as_dict()
+    assert list(plain) == list(StepResult._fields)
+    assert {name: type(value) for name, value in plain.items()} == dict.fromkeys(plain, float) | {
+        "applied": bool,
+        "reason": str,
+    }
+    assert plain == {
+        name: value if name == "reason" else value.item() for name, value in names["result"]._asdict().items()
+    }
     assert (tmp_path / "checkpoints" / "step-2" / "manifest.json").is_file()
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 

@@ -4,24 +4,24 @@ import pytest
 import torch
 from models import hf
 
-from zero3d.models import load
+from zero3d.models import files, load
 from zero3d.shards.boxes import whole
 
 
-@pytest.mark.parametrize(("limit", "most", "least"), [(load.REOPEN_BYTES, 1, 1), (2_000, 99, 10)])
+@pytest.mark.parametrize(("limit", "most", "least"), [(files.REOPEN_BYTES, 1, 1), (2_000, 99, 10)])
 def test_a_file_is_reopened_after_so_many_bytes_and_reads_the_same(tmp_path, monkeypatch, limit, most, least):
     model = hf("llama")
     model.save_pretrained(tmp_path)
-    opened, original = [], load.safe_open
+    opened, original = [], files.safe_open
     weights = load.FileWeights(tmp_path, hf("llama").to("meta"))
-    weights._open = ("", None)
+    weights.close()
 
     def counted(*given, **options):
         opened.append(given)
         return original(*given, **options)
 
-    monkeypatch.setattr(load, "safe_open", counted)
-    monkeypatch.setattr(load, "REOPEN_BYTES", limit)
+    monkeypatch.setattr(files, "safe_open", counted)
+    monkeypatch.setattr(files, "REOPEN_BYTES", limit)
     for name, p in model.named_parameters():
         rows = p.shape[0] // 2
         for box in (((0, rows), *whole(tuple(p.shape))[1:]), ((rows, p.shape[0]), *whole(tuple(p.shape))[1:])):

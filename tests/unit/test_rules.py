@@ -87,6 +87,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "model.linear=fp8 multiplies by whole matrices", "type zero.gather_budget=null, or model.linear=null."),
     (Spec(linear="fp8", quantize="nf4"),
      "model.quantize=nf4 decodes frozen matrices", "type model.linear=null, or model.quantize=null."),
+    (Spec(mesh=Mesh(tp=2), quantize="nf4-double"),
+     "model.quantize=nf4-double has scales of scales", "type model.quantize=nf4, or mesh.tp=1."),
     (Spec(Zero(2), Offload(params="host")),
      "offload.params=host with zero.stage=2", "type zero.stage=3, or offload.params=none."),
     (Spec(Zero(1), Offload("host", gradients="host")),

@@ -18,7 +18,7 @@ import yaml
 
 from zero3d.cli import plan_explain, plan_theory
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, lora_of, number, open_cluster, parse_size, tokens_of
+from zero3d.cli.plan_options import USABLE, format_of, lora_of, number, open_cluster, parse_size, tokens_of
 from zero3d.cli.plan_theory import parse_params
 from zero3d.cli.progress import ProgressLine
 from zero3d.config import Config, to_dict
@@ -33,6 +33,7 @@ from zero3d.plan.rollout import EXAMPLE
 from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
+from zero3d.spec.formats import FORMATS
 from zero3d.spec.optimizer import ADAMW, NAMES
 
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
@@ -63,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
     parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
     parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
+    parser.add_argument(
+        "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
+    )
     parser.add_argument("--goal", default="fastest", help=f"{', '.join(GOALS)} (default %(default)s)")
     parser.add_argument(
         "--offload",
@@ -115,12 +119,12 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
+    quantize = format_of(arguments.quantize)
     limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
     tokens = number(arguments.tokens, "--tokens")
     model = open_model(arguments, path)
-    target = Target(
-        _sequences(arguments, model, cluster), limit, arguments.goal, arguments.offload, arguments.optimizer
-    )
+    sequences = _sequences(arguments, model, cluster)
+    target = Target(sequences, limit, arguments.goal, arguments.offload, arguments.optimizer, quantize)
     with ProgressLine() as line:
         result = search(model, cluster, target, evaluate, device_at_least, line.of_search)
     if not result.whole:
@@ -151,12 +155,16 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
     if path is None:
         if arguments.lora:
             raise ConfigError("--lora needs a MODEL whose matrices it can adapt, not --params.")
+        if arguments.quantize:
+            raise ConfigError("--quantize needs a MODEL whose frozen layers it packs, not --params.")
         from zero3d.plan.shapes import of_params
 
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
+    if arguments.quantize and lora is None:
+        raise ConfigError("--quantize is of frozen layers, and all are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
-    return open_spec(path, length, lora=lora, packed=packed, beyond=True)
+    return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
 
 
 def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row]) -> Sequence[Way]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, lora_of, open_cluster, parse_size
+from zero3d.cli.plan_options import USABLE, format_of, lora_of, open_cluster, parse_size
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
     rollout = Rollout.of(arguments.rl) if arguments.rl else None
     config = load(config_source(path, overrides)[1], overrides)
+    if arguments.quantize:
+        config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
     cluster = open_cluster(arguments)
     plan = plan_of(config, cluster.gpus if arguments.gpus or arguments.nodes or arguments.cluster else None)
     lora = lora_of(arguments.lora) if arguments.lora else config.lora

@@ -10,6 +10,7 @@ from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
 from zero3d.plan.hardware import base_of, card, cluster, read_file
 from zero3d.plan.spec import ClusterSpec
+from zero3d.spec.formats import FORMATS
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
 USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
@@ -72,3 +73,10 @@ def lora_of(asked: str) -> Lora:
     if key != "r" or not rank.isdecimal() or int(rank) < 1:
         raise ConfigError(f"--lora {asked!r} is unknown: pass the rank of the adapters, such as --lora r=128.")
     return Lora(rank=int(rank), targets=(ALL_LINEAR,), dropout=0.05)
+
+
+def format_of(asked: str | None) -> str | None:
+    """Return the format that --quantize asks for. Raises ConfigError for an unknown one."""
+    if asked is not None and asked not in FORMATS:
+        raise ConfigError(f"--quantize {short(asked)!r} is unknown: pass one of {', '.join(FORMATS)}.")
+    return asked

@@ -67,7 +67,7 @@ def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
     choice, plain = config.lora, Lora()
     if choice.rank is not None:
         return
-    for name in ("alpha", "targets", "dropout", "train_also", "dora"):
+    for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora"):
         if getattr(choice, name) != getattr(plain, name):
             text = f"lora.{name} is of adapters, and lora.rank is null, so there are none: type lora.rank=16, too."
             yield f"lora.{name}", text

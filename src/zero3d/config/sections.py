@@ -50,8 +50,9 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), int8 or fp8 (8 bits); each is "
-        "decoded where it is multiplied by, in forward and in backward",
+        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), nf4-double (with scales in 8 "
+        "bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is multiplied by, in forward and "
+        "in backward",
         choices=tuple(formats.FORMATS),
     )
 
@@ -78,6 +79,7 @@ class Lora:
     train_also: tuple[str, ...] | None = key(
         None, "modules or parameters that are trained whole beside them, as names or patterns: multi_modal_projector"
     )
+    rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)")
     dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
 
 

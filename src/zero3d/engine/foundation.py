@@ -22,6 +22,7 @@ from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
+from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
@@ -134,6 +135,7 @@ class Foundation:
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
 
             keep_parameters(model)
+        take_over(model, resolved.precision.dtype)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         notes = () if options.model.linear is None else (str(use_fp8(model)),)

@@ -4,6 +4,8 @@ open.py          model.path -> a module and its weights
 places.py        what model.path names, by names of files
 presets.py       configs of well-known models, by name
 build.py         a config -> a module without weights; new weights
+files.py         tensors of a folder's files
+quantised_folders.py  folders in 8 or 4 bits already
 load.py          weights of a folder, by slices
 foreign_code.py  no code of a model's folder runs
 bases.py         what a model is made of: base, language model, numbers of its config
@@ -16,6 +18,7 @@ experts.py       how experts are computed
 tiles.py         linear layers and embeddings whose weight is gathered in tiles
 fp8.py           linear layers that multiply in fp8
 quantised.py     frozen linear layers in 8 or 4 bits, decoded where they are used
+bitsandbytes_layers.py  layers that somebody has loaded in 8 or 4 bits
 codecs.py        weights to groups of 8 and 4 bits, and back
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """

@@ -6,14 +6,15 @@
     model.layers.0.self_attn.q_proj.lora_B.default.weight   [out, rank], zero: the model starts as it was
 
 Modules are PEFT's own (`inject_adapter_in_model`): the model's class and the names of all else stay. Hu et al., "LoRA"
-(2021); DoRA: Liu et al. (2024). Cost per matrix: rank x (in + out) parameters of 16 bytes and the frozen matrix in the
-compute dtype.
+(2021); rsLoRA: Kalajdzievski (2023); DoRA: Liu et al. (2024). Cost per matrix: rank x (in + out) parameters of 16 bytes
+and the frozen matrix in the compute dtype.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 import re
 import warnings
@@ -40,6 +41,8 @@ from zero3d.zero.initial_weights import Source
 ALL = ALL_LINEAR
 MARK = "lora_"  # in the names of all parameters that PEFT's LoRA adds
 LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
+# PEFT imports bitsandbytes, which warns of a kernel for CPUs that is not installed: nothing here would run it.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
@@ -153,6 +156,7 @@ def _options(choice: Lora, modules: Iterable[str], stacked: Iterable[str]) -> An
         target_modules=list(modules),
         target_parameters=list(stacked) or None,
         lora_dropout=choice.dropout,
+        use_rslora=choice.rslora,
         use_dora=choice.dora,
     )
 

@@ -13,23 +13,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zero3d.errors import ConfigError, short
-from zero3d.models.places import INDEX, ONE_FILE, check_weights
-from zero3d.reading import Unreadable, check_regular, read_object
+from zero3d.errors import ConfigError
+from zero3d.models.quantised_folders import QuantisedFiles, Stored, open_files
 from zero3d.shards.boxes import Box, slices, whole
 
-REOPEN_BYTES = 32 << 20  # pages of a mapped file count as this process's memory until it is closed
 SHOWN = 3
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; narrower ones need scales beside them
-LONGEST = 300  # characters of an error of safetensors
 Rows = tuple[int, int | None]
 
 
@@ -45,17 +40,14 @@ class Recipe:
 
 
 class FileWeights:
-    """Reads parameters of `model` (as `build` gives it) from the safetensors of `folder`.
+    """Reads parameters of `model` (as `build` gives it) from a folder's safetensors.
 
     Checks names and shapes at once, reading headers only; persistent buffers are filled in. Raises
     ConfigError with the differences. `unused` are the files' tensors that the model has no place for.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        self._folder, self._model = folder, model
-        self._file_of = _index(folder)
-        self._open: tuple[str, Any]
-        self._read: int
+        self._files, self._model = open_files(folder), model
         self._latest: tuple[Recipe | None, Rows, dict[str, Tensor]]  # recipe, rows, and what they were converted to
         self.close()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -70,7 +62,7 @@ class FileWeights:
         name = next(alias for alias in self._alias.get(name, [name]) if alias in self._recipes)
         recipe = self._recipes[name]
         if recipe.converter is None:
-            return self._box(recipe.sources[0][1], box)
+            return self._files.box(recipe.sources[0][1], box)
         rows: Rows = (0, None)
         if _keeps_rows(recipe.converter, self._shapes[name], len(recipe.sources)):
             rows, box = box[0], ((0, box[0][1] - box[0][0]), *box[1:])
@@ -82,11 +74,21 @@ class FileWeights:
     @property
     def folder(self) -> Path | None:
         """The folder that it reads."""
-        return self._folder
+        return self._files.folder
 
     def files(self) -> list[Path]:
         """Return the files that hold its tensors."""
-        return [self._folder / name for name in sorted(set(self._file_of.values()))]
+        return self._files.paths()
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the folder has matrices in 8 or 4 bits."""
+        return isinstance(self._files, QuantisedFiles)
+
+    def stored(self, name: str) -> Stored | None:
+        """Return the groups that the files have in the place of a matrix; None where they have its values."""
+        recipe = next((self._recipes[alias] for alias in self._alias.get(name, [name]) if alias in self._recipes), None)
+        return self._files.stored(recipe.sources[0][1]) if recipe is not None and recipe.converter is None else None
 
     def holds(self, name: str) -> bool:
         """Say whether the files have values of a parameter."""
@@ -94,36 +96,15 @@ class FileWeights:
 
     def close(self) -> None:
         """Let go of the open file and of what was converted last."""
-        self._open = ("", None)
-        self._read = 0
+        self._files.close()
         self._latest = (None, (0, None), {})
 
     # --- reading ------------------------------------------------------------------------------------
 
-    def _handle(self, key: str) -> Any:
-        file = self._file_of[key]
-        if self._open[0] != file or self._read > REOPEN_BYTES:
-            self._open, self._read = (file, safe_open(self._folder / file, framework="pt")), 0
-        return self._open[1]
-
-    def _box(self, key: str, box: Box) -> Tensor:
-        if not box:
-            return self._tensor(key)
-        stored = self._handle(key).get_slice(key)
-        part: Tensor = stored[slices(box)]
-        first, last = box[0]
-        self._read += (last - first) * prod(stored.get_shape()[1:]) * part.element_size()  # columns lie on all pages
-        return part
-
-    def _tensor(self, key: str) -> Tensor:
-        tensor: Tensor = self._handle(key).get_tensor(key)
-        self._read += tensor.numel() * tensor.element_size()
-        return tensor
-
     def _convert(self, recipe: Recipe, name: str, first: int = 0, last: int | None = None) -> dict[str, Tensor]:
         """Return the converter's results; with `first` and `last` only from those tensors of each pattern."""
         chosen = [pair for group in _by_pattern(recipe.sources).values() for pair in group[first:last]]
-        return self._run(recipe, name, [(pattern, key, self._tensor(key)) for pattern, key in chosen])
+        return self._run(recipe, name, [(pattern, key, self._files.tensor(key)) for pattern, key in chosen])
 
     def _run(self, recipe: Recipe, name: str, tensors: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         converter = copy.deepcopy(recipe.converter)
@@ -139,7 +120,7 @@ class FileWeights:
         recipes: dict[str, Recipe] = {}
         unused = []
         rename = _renaming(self._model, shapes)
-        for key in sorted(self._file_of, key=_natural):
+        for key in sorted(self._files.names(), key=_natural):
             target, converter, pattern = rename(key)
             if target in shapes:
                 recipe = recipes.setdefault(target, Recipe(converter))
@@ -149,13 +130,11 @@ class FileWeights:
         for target, recipe in list(recipes.items()):
             if recipe.converter is not None:
                 on_meta = [
-                    (pattern, key, torch.empty(self._shape(key), device="meta")) for pattern, key in recipe.sources
+                    (pattern, key, torch.empty(self._files.shape(key), device="meta"))
+                    for pattern, key in recipe.sources
                 ]
                 recipes |= dict.fromkeys(self._run(recipe, target, on_meta), recipe)
         return recipes, unused
-
-    def _shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._handle(key).get_slice(key).get_shape())
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         missing = [name for name in shapes if not self.holds(name)]
@@ -168,9 +147,9 @@ class FileWeights:
             faults = wrong + [f"{name} is in no file" for name in missing]
             more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise ConfigError(
-                f"{self._folder} holds other weights than its config.json describes ({len(self._file_of)} tensors, "
-                f"{len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use the config.json they were saved with, "
-                "or model.init=random for new weights."
+                f"{self._files.folder} holds other weights than its config.json describes "
+                f"({len(self._files.names())} tensors, {len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use "
+                "the config.json they were saved with, or model.init=random for new weights."
             )
 
     def _check_dtypes(self) -> None:
@@ -182,67 +161,31 @@ class FileWeights:
             if dtypes[name].is_floating_point
             for _, key in recipe.sources
         }
-        wrong = [f"{key} is {kind}" for key in keys if (kind := self._dtype(key)) not in FLOATS]
+        wrong = [f"{key} is {kind}" for key in keys if (kind := self._files.dtype(key)) not in FLOATS]
         if wrong:
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ConfigError(
-                f"{self._folder} holds integers or quantised values where its model has weights: "
+                f"{self._files.folder} holds integers or quantised values where its model has weights: "
                 f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
                 "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
                 "model.init=random for new weights."
             )
-
-    def _dtype(self, key: str) -> str:
-        dtype: str = self._handle(key).get_slice(key).get_dtype()
-        return dtype
 
     def _stored_shape(self, name: str) -> tuple[int, ...] | None:
         recipe = self._recipes.get(name)
         if recipe is None:
             return None
         if recipe.converter is None:
-            return self._shape(recipe.sources[0][1])
-        on_meta = [(pattern, key, torch.empty(self._shape(key), device="meta")) for pattern, key in recipe.sources]
+            return self._files.shape(recipe.sources[0][1])
+        on_meta = [
+            (pattern, key, torch.empty(self._files.shape(key), device="meta")) for pattern, key in recipe.sources
+        ]
         return tuple(self._run(recipe, name, on_meta)[name].shape)
 
     def _fill_buffers(self) -> None:
         for name, buffer in self._model.named_buffers():
             if name in self._recipes:
                 buffer.copy_(self(name, whole(tuple(buffer.shape))))
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor. Raises ConfigError when there is none."""
-    check_weights(folder)
-    listed = _weight_map(folder / INDEX) if (folder / INDEX).is_file() else {}
-    keys: dict[str, str] = {}
-    for file in sorted(set(listed.values())) or [ONE_FILE]:
-        try:
-            check_regular(folder / file)
-            with safe_open(folder / file, framework="pt") as stored:
-                keys |= dict.fromkeys(stored.keys(), file)
-        except (OSError, SafetensorError, Unreadable) as error:
-            raise ConfigError(
-                f"{folder / short(file)} cannot be read as safetensors ({str(error)[:LONGEST]}): copy it again."
-            ) from error
-    lost = sorted(set(listed) - set(keys))
-    if lost:
-        raise ConfigError(f"{folder / INDEX} names {len(lost)} tensors that no file holds, first {short(lost[0])!r}.")
-    return keys
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Read which file of the index's folder holds each tensor. Raises ConfigError."""
-    try:
-        listed = read_object(index).get("weight_map")
-    except Unreadable as error:
-        raise ConfigError(f"{index} is no index of safetensors files: it {error}.") from error
-    if not isinstance(listed, dict) or not listed:
-        raise ConfigError(f"{index} is no index of safetensors files: it has no weight_map of names.")
-    for file in listed.values():
-        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
-            raise ConfigError(f"{index} names {short(repr(file))}, which is no file in its own folder.")
-    return listed
 
 
 def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:

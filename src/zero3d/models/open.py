@@ -22,8 +22,9 @@ from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.foreign_code import no_foreign_code, refuse_code
 from zero3d.models.load import FileWeights
-from zero3d.models.places import config_file, config_json, is_called, no_model
+from zero3d.models.places import CONFIG, config_file, config_json, is_called, no_model
 from zero3d.models.presets import PRESETS
+from zero3d.models.quantised_folders import SETTINGS, check_method
 from zero3d.spec.offload import AUTO
 from zero3d.zero.initial_weights import Source
 
@@ -67,9 +68,10 @@ def open_bare(model: Model) -> Opened:
     path = Path(model.path)
     if os.path.isdir(path):  # a Path's own raises for long names
         config = read_config(path)
-        if model.init != "random":
-            _refuse_quantised(config, path / "config.json")
-        module = build(config, _named(model.attn), path / "config.json")
+        settings = vars(config).pop(SETTINGS, None)  # which an export in the compute dtype would not have
+        if settings is not None and model.init != "random":
+            check_method(settings, path / CONFIG)
+        module = build(config, _named(model.attn), path / CONFIG)
         if model.init != "random":
             _read_generation_config(path, module)
         return Opened(module, None, path)
@@ -130,19 +132,6 @@ def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
             entries += [(key, item) for item in value]
         elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
             raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
-
-
-def _refuse_quantised(config: Any, file: Path) -> None:
-    """Refuse weights in 8 or 4 bits, which ranks cannot gather in the compute dtype. Raises ConfigError."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
-    raise ConfigError(
-        f"{file} has a quantization_config ({short(str(getattr(method, 'value', method)))}): its weights are packed "
-        "integers with scales, and ranks gather weights in the compute dtype. Save it dequantised (transformers' "
-        "model.dequantize(), then save_pretrained), or use model.init=random for new weights."
-    )
 
 
 def _read_generation_config(folder: Path, module: nn.Module) -> None:

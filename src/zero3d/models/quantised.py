@@ -14,10 +14,11 @@ are tied or have hooks or a forward of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,32 +28,34 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import AdapterWeights
 from zero3d.models.blocks import find_blocks
-from zero3d.models.codecs import CODECS, Codec, decode, encode, weights_under
+from zero3d.models.codecs import CODECS, Codec, DoubleCodec
+from zero3d.models.load import FileWeights
 from zero3d.models.names import own_name
 from zero3d.models.open import Opened
+from zero3d.models.quantised_folders import Stored
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
 
 WEIGHT, PACKED = "weight", "packed"
-AT_ONCE = 1 << 22  # weights that are read and encoded at once
+AnyCodec = Codec | DoubleCodec
 
 
 class QuantisedLinear(nn.Module):
     """Multiplies by a frozen matrix that is in groups of 8 or 4 bits.
 
-    packed  what `Format.packed_shape` says of [out, in], uint8
+    packed  what `Format.packed_shape` says of [out, in], uint8; those of `linear` where they are not given
     dtype   of `weight`, the decoded matrix for others to read
     full    the shape of the matrix before tp cut it
     """
 
-    def __init__(self, linear: nn.Linear, codec: Codec, dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, codec: AnyCodec, dtype: torch.dtype, packed: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.codec, self.dtype = codec, dtype
         self.full = self.shape
-        values = linear.weight.detach()
-        self.packed = nn.Parameter(_packed_of(codec, values), requires_grad=False)
+        made = _packed_of(codec, linear.weight.detach()) if packed is None else packed
+        self.packed = nn.Parameter(made, requires_grad=False)
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
 
@@ -68,7 +71,7 @@ class QuantisedLinear(nn.Module):
 
     def decoded(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the matrix of its groups."""
-        return decode(self.codec, packed, self.shape, dtype)
+        return self.codec.decode(packed, self.shape, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind, bias = x.device.type, self._parameters["bias"]
@@ -85,13 +88,12 @@ class QuantisedLinear(nn.Module):
     def check_cut(self, dim: int, size: int) -> None:
         """Refuse a cut of outputs (0) or inputs (1) that would go through groups. Raises ConfigError."""
         form, length = self.codec.format, self.full[dim]
-        unit = (form.rows, form.columns)[dim]
-        flat = form.columns is not None and len(form.grid(self.full)) == 1
-        if unit is None or flat:
+        unit = form.cut_unit(self.full, dim)
+        if unit is None:
             raise ConfigError(
                 f"tp cannot cut the {'inputs' if dim else 'outputs'} of a matrix {self.full} in {form.name}, whose "
-                f"scales are of {f'{form.columns} weights that go over the end of a row' if flat else 'rows'}: type "
-                "mesh.tp=1, another model.quantize, or 'none' for this module in the tensor-parallel plan."
+                f"scales are of {form.scales_of}: type mesh.tp=1, another model.quantize, or 'none' for this module "
+                "in the tensor-parallel plan."
             )
         if length % (unit * size):
             raise ConfigError(
@@ -133,33 +135,69 @@ class _Product(torch.autograd.Function):
         return of_input, None, of_bias, None
 
 
-def quantise(opened: Opened, name: str, dtype: torch.dtype) -> Opened:
+class Matrix(NamedTuple):
+    """A matrix [out, in] that is packed.
+
+    stored  gives a box of its groups, where its folder has it in groups already
+    """
+
+    codec: AnyCodec
+    shape: tuple[int, ...]
+    stored: Callable[[Box], Tensor] | None
+
+
+def quantise(opened: Opened, name: str | None, dtype: torch.dtype) -> Opened:
     """Put the frozen linear layers of a model's blocks into groups, in place, and return it with their source.
 
+    name   the format; None: of those alone that the folder has in groups already, which always stay in theirs
     dtype  that the model computes in
 
-    Raises ConfigError where there is no such layer.
+    Raises ConfigError where there is no such layer, or the folder has groups of another format.
     """
-    codec, model = CODECS[name], opened.module
-    layers = find_layers(model)
-    if not layers:
+    model, weights = opened.module, opened.weights
+    source = weights.source if isinstance(weights, AdapterWeights) else weights
+    stored = source.stored if isinstance(source, FileWeights) and source.has_groups else None
+    if name is None and stored is None:
+        return opened
+    layers = _formats(find_layers(model), name, stored)
+    if not layers and name is not None:
         raise ConfigError(
             f"model.quantize={name} packs frozen linear layers of blocks, and {type(model).__name__} has none: type "
             "lora.rank=16 for adapters beside them, freeze=layers.0 to freeze some, or model.quantize=null."
         )
-    shapes = {f"{own_name(layer)}.{WEIGHT}": linear.weight.shape for layer, linear in layers.items()}
-    for layer, linear in layers.items():
+    for layer, matrix in layers.items():
         parent, _, local = layer.rpartition(".")
+        linear = model.get_submodule(layer)
+        assert isinstance(linear, nn.Linear)
         try:
-            packed = QuantisedLinear(linear, codec, dtype)
+            packed = QuantisedLinear(linear, matrix.codec, dtype)
         except ConfigError as error:
             raise ConfigError(f"model.quantize={name}: {layer}.{WEIGHT} is refused: {error}.") from error
         model.get_submodule(parent)._modules[local] = packed
-    if opened.weights is None:
+    if weights is None or source is None:
         return opened
-    if isinstance(opened.weights, AdapterWeights):
-        return replace(opened, weights=opened.weights.over(PackedSource(opened.weights.source, codec, shapes, dtype)))
-    return replace(opened, weights=PackedSource(opened.weights, codec, shapes, dtype))
+    groups = PackedSource(source, {f"{own_name(layer)}.{WEIGHT}": each for layer, each in layers.items()}, dtype)
+    return replace(opened, weights=weights.over(groups) if isinstance(weights, AdapterWeights) else groups)
+
+
+def _formats(
+    layers: Mapping[str, nn.Linear], name: str | None, stored: Callable[[str], Stored | None] | None
+) -> dict[str, Matrix]:
+    """Return what becomes of each layer's matrix. Raises ConfigError as `quantise` says."""
+    found = {}
+    for layer, linear in layers.items():
+        shape = tuple(linear.weight.shape)
+        groups = None if stored is None else stored(f"{own_name(layer)}.{WEIGHT}")
+        if groups is not None and name not in (None, groups.codec.format.name):
+            raise ConfigError(
+                f"model.quantize={name}: the folder has {layer} in {groups.codec.format.name} already, and it stays as "
+                "it is: leave model.quantize out, or give the folder that it was made from."
+            )
+        if groups is not None:
+            found[layer] = Matrix(groups.codec, shape, groups.read)
+        elif name is not None:
+            found[layer] = Matrix(CODECS[name], shape, None)
+    return found
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -206,7 +244,7 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
         if layer is None or matrix is None:
             found[name] = values
         elif base is None:
-            found[matrix] = decode(layer.codec, values, layer.full, layer.dtype)
+            found[matrix] = layer.codec.decode(values, layer.full, layer.dtype)
         else:
             found[matrix] = to_compute(base(matrix, whole(layer.full)).float(), layer.dtype)
     return found
@@ -215,28 +253,31 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
 class PackedSource:
     """A `Source` that makes groups of another's weights; by a matrix's own name it gives the matrix as it was.
 
-    shapes  of the matrices, by the names that the other knows
-    dtype   that forward decodes them to
+    matrices  that are packed, by the names that the other knows
+    dtype     that forward decodes them to
     """
 
-    def __init__(self, source: Source, codec: Codec, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._source, self._shapes = source, shapes
-        self._codec, self._dtype = codec, dtype
+    def __init__(self, source: Source, matrices: Mapping[str, Matrix], dtype: torch.dtype) -> None:
+        self._source, self._dtype = source, dtype
+        self._matrices = matrices
 
     def __call__(self, name: str, box: Box) -> Tensor:
         """Return the values in a box of the parameter."""
-        if (matrix := matrix_of(name)) in self._shapes:
+        matrix = matrix_of(name)
+        if matrix in self._matrices:
             assert matrix is not None
             return self._packed(matrix, box)
+        if name in self._matrices and self._matrices[name].stored is not None:
+            return self.decoded(name, box)
         return self._source(name, box)
 
     def decoded(self, name: str, box: Box) -> Tensor:
         """Return the values in a box of a parameter as forward has them."""
-        if name not in self._shapes:
+        if name not in self._matrices:
             return self(name, box)
-        shape = self._shapes[name]
-        packed = self._packed(name, whole(self._codec.format.packed_shape(shape)))
-        return decode(self._codec, packed, shape, self._dtype)[slices(box)]
+        codec, shape, _ = self._matrices[name]
+        packed = self._packed(name, whole(codec.format.packed_shape(shape)))
+        return codec.decode(packed, shape, self._dtype)[slices(box)]
 
     @property
     def folder(self) -> Path | None:
@@ -257,28 +298,20 @@ class PackedSource:
             self._source.close()
 
     def _packed(self, name: str, box: Box) -> Tensor:
-        """Return a box of a matrix's packed, some rows of them at a time."""
-        form, shape = self._codec.format, self._shapes[name]
-        (first, last), *rest = box
-        columns = rest[0] if len(rest) == 2 else (0, 1)
-        step = max(1, AT_ONCE // (form.weights(shape) * (columns[1] - columns[0])))
-        parts = []
-        for start in range(first, last, step):
-            rows = (start, min(start + step, last))
-            weights = self._source(name, weights_under(form, shape, rows, columns))
-            parts.append(self._encoded(name, weights, rows)[..., slice(*rest[-1])])
-        return torch.cat(parts)
-
-    def _encoded(self, name: str, weights: Tensor, rows: tuple[int, int]) -> Tensor:
+        """Return a box of a matrix's groups."""
+        codec, shape, stored = self._matrices[name]
+        if stored is not None:
+            return stored(box)
         try:
-            return encode(self._codec, weights, self._shapes[name], rows)
+            return codec.read(partial(self._source, name), shape, box)
         except ConfigError as error:
-            raise ConfigError(f"model.quantize={self._codec.format.name}: {name} is refused: {error}.") from error
+            raise ConfigError(f"model.quantize={codec.format.name}: {name} is refused: {error}.") from error
 
 
-def _packed_of(codec: Codec, weights: Tensor) -> Tensor:
+def _packed_of(codec: AnyCodec, weights: Tensor) -> Tensor:
     """Return all groups of a matrix, on meta of one on meta."""
     shape = tuple(weights.shape)
+    packed = codec.format.packed_shape(shape)
     if weights.is_meta:
-        return torch.empty(codec.format.packed_shape(shape), dtype=torch.uint8, device="meta")
-    return encode(codec, weights, shape, (0, codec.format.grid(shape)[0]))
+        return torch.empty(packed, dtype=torch.uint8, device="meta")
+    return codec.read(lambda box: weights[slices(box)], shape, whole(packed))

@@ -21,6 +21,4 @@ def as_trained(opened: Opened, config: Config) -> Opened:
         opened = add_adapters(opened, config.lora, config.seed)
     if config.freeze:
         freeze(opened.module, config.freeze)
-    if config.model.quantize is not None:
-        opened = quantise(opened, config.model.quantize, Precision.of(config.precision).dtype)
-    return opened
+    return quantise(opened, config.model.quantize, Precision.of(config.precision).dtype)

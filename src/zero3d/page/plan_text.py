@@ -66,7 +66,7 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
     """Yield lines: what is trained, where, in which portions."""
     trainable = "" if model.trainable == model.params else f" ({count(model.trainable)} of them trainable)"
     yield (
-        f"{model.name}: {count(model.params)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
+        f"{model.name}: {count(model.weights)} parameters{trainable}, {len(model.blocks)} blocks of {model.hidden:,}, "
         f"sequences of {model.length:,} tokens ({model.provenance})"
     )
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node}"
@@ -90,6 +90,7 @@ def settings(plan: ParallelPlan) -> str:
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
     words += ["loss in tiles"] if plan.tiled_loss else []
+    words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 
 
@@ -271,10 +272,10 @@ def costs(answer: Answer) -> Iterator[str]:
     """Yield lines on host memory, GPU-hours, how often to save, and what must be known of these figures."""
     estimate, cluster = answer.best.estimate, answer.cluster
     processes = min(cluster.per_node, answer.best.plan.world)
-    whole = size(4 * processes * answer.model.params)
+    whole = size(4 * processes * answer.model.weights)
     yield (
-        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} processes "
-        f"which read slices. Would each load the whole model in fp32: {whole}."
+        f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} ranks, "
+        f"which read slices of the model; if each loaded the full fp32 model, they would take {whole}."
     )
     billion = gpu_hours(estimate, cluster, 1e9)
     yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."
@@ -331,7 +332,7 @@ def nothing_fits(
 ) -> str:
     """Write one line: the nearest plan, and what would make it fit."""
     outcome = (
-        f"{model.name} ({count(model.params)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
+        f"{model.name} ({count(model.weights)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
         f"{cluster.gpu.name} within {size(int(target.limit))}: {result.tried:,} plans tried"
     )
     nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
@@ -448,7 +449,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     return {
         "model": {
             "name": answer.model.name,
-            "params": answer.model.params,
+            "params": answer.model.weights,
             "trainable": answer.model.trainable,
             "length": answer.model.length,
             "blocks": len(answer.model.blocks),

@@ -1,6 +1,7 @@
 """Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
 
     matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen
+    packed matrix     and bytes that its decoding moves / bandwidth, forward and backward
     experts           the same of all experts that a rank reads, each source's rows apart; beyond one rank the busiest
                       has `imbalance` times the mean's rows
     attention, flash  flops / (a x peak); backward 2.5 times (scores are computed again)
@@ -24,6 +25,7 @@ from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPl
 CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
 OTHER_CARDS = "other cards"
 IMBALANCE = constant("experts", "imbalance")
+DECODED = 22.0  # bytes of memory that torch's kernels move for a weight of 8 or 4 bits: codes, fp32 twice, the result
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
 
 
@@ -99,11 +101,15 @@ class PartWork(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many."""
+    """A weight that tokens are multiplied with: rows, columns, the dimension that tp cuts, and how many.
+
+    packed  it is decoded before each product
+    """
 
     shape: tuple[int, int]
     cut: int | None
     trainable: bool
+    packed: bool
     many: int
 
 
@@ -146,6 +152,7 @@ class Digest(NamedTuple):
     """A model's parts, in order, alike ones the same object; all parameters, and those that get gradients.
 
     numels, stacked  parameters of each part, and of those experts
+    width            bytes in which one of them is gathered, in a 16-bit run
     """
 
     shapes: tuple[Shape, ...]
@@ -153,6 +160,7 @@ class Digest(NamedTuple):
     stacked: tuple[int, ...]
     params: int
     trainable: int
+    width: float
 
 
 @lru_cache(maxsize=8)
@@ -163,15 +171,19 @@ def digest(model: ModelSpec) -> Digest:
     listed = [_shape(part, model.hidden // model.heads, met) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
     numels = tuple(part.numel for part in model.parts)
-    return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable)
+    weights = [weight for part in model.parts for unit in part.units if not unit.copy_of for weight in unit.weights]
+    packed = sum(weight.numel for weight in weights if weight.matrix is not None)
+    width = 2.0 - packed / max(1, sum(numels))
+    return Digest(shapes, numels, tuple(part.stacked for part in model.parts), sum(numels), model.trainable, width)
 
 
 def _shape(part: Part, head: int, met: float) -> Shape:
-    counts: dict[tuple[tuple[int, int], int | None, bool], int] = {}
+    counts: dict[tuple[tuple[int, int], int | None, bool, bool], int] = {}
     for unit in part.units if part.kind != "embedding" else ():
         for weight in unit.weights:
-            if len(weight.shape) == 2 and not weight.stacked:
-                key = (weight.shape[0], weight.shape[1]), weight.cut, weight.trainable
+            shape, packed = weight.matrix or weight.shape, weight.matrix is not None
+            if len(shape) == 2 and not weight.stacked:
+                key = (shape[0], shape[1]), weight.cut, weight.trainable, packed
                 counts[key] = counts.get(key, 0) + 1
     matrices = tuple(Matrix(*key, many) for key, many in counts.items())
     return Shape(part.kind, matrices, part.operations, head, _stack(part, met), part.dispatched)
@@ -241,9 +253,10 @@ def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: tuple[flo
     """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
     peak, bandwidth, launch = rates
     forward = backward = counted = 0.0
-    for (rows, columns), cut, trainable, many in shape.matrices:
+    for (rows, columns), cut, trainable, packed, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
         seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
+        seconds += DECODED * n * k / bandwidth if packed else 0.0
         forward += many * seconds
         backward += many * seconds * (2 if trainable else 1)
         counted += many * 2.0 * rows * columns

@@ -126,6 +126,7 @@ class Target(NamedTuple):
     limit      bytes of a GPU that may be used
     offload    how far states may leave it: none, or as far as a tier; auto where nothing fits otherwise
     optimizer  the name of its row (spec/optimizer.py)
+    quantize   the format of frozen linear layers, whose bytes the model says
     """
 
     sequences: int
@@ -133,6 +134,7 @@ class Target(NamedTuple):
     goal: str = "fastest"
     offload: str = "auto"
     optimizer: str = ADAMW
+    quantize: str | None = None
 
 
 def search(
@@ -271,6 +273,7 @@ def _groups(
                         virtual=virtual,
                         tiled_loss=model.length >= LONG,
                         optimizer=target.optimizer,
+                        quantize=target.quantize,
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
@@ -382,7 +385,7 @@ def _micro_batches(plan: ParallelPlan, sequences: int, blocks: int, account: _Ac
                 schedule.check(sequences // micro, plan.pp)
                 schedule.check_blocks(blocks, plan.pp, "the model")
         except ConfigError:
-            account.reject(f"{plan.schedule} cannot run these micro-batches or parts")
+            account.reject(f"incompatible with {plan.schedule}: number of micro-batches or stages")
         else:
             yield micro, sequences // micro
         micro *= 2

@@ -50,6 +50,7 @@ class Weight:
     itemsize   bytes per element where the model keeps it in another dtype than the run's
     stacked    it is [experts, ...], which ep divides
     form       how it is seen as matrices, where Muon would take it
+    matrix     the matrix [out, in] that it has the groups of (models/quantised.py), whose shape is of bytes then
     """
 
     name: str
@@ -61,6 +62,7 @@ class Weight:
     blocks: int = 1
     stacked: bool = False
     form: Form | None = None
+    matrix: tuple[int, int] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -211,6 +213,12 @@ class ModelSpec:
     def params(self) -> int:
         """Count all parameters (Psi), tied ones once."""
         return sum(part.numel for part in self.parts)
+
+    @cached_property
+    def weights(self) -> int:
+        """Count all parameters, and in the place of bytes the weights that they have been packed from."""
+        packed = (w for part in self.parts for unit in part.units for w in unit.weights if w.matrix is not None)
+        return self.params + sum(prod(weight.matrix or ()) - weight.numel for weight in packed)
 
     @cached_property
     def trainable(self) -> int:

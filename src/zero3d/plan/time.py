@@ -311,7 +311,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
-        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else 2.0
+        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else known.width
         uses = 2 * plan.accumulate if release != "every_step" else 1
         gathers = uses * collective(1.0, width)
         if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks

@@ -15,6 +15,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
+from zero3d.models.quantised_folders import stored_format
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.split import active_weights
 from zero3d.plan.search import LONG
@@ -127,11 +129,13 @@ def open_spec(
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
-    quantize  the format of frozen linear layers, as model.quantize
+    quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
     """
+    if quantize is None and (freeze or (lora is not None and lora.rank is not None)):
+        quantize = stored_format(Path(path))
     settings = Config(
         model=Model(path=path, init="random", attn=attn, quantize=quantize), lora=lora or Lora(), freeze=freeze
     )

@@ -25,6 +25,7 @@ from zero3d.models.bases import language_model
 from zero3d.models.blocks import find_blocks, find_owners, find_units
 from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.packing import inner_model
+from zero3d.models.quantised import QuantisedLinear
 from zero3d.optim.find import find_matrices
 from zero3d.optim.matrices import Form
 from zero3d.plan.spec import Unit, Weight
@@ -112,6 +113,7 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
 def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
     """Return the units of every part. cuts: by parameter name."""
     specs, _ = find_units(model, None, RUN)
+    packed = {m.packed: m.full for m in model.modules() if isinstance(m, QuantisedLinear)}
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     matrices = _matrices(model)
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group
@@ -124,7 +126,8 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
             dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
             group = int(drops and p.requires_grad and p.dim() >= 2)
             form = matrices.get(name)
-            weight = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked, form)
+            of_run = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked, form)
+            weight = replace(of_run, matrix=packed.get(p))
             part = part_names.part_of(name)
             unit_of[p] = spec.name, part, weight
             parts[part].setdefault((spec.name, None), []).append(weight)

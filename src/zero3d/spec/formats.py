@@ -12,6 +12,11 @@ A matrix is stored as *groups*, runs of bytes: the codes of some of its weights,
 
 A group at an edge takes as many bytes as any other. Groups lie in rows and columns as the weights do, so that a box
 of groups is made of a box of weights.
+
+`nf4-double` has nf4's codes, and 8 bits for each of their maxima ("double quantisation", section 3 there): 0.5 + 1/64 +
+4/16384 bytes a weight, and 4 for a matrix. Maxima are in groups of 256 over the whole matrix, so it is one run:
+
+    [codes of weights | codes of maxima | the largest of 256 maxima, fp32 | their mean over the matrix, fp32]
 """
 
 from __future__ import annotations
@@ -59,8 +64,69 @@ class Format(NamedTuple):
         """Return the bytes that a matrix [out, in] takes."""
         return prod(self.packed_shape(shape))
 
+    def cut_unit(self, shape: Shape, dim: int) -> int | None:
+        """Return what a rank's outputs (0) or inputs (1) must be a multiple of; None where they cannot be cut."""
+        flat = self.columns is not None and len(self.grid(shape)) == 1
+        return None if flat else (self.rows, self.columns)[dim]
+
+    @property
+    def scales_of(self) -> str:
+        """Say what a scale is of, where it forbids a cut."""
+        return "rows" if self.columns is None else f"{self.columns} weights that go over the end of a row"
+
+
+class Runs(NamedTuple):
+    """Where the parts of a doubly quantised matrix begin in its run of bytes, and where the last one ends."""
+
+    maxima: int
+    scales: int
+    mean: int
+    end: int
+
+
+class DoubleFormat(NamedTuple):
+    """A format whose scales are quantised, too: one run of bytes for a matrix.
+
+    columns  weights of a scale, that follow one another, over the end of rows
+    maxima   scales of a scale
+    """
+
+    name: str
+    columns: int
+    maxima: int
+
+    def blocks(self, shape: Shape) -> int:
+        """Return how many scales a matrix has."""
+        return -(-prod(shape) // self.columns)
+
+    def runs(self, shape: Shape) -> Runs:
+        """Return the borders of the parts."""
+        codes, blocks = -(-prod(shape) // 2), self.blocks(shape)
+        mean = codes + blocks + SCALE * -(-blocks // self.maxima)
+        return Runs(codes, codes + blocks, mean, mean + SCALE)
+
+    def packed_shape(self, shape: Shape) -> Shape:
+        """Return the shape of a matrix's run, in bytes."""
+        return (self.nbytes(shape),)
+
+    def nbytes(self, shape: Shape) -> int:
+        """Return the bytes that a matrix [out, in] takes."""
+        return self.runs(shape).end
+
+    def cut_unit(self, shape: Shape, dim: int) -> int | None:
+        """Return None: no part of a matrix has scales of its own."""
+        return None
+
+    @property
+    def scales_of(self) -> str:
+        """Say what a scale is of."""
+        return f"{self.maxima} scales that go over the end of a row"
+
 
 NF4 = Format("nf4", 1, 64, 4, flat=True)
 INT8 = Format("int8", 1, None, 8)
 FP8 = Format("fp8", 128, 128, 8)
-FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in (NF4, INT8, FP8)})
+NF4_DOUBLE = DoubleFormat("nf4-double", 64, 256)
+FORMATS: Mapping[str, Format | DoubleFormat] = MappingProxyType(
+    {each.name: each for each in (NF4, NF4_DOUBLE, INT8, FP8)}
+)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in_file
+from zero3d.spec.formats import NF4_DOUBLE
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
 from zero3d.spec.sections import SECTIONS, Spec
@@ -252,6 +253,12 @@ RULES = (
         lambda s: s.quantize is not None and s.linear is not None,
         "{model.quantize} decodes frozen matrices into the compute dtype, and {model.linear} multiplies in fp8: type "
         "{model.linear=null}, or {model.quantize=null}.",
+    ),
+    Rule(
+        "model.quantize",
+        lambda s: s.quantize == NF4_DOUBLE.name and s.tp > 1,
+        "{model.quantize} has scales of scales over the whole of a matrix, which {mesh.tp} would cut: type "
+        "{model.quantize=nf4}, or {mesh.tp=1}.",
     ),
     Rule(
         "offload.params",

@@ -84,6 +84,13 @@ class StepResult(NamedTuple):
     lr: Tensor
     reason: str
 
+    def as_dict(self) -> dict[str, bool | float | str]:
+        """Return all of it as plain values, for logs; waits once for the device."""
+        tensors = (self.applied, self.grad_norm, self.loss_scale, self.lr)
+        applied, *numbers = torch.stack([each.double().to(self.grad_norm.device) for each in tensors]).tolist()
+        named: dict[str, bool | float | str] = dict(zip(("grad_norm", "loss_scale", "lr"), numbers, strict=True))
+        return {"applied": bool(applied), **named, "reason": self.reason}
+
 
 class Outcome(NamedTuple):
     """What came of a boundary; `reason` as in `StepResult`.
