@@ -94,7 +94,7 @@ def save_a_large_one(folder):
 @measured
 def test_no_rank_ever_holds_the_model(ranks, tmp_path):
     """The peak is what a rank keeps, a few tensors' worth, and a file's pages."""
-    from zero3d.models.load import REOPEN_BYTES
+    from zero3d.models.files import REOPEN_BYTES
 
     params = save_a_large_one(tmp_path)
     for peak, held, largest in ranks(2, load_and_measure, tmp_path):

@@ -72,7 +72,7 @@ def test_all_verbs_have_the_same_base(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "load", lambda source, words: seen.append(load(source, words)) or 1 / 0)
         for words in (["seed=3"], ["model.path=gpt2"]):
             with pytest.raises(ZeroDivisionError):
-                call(argparse.Namespace(words=words, ranks=None))
+                call(argparse.Namespace(words=words, ranks=None, rl=None))
             assert seen.pop() == read(*words)[1]
 
 

@@ -228,7 +228,7 @@ def test_scripts_and_targets_that_pages_name_are_there():
 # --- dotted names -------------------------------------------------------------------------------
 
 
-PEERS = {"lightning", "axolotl"}
+PEERS = {"lightning", "axolotl", "vllm"}
 
 
 def leads_somewhere(name):

@@ -46,6 +46,7 @@ def test_no_other_code_of_ours_opens_a_store_that_listens():
         and "is_master=False" not in map(ast.unparse, node.keywords)  # a client
     ]
     assert sorted(opened) == [
+        "group.py:TCPStore",  # of streams to other jobs, at the address that their user names
         "local.py:made.listen",  # of streamed weights: a socket with a path, which has no address
         "network.py:socket.create_server", "network.py:socket.create_server", "together.py:socket.create_server",
         "workers.py:TCPStore", "workers.py:socket.create_server",

@@ -25,7 +25,7 @@ from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPl
 CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
 OTHER_CARDS = "other cards"
 IMBALANCE = constant("experts", "imbalance")
-DECODED = 22.0  # bytes of memory that torch's kernels move for a weight of 8 or 4 bits: codes, fp32 twice, the result
+DECODED = constant("bases", "decoded")
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
 
 
