@@ -186,7 +186,7 @@ REFUSED = {
     "sgd in a run": (CHAT | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, [], "optimizer.type='SGD' is refused: it is for programs; use AdamW or Muon, or zero3d.integrations.deepspeed.initialize"),
     "an option of another": (CHAT | {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, [], "optimizer.params.momentum is not of AdamW, which has lr, betas"),
     "muon by heads": (CHAT | {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}}, [], "per_head_muon=true is refused"),
-    "l2": (CHAT | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, [], "adam_w_mode=false is refused: weight decay is AdamW's, decoupled from the gradient"),
+    "l2": (CHAT | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, [], "adam_w_mode=false is refused: weight decay is decoupled, as in AdamW"),
     "amp": (CHAT | {"amp": {"enabled": True, "opt_level": "O1"}}, [], "amp=.* is refused: .*; use bf16"),
     "autocast": (CHAT | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, [], "torch_autocast=.* is refused"),
     "sparse attention": (CHAT | {"sparse_attention": {"mode": "fixed", "block": 16}}, [], "sparse_attention=.* is refused"),

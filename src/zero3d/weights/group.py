@@ -304,7 +304,7 @@ def join(address: str, timeout: float, device: str) -> GroupReceiver:
     """Return a receiver of the sender at an address; see `connect`. Raises StreamError."""
     host, port = Place.of(address)
     try:
-        store = TCPStore(host, port, None, False, timedelta(seconds=timeout))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise StreamError(f"no sender listens at {address} in {timeout:g} s ({_first(error)}).") from error
     number = store.add("come", 1) - 1
