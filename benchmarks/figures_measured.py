@@ -12,9 +12,11 @@ from typing import Any
 import checkpoint
 import demo_curves
 import experts
+import links
 import loading
 import loop_overhead
 import mesh as mesh_benchmark
+import narrow_wires
 import optimizers
 import pipeline as pipeline_benchmark
 import sequence
@@ -235,6 +237,75 @@ def demo_curves_by_step() -> str:
     return table(head, rows)
 
 
+# --- links.py, narrow_wires.py ----------------------------------------------------------------------
+
+
+LINKS = {
+    "flat": "flat, stage 3", "int8": "8-bit gathers", "second": "second shard", "both": "second shard, 8-bit gathers",
+    "shard": "shards of a host", **{f"shard-{form}": f"the same, {form} sums" for form in ("bf16", "int8", "int4")},
+    "fsdp2": "FSDP2", "hsdp": "FSDP2's HSDP",
+}  # fmt: skip
+
+
+def links_steps() -> str:
+    """Seconds of a step of every way at every rate of the link, and bytes on it as measured and by the ledger."""
+    [run] = results("links")
+    rows = []
+    for name, title in LINKS.items():
+        found = [at["variants"][name] for at in run["rates"].values()]
+        steps = [f"{each['step']:.3f} s ({each['of flat']:.2f}x)" for each in found]
+        ledger = f"{found[0]['ledger'] / 1e6:.2f}" if "ledger" in found[0] else ""
+        rows.append([title, *steps, f"{median(each['cable'] for each in found) / 1e6:.2f}", ledger])
+    head = ["", *(_rate(rate) for rate in run["rates"]), "MB on the cable", "by the ledger"]
+    return table(head, rows)
+
+
+def links_chosen() -> str:
+    """What the planner would choose of the links as they were measured, and what was fastest, at every rate."""
+    [run] = results("links")
+    rows = []
+    for rate, at in run["rates"].items():
+        ours = {name: figures["of flat"] for name, figures in at["variants"].items() if name in at["planned"]}
+        as_it_is = {name: ratio for name, ratio in ours.items() if name in links.EXACT}
+        cells = []
+        for chosen, all_ in ((at["chosen"]["auto"], as_it_is), (at["chosen"]["narrow"], ours)):
+            fastest = min(all_, key=lambda name, all_=all_: all_[name])
+            cells += [f"{LINKS[chosen]} ({ours[chosen]:.2f}x)", f"{LINKS[fastest]} ({ours[fastest]:.2f}x)"]
+        hsdp = at["variants"]["shard"]["step"] / at["variants"]["hsdp"]["step"]
+        rows.append([_rate(rate), *cells, f"{hsdp:.2f}x"])
+    head = ["link", "`auto` takes", "fastest that rounds nothing", "`narrow` takes", "fastest", "shards of HSDP"]
+    return table(head, rows)
+
+
+def links_targets() -> str:
+    """Every target of the benchmark."""
+    [run] = results("links")
+    rows = [
+        [what, f"{ratio:.2f}x", f"{'at least' if least else 'at most'} {limit:g}x", verdict([ratio], limit, least)]
+        for what, ratio, limit, least in links.judged(run)
+    ]
+    return table(["", "measured", "target", ""], rows)
+
+
+def _rate(rate: str) -> str:
+    return "not throttled" if rate == "0" else f"{int(rate):,} Mbit/s"
+
+
+def narrow_wires_losses() -> str:
+    """Mean losses of the demo's last steps by wire and seed, and how far they are from those in full."""
+    [run] = results("narrow-wires")
+    losses = run["losses"]
+    rows = []
+    for name, found in losses.items():
+        off, limit = narrow_wires.furthest(losses, name), narrow_wires.LIMITS.get(name)
+        judged = ["-", "-"] if limit is None else [f"{off:.4f}", f"{limit:g}, {verdict([off], limit)}"]
+        rows.append([name, *(f"{loss:.4f}" for loss in found), *judged])
+    rows.append(
+        ["spread of seeds in full", *["-"] * len(narrow_wires.SEEDS), f"{narrow_wires.spread(losses):.4f}", "-"]
+    )
+    return table(["", *(f"seed {seed}" for seed in narrow_wires.SEEDS), "off by at most", "target"], rows)
+
+
 # --- loading.py, loop_overhead.py ---------------------------------------------------------------
 
 
@@ -331,6 +402,10 @@ MEASURED: dict[str, Callable[[], str]] = {
     "experts-layer": experts_layer,
     "sequences": sequences,
     "sequence-steps": sequence_steps,
+    "links-steps": links_steps,
+    "links-chosen": links_chosen,
+    "links-targets": links_targets,
+    "narrow-wires": narrow_wires_losses,
     "optimizers": optimizers_beside,
     "demo-curves": demo_curves_by_step,
     "loading": loading_speed,

@@ -152,6 +152,8 @@ RECIPES = {
         ),
         Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
         Recipe("sequence", ("python benchmarks/sequence.py --ranks 2 --rounds 5 --json OUT",)),
+        Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
+        Recipe("narrow-wires", ("python benchmarks/narrow_wires.py --json OUT",), timed=False),
         Recipe("optimizers", ("python benchmarks/optimizers.py --ranks 2 --rounds 9 --json OUT",)),
         Recipe("demo-curves", ("python benchmarks/demo_curves.py --json OUT",), timed=False),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
