@@ -48,12 +48,16 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
 
 
 def cluster_of_these(
-    config: Config, ranks: int, nodes: int | None = None, asked: str = "train_micro_batch_size_per_gpu is auto"
+    config: Config,
+    ranks: int,
+    nodes: int | None = None,
+    asked: str = "train_micro_batch_size_per_gpu is auto",
+    instead: str = "train.micro_batch=1",
 ) -> ClusterSpec:
     """Return what is known of this machine's cards: of plan.cluster, else of the catalogue. Raises ConfigError.
 
     nodes  that the ranks are on; None: one, or as many as these cards are too few for
-    asked  why they must be known
+    asked  why they must be known; instead: what to type where they are not
     """
     import torch
 
@@ -66,7 +70,7 @@ def cluster_of_these(
     name = named(device)
     if name is None:
         raise ConfigError(
-            f"{asked}, and {device} is not in the planner's catalogue: type train.micro_batch=1 and plan.links=given, "
+            f"{asked}, and {device} is not in the planner's catalogue: type {instead}, "
             "or plan.cluster=FILE as zero3d calibrate writes it."
         )
     return cluster(name, ranks, nodes or max(1, ranks // int(module.device_count())), config.plan.cluster)

@@ -1,4 +1,4 @@
-"""What a run does about slow links between hosts, where its file leaves that to the planner (plan.links).
+"""Chooses how a run trains over slow links between hosts, where its file leaves that to the planner (plan.links).
 
 hosts      of a launcher's LOCAL_WORLD_SIZE; of workers that zero3d starts, of per_node in plan.cluster
 ways       plan/links.py: those that fit, by the seconds of a step; a simpler one where another is worth too little
@@ -38,7 +38,10 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     words = [f"plan.links={GIVEN}"]
     if ranks <= inside or ranks % inside:
         return words, [f"{asked}: {ranks} ranks are on one host, or on unlike ones; nothing is changed"]
-    hardware, plan = cluster_of_these(config, ranks, ranks // inside, asked), plan_of(config, ranks)
+    hardware, plan = (
+        cluster_of_these(config, ranks, ranks // inside, asked, f"plan.links={GIVEN}"),
+        plan_of(config, ranks),
+    )
     if not crosses(plan, hardware):
         return words, [f"{asked}: no data-parallel axis has several ranks on several hosts; nothing is changed"]
     found, limit = ways(model_of(config), plan, hardware, evaluate), USABLE * hardware.gpu.memory

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """What `--help` says of a verb: a sentence, and examples with what they do."""
+    """Describes a verb for `--help`: one sentence, and commands with what each does."""
 
     summary: str
     examples: dict[str, str]

@@ -82,7 +82,7 @@ class FileWeights:
 
     @property
     def has_groups(self) -> bool:
-        """Whether the folder has matrices in 8 or 4 bits."""
+        """Return whether the folder stores some matrices in 8 or 4 bits."""
         return isinstance(self._files, QuantisedFiles)
 
     def stored(self, name: str) -> Stored | None:

@@ -172,6 +172,10 @@ KERNEL_CONSTANTS = (
 _LLAMA = "a trace of transformers' LlamaDecoderLayer: 64 bytes in all at 7B's shape"
 OTHER_CONSTANTS = (
     assumed("bases", "decoded", 22.0, "bytes per decoded weight", "codes are read, fp32 twice, the result"),
+    assumed("samplers", "room", 0.7, "of a card's memory, for weights", "a guess: caches have the rest"),
+    assumed(
+        "links", "coding", 16.0, "bytes per element coded or decoded", "its code, fp32 scratch both ways, its value"
+    ),
     assumed("links", "reached", 0.8, "of a link's data sheet", "what NCCL's best bus bandwidths are of it"),
     assumed("links", "latency inside", 4e-6, "s per hop within a node", "a guess; zero3d calibrate measures it"),
     assumed("links", "half inside", 2e6, "bytes at half the bandwidth", "a guess; zero3d calibrate measures it"),

@@ -46,10 +46,8 @@ def ways(
 
     any_stage  what is of stage 3 alone is priced there, where the plan has another
     """
-    found, flat = (
-        list[Way](),
-        plan.replace(**dict(zip(SETTINGS, (None, None, SAME, SAME), strict=True)), slow_rounding="nearest"),
-    )
+    given = dict(zip(SETTINGS, (None, None, SAME, SAME), strict=True))
+    flat, found = plan.replace(**given, slow_rounding="nearest"), list[Way]()
     for name, settings, rounds in _settings(flat, cluster, any_stage and plan.pp == 1):
         with suppress(ConfigError, MeshError):
             found.append(Way(name, settings, rounds, evaluate(model, cluster, flat.replace(**settings))))

@@ -17,11 +17,12 @@ from math import ceil
 
 from zero3d.account.states import WIDTHS
 from zero3d.errors import ConfigError
+from zero3d.plan.constants import constant
 from zero3d.plan.network import Groups, gather_seconds, send_seconds
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 SAMPLED = 2  # bytes of a weight, and of a key or value, of those who sample
-ROOM = 0.7  # of a card's memory that weights may take there, so that caches have the rest
+ROOM = constant("samplers", "room")
 SHARED, INSIDE, ACROSS = "shared memory of a host", "between GPUs of a host", "between hosts"
 EXAMPLE = "prompts=64,samples=16,new=1024"
 

@@ -52,7 +52,7 @@ from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
-CODING = 16  # bytes of memory for each element that is coded or decoded: its code, fp32 scratch both ways, its value
+CODING = constant("links", "coding")
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 

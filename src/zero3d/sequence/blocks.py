@@ -45,7 +45,7 @@ class Blocks:
 
 
 def why_not(decoder: Any, device: torch.device) -> str | None:
-    """Say why flex attention cannot stand in for a decoder's attention; None where it can."""
+    """Return the reason why flex attention cannot replace a decoder's attention function, or None if it can."""
     if device.type == "cpu":
         return "torch has no backward of it for CPUs"
     if not getattr(decoder, "_supports_flex_attn", False):

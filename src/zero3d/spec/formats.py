@@ -71,12 +71,12 @@ class Format(NamedTuple):
 
     @property
     def scales_of(self) -> str:
-        """Say what a scale is of, where it forbids a cut."""
+        """Return, for an error message, which weights share a scale where a matrix cannot be cut."""
         return "rows" if self.columns is None else f"{self.columns} weights that go over the end of a row"
 
 
 class Runs(NamedTuple):
-    """Where the parts of a doubly quantised matrix begin in its run of bytes, and where the last one ends."""
+    """Holds the offsets of a doubly quantised matrix's parts in its bytes; codes of weights begin at 0."""
 
     maxima: int
     scales: int
@@ -119,7 +119,7 @@ class DoubleFormat(NamedTuple):
 
     @property
     def scales_of(self) -> str:
-        """Say what a scale is of."""
+        """Return, for an error message, which scales share a scale of their own."""
         return f"{self.maxima} scales that go over the end of a row"
 
 

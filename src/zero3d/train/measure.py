@@ -237,15 +237,12 @@ def bytes_over_copies(engine: Engine) -> int:
     trained = [unit for unit in engine.units if unit.grads is not None]
     if engine.summands is not None or not trained or trained[0].gradients.across.size == 1:
         return 0
-    across, travels, wide = (
-        trained[0].gradients.across,
-        trained[0].gradients.sums.itemsize,
-        engine.policy.master.itemsize,
-    )
-    way, ranks = across.algorithm, across.size
+    gradients, wide = trained[0].gradients, engine.policy.master.itemsize
+    travels = gradients.sums.itemsize
+    way, ranks = gradients.across.algorithm, gradients.across.size
     terms = way == PAIRWISE or (way == ALL_TO_ALL and travels < torch.float32.itemsize)
     plain = Reduction(ranks - 1 if way == PAIRWISE else ranks, travels, travels != wide, terms, lands=True)
-    how = CopySum(ranks, trained[0].gradients.slow, plain, wide)
+    how = CopySum(ranks, gradients.slow, plain, wide)
     return sums_of_copies([unit.layout.shard for unit in trained], how, engine.mesh.device.type)
 
 

@@ -1,4 +1,4 @@
-"""How a server comes to its trainer: an address says what carries weights there."""
+"""Connects a receiver of weights to its trainer, by the carrier that an address names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sender and its receivers say to each other, whatever carries it: `local.py`, `group.py`.
+"""Defines the messages between a sender of weights and its receivers, which `local.py` and `group.py` carry.
 
     sender                                          receiver
     {"stream": k}                             ->
@@ -47,7 +47,23 @@ class Peer(Protocol):
         """Return its next message. Raises TimeoutError at a time (monotonic); StreamError where it is gone."""
 
 
-class StreamSender(ABC):
+class Connection(ABC):
+    """Ends with a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection, or all of a sender's."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StreamSender(Connection):
     """Sends streams to receivers; on rank 0 alone.
 
     waiting  what is entered, with who is waited for, while it is: an engine tells its watchdog
@@ -119,18 +135,6 @@ class StreamSender(ABC):
         self._drop()
         self._receivers, self.current = (), 0
 
-    @abstractmethod
-    def close(self) -> None:
-        """End all connections."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _await(self, key: str, value: int, what: str) -> None:
         """Wait until all receivers have acknowledged something. Raises StreamError, which names one that has not."""
         end = time.monotonic() + self._timeout
@@ -152,7 +156,7 @@ class StreamSender(ABC):
             raise StreamError(f"the {receiver.name} answers {message}, and is to acknowledge {what}.")
 
 
-class Receiver(ABC):
+class Receiver(Connection):
     """Receives streams from a sender.
 
     timeout  seconds that are waited for the sender within a stream; before one it may train as long as it likes
@@ -172,10 +176,6 @@ class Receiver(ABC):
     @abstractmethod
     def _answer(self, message: Message) -> None:
         """Send the sender a message. Raises StreamError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the connection."""
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the next stream, each verified; a tensor may be used until the next is asked for.
@@ -220,12 +220,4 @@ class Receiver(ABC):
     def _refuse(self, why: str) -> None:
         with suppress(StreamError):
             self._answer({"failed": why})
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
         self.close()
