@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show about zero3d, in two or three calls of at most ten minutes.
+"""What only a machine with a GPU can show about zero3d, in three calls of at most ten minutes.
 
     python benchmarks/gpu_check.py --json out.json             on the card
     python benchmarks/gpu_check.py --json out.json --resume    what an earlier call has not finished
@@ -36,7 +36,7 @@ OFFLOAD = (
     ("resident", 28, "8 + 4 to build 1.1e9 + 4 steps x 0.15 + 3 x 2.2 + 2 x 4.4"),
     ("host", 41, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
     ("device", 41, "8 + 6 to build and pin 14 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
-    ("gradients", 41, "8 + 6 to build and pin 18 GB + 4 steps x 1.5 + 3 x 3.3 + 2 x 5.5"),
+    ("gradients", 64, "8 + 6 to build and pin 18 GB + 4 steps x 2.8 + 3 x 6 + 2 x 10"),
     ("params", 44, "8 + 6 to build and pin 16 GB + 4 steps x 1.7 + 3 x 3.5 + 2 x 6"),
     ("activations", 25, "8 + 6 to build and pin 2 GB + 4 steps x 0.2 + 3 x 2.9"),
     ("disk", 65, "8 + 15 to build and write 14 GB + 4 steps x 6 + 3 x 6"),
@@ -98,6 +98,25 @@ PARTS = (
         "8 + 5 for Trainer and Accelerate + 4 trainings x 1",
         needs=(*HF, "accelerate"),
     ),
+    Part("optimizers", "campaign.features:optimizers", 30, 13, "8 + 4 trainings x 1.2"),
+    Part("experts", "campaign.features:experts", 30, 14, "8 + 3 for transformers + 2 trainings x 1.5", needs=HF),
+    Part(
+        "bases",
+        "campaign.features:bases",
+        45,
+        22,
+        "8 + 6 for transformers and PEFT + 8 trainings x 1",
+        needs=(*HF, "peft"),
+    ),
+    Part("weights", "campaign.features:weights", 30, 13, "8 + 3 for transformers + 2", needs=HF),
+    Part(
+        "sequence",
+        "campaign.features:sequence",
+        80,
+        45,
+        "3 + 10 for two ranks + 3 trainings x 2 + 20 to compile masks and attention",
+        needs=HF,
+    ),
     Part(
         "train",
         "campaign.command:train",
@@ -122,6 +141,15 @@ PARTS = (
     *(
         Part(f"speed.{name}", "campaign.speed:speed", 30, 19, "8 + 4 to build 1.1e9 + 2 + 5 to profile")
         for name in SPEED
+    ),
+    Part(
+        "fp8",
+        "campaign.features:fp8",
+        120,
+        60,
+        "8 + 2 x (5 to build 1.1e9 + 15 to compile a block)",
+        timed=True,
+        needs=("torchao",),
     ),
     Part("offload.bits", "campaign.tiers:bits", 32, 15, "8 + 8 trainings x 0.8"),
     *(Part(f"offload.{name}", "campaign.tiers:offload", 1.4 * planned, planned, why) for name, planned, why in OFFLOAD),

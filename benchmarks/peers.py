@@ -99,7 +99,7 @@ def shared_mesh(device: torch.device) -> Mesh:
 class Zero3d:
     """zero3d's engine."""
 
-    def __init__(self, setting: Setting, stage: int, exact: bool = False) -> None:
+    def __init__(self, setting: Setting, stage: int, exact: bool = False, linear: str | None = None) -> None:
         self.engine = Engine(
             setting.build(),
             stage=stage,
@@ -109,6 +109,7 @@ class Zero3d:
             clip_norm=CLIP,
             optimizer=adamw,
             exact=exact,
+            linear=linear,
         )
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:

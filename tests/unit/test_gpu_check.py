@@ -241,12 +241,12 @@ def test_a_name_before_the_dot_means_all_its_parts_and_no_minutes_leave_speed_ou
     assert "turns.8k" not in names("--minutes", "0")
 
 
-def test_what_is_planned_fits_in_two_calls_limits_in_three_and_every_part_in_its_limit():
+def test_what_is_planned_fits_in_three_calls_limits_in_four_and_every_part_in_its_limit():
     arguments = gpu_check.parse([])
     places = [gpu_check.place_of(part, gpu_check.PARTS, arguments) for part in gpu_check.PARTS]
     planned = sum(part.planned_s + place.seconds for part, place in zip(gpu_check.PARTS, places, strict=True))
-    assert planned <= 2 * gpu_check.CALL_S["cuda"] < 1200
-    assert sum(place.limit_s for place in places) <= 3 * gpu_check.CALL_S["cuda"]
+    assert planned <= 3 * gpu_check.CALL_S["cuda"] < 1800
+    assert sum(place.limit_s for place in places) <= 4 * gpu_check.CALL_S["cuda"]
     assert all(place.limit_s < gpu_check.CALL_S["cuda"] / 2 for place in places)
     assert all(part.planned_s < part.limit_s for part in gpu_check.PARTS)
 
@@ -345,10 +345,10 @@ def test_a_part_of_every_kind_holds_with_the_cpu_in_the_place_of_the_card(tmp_pa
     found = json.loads(out.read_text())
     assert list(found["parts"]) == chosen
     outcomes = {name: result["outcome"] for name, result in found["parts"].items() if result["outcome"] != "passed"}
-    assert outcomes == {"syncs": "skipped"}
+    assert outcomes == {"syncs": "skipped", "fp8": "skipped"}
     assert 0 < found["step_dispatches"] <= 40
     assert 0 < found["step_syncs"] <= 1
-    assert all("shape" in result["ran"] for name, result in found["parts"].items() if name != "syncs")
+    assert all("shape" in result["ran"] for name, result in found["parts"].items() if name not in outcomes)
 
 
 def test_a_table_has_a_line_for_every_part_and_what_is_wrong():
