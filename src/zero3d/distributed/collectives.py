@@ -357,8 +357,11 @@ class Comm:
         A part of the shard at a time, which stays in a cache from its first term to its last: memory sees every term
         and the shard once.
         """
-        if add and len(terms) == 1:
-            shard.add_(terms[0])
+        if len(terms) == 1:  # one operation, which reads nothing again
+            if add:
+                shard.add_(terms[0])
+            elif not same_memory(terms[0], shard):
+                shard.copy_(terms[0])
             return
         most, whole = cached_group(shard.device.type), shard.numel()
         scratch = self._arena.borrow("wire", min(most, whole), shard.dtype) if add else None
