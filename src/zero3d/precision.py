@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero3d.errors import ConfigError, NonFiniteError
-from zero3d.memory.scratch import cast_scratch, halves_group
+from zero3d.memory.scratch import cast_scratch, group_elements
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -180,7 +180,7 @@ def join_master(weights: Tensor, remainder: Tensor, out: Tensor) -> Tensor:
     As integers: master = (weight << 16) + remainder. The remainder is the master's low half taken as a signed number,
     so that the weight beside it is the high half rounded half away from zero, which is `to_compute`'s.
     """
-    size = halves_group(out.device.type)
+    size = group_elements(out.device.type)
     for high, low, exact in _parts([weights.view(torch.int16), remainder, out.view(torch.int32)], size):
         torch.add(low, exact.copy_(high), alpha=1 << 16, out=exact)
     return out
@@ -195,7 +195,7 @@ def split_master(master: Tensor, weights: Tensor, remainder: Tensor, scratch: Te
     scratch  [k] fp32, for groups of k elements; one is made where none is given. Masters that are no longer needed may
              lend their own memory
     """
-    room = min(master.numel(), halves_group(master.device.type)) if scratch is None else scratch.numel()
+    room = min(master.numel(), group_elements(master.device.type)) if scratch is None else scratch.numel()
     wide = master.new_empty(room) if scratch is None else scratch
     for high, low, exact in _parts([weights.view(torch.int16), remainder, master], room):
         number = torch.nan_to_num(exact, math.nan, math.inf, -math.inf, out=wide[: len(exact)]).view(torch.int32)

@@ -152,6 +152,8 @@ def with_more(folder, mesh, options):
 def test_what_else_a_run_has_changes_no_bit(ranks, folder, tmp_path, world, mesh, options):
     if "directory" in options:
         options = options | {"directory": str(tmp_path)}
+    if "schedule" in options:
+        folder = base_folder(tmp_path / "deep", layers=4)
     for packed, decoded in ranks(world, with_more, str(folder), mesh, options):
         assert packed == decoded
 

@@ -16,7 +16,7 @@ TRANSIENT = ("gathered", "bucket", "wire")
 def peaks(options, group):
     """The most that was lent by category in two steps, for models of 4 and 12 blocks."""
     found = []
-    with mock.patch.object(scratch, "cached_group", return_value=group), buckets_of(group):
+    with mock.patch.object(scratch, "group_elements", return_value=group), buckets_of(group):
         for layers in (4, 12):
             model = net(layers=layers)
             recompute(model, "full")

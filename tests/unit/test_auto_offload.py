@@ -216,7 +216,9 @@ def test_all_ranks_choose_what_the_one_with_the_least_room_must_have(ranks):
 @pytest.mark.parametrize(("local", "budget", "share"), [(None, None, 2), (4, None, 4), (4, "8GB", 4)])
 def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeypatch, local, budget, share):
     mesh = SimpleNamespace(device=torch.device("cuda", 0), local_world=local, world=2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GB, 96 * GB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (76 * GB, 96 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GB)  # of which 4 GB are free
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GB)
     asked = []
 
     def measured(ranks, limit):
@@ -357,3 +359,12 @@ def test_what_auto_puts_on_a_disk_is_there(monkeypatch, tmp_path):
     held = {entry.place: entry.measured for entry in engine.memory if entry.category == "optimizer"}
     assert held["disk"] > 0
     assert (tmp_path / "rank-00000.states").stat().st_size >= held["disk"]
+
+
+def test_weights_that_are_on_the_device_are_room_for_what_takes_them_over(monkeypatch):
+    with_room(monkeypatch, Room(1000, 7 * GB, False))
+    arena, mesh = SimpleNamespace(device=torch.device("meta")), SimpleNamespace(mesh=None)
+    base = SimpleNamespace(axes=SimpleNamespace(arena=arena), resolved=mesh, options=SimpleNamespace(offload=None))
+    there, elsewhere = (torch.nn.Parameter(torch.empty(100, device=device)) for device in ("meta", "cpu"))
+    specs = [SimpleNamespace(params={"a": there, "tied": there}), SimpleNamespace(params={"b": elsewhere})]
+    assert auto_offload._room_for(base, specs).device == 1000 + 400

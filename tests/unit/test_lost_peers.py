@@ -1,5 +1,7 @@
 """Errors of a lost peer are known by their type, gloo's by their words; other errors stay what they are."""
 
+import threading
+
 import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
@@ -101,3 +103,27 @@ def test_a_backend_s_own_reason_is_told_which_may_be_another_than_a_lost_peer(me
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
 def test_other_errors_stay_what_they_are(error):
     assert raised_of(error) is error
+
+
+def test_a_store_that_does_not_answer_is_asked_once_and_holds_no_error_up(monkeypatch):
+    """As behind a cut link, where torch waits until TCP gives up, and a second question behind the first."""
+
+    class Silent:
+        asked = 0
+
+        def check(self, keys):
+            self.asked += 1
+            answers.wait()
+            return False
+
+    store, answers = Silent(), threading.Event()
+    monkeypatch.setattr(axis, "_get_default_store", lambda: store)
+    monkeypatch.setattr(axis, "ANSWER", 0.05)
+    try:
+        for _ in range(2):
+            assert "when a peer went away: look at the first rank" in str(raised_of(LOST[1]))
+            axis.leave_note("a rank has failed")
+            axis.say_ended()
+        assert store.asked == 1
+    finally:
+        answers.set()

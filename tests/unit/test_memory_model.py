@@ -26,7 +26,7 @@ from by_hand import (
     model_of,
 )
 
-from zero3d.memory.scratch import cached_group
+from zero3d.memory.scratch import group_elements
 from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
@@ -126,7 +126,7 @@ def test_masters_are_cast_together(plan, elements):
 
 
 def test_masters_are_cast_in_groups_where_they_are_many():
-    assert at(model_of(root=1 << 26), "optimizer step", stage=0)["wire"] == 8 * cached_group("cuda")
+    assert at(model_of(root=1 << 26), "optimizer step", stage=0)["wire"] == 8 * group_elements("cuda")
 
 
 @pytest.mark.parametrize("plan", [

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -30,6 +30,8 @@ AT_ONCE = 1.0  # seconds: a call that times out sooner has met a connection on w
 ANSWER = 2.0  # seconds that a store is given: torch itself waits for one behind a cut link until TCP gives up
 _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
+T = TypeVar("T")
+_unanswered: list[threading.Thread] = []  # that wait for a store which has not answered in time
 
 
 @dataclass
@@ -200,12 +202,14 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
 def leave_note(text: str, code: int = FAULT) -> None:
     """Leave why this rank goes away, and its exit code, where its peers' errors find it; only the first one's stays.
 
-    A store that is gone reaches nobody.
+    A store that is gone, or does not answer, reaches nobody.
     """
-    with suppress(RuntimeError, ValueError):
-        store = _get_default_store()
+
+    def leave(store: Store) -> None:
         if not store.check([_NOTE]):
             store.set(_NOTE, json.dumps([text[:_TEXT], code]))
+
+    _asked(leave, None)
 
 
 def say_ended() -> None:
@@ -213,17 +217,7 @@ def say_ended() -> None:
 
     A rank that ends later overwrites it.
     """
-    with suppress(RuntimeError, ValueError):
-        _get_default_store().set(_ENDED, str(dist.get_rank()))
-
-
-def _has_ended() -> str:
-    """Return the number of a rank that has ended without an error; nothing where none has said so."""
-    with suppress(RuntimeError, ValueError):
-        store = _get_default_store()
-        if store.check([_ENDED]):
-            return str(store.get(_ENDED).decode())
-    return ""
+    _asked(lambda store: store.set(_ENDED, str(dist.get_rank())), None)
 
 
 def read_note() -> str:
@@ -232,21 +226,46 @@ def read_note() -> str:
 
 
 def _note() -> tuple[str, int]:
-    """Return the note and its exit code; none where the store is gone, or does not answer, as behind a cut link."""
-    answers: list[tuple[str, int]] = []
-    with suppress(RuntimeError, ValueError):
-        store = _get_default_store()
-        asking = threading.Thread(target=lambda: answers.append(_ask(store)), daemon=True)
-        asking.start()
-        asking.join(ANSWER)
-    return answers[0] if answers else ("", FAULT)
+    """Return the note and its exit code."""
 
-
-def _ask(store: Store) -> tuple[str, int]:
-    with suppress(RuntimeError, ValueError):
+    def read(store: Store) -> tuple[str, int]:
         text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
         return text, code
-    return "", FAULT
+
+    return _asked(read, ("", FAULT))
+
+
+def _has_ended() -> str:
+    """Return the number of a rank that has ended without an error; nothing where none has said so."""
+    return _asked(lambda store: str(store.get(_ENDED).decode()) if store.check([_ENDED]) else "", "")
+
+
+def _asked(ask: Callable[[Store], T], otherwise: T) -> T:
+    """Return what the default store answers, or `otherwise`: it is gone, or does not answer, as behind a cut link.
+
+    One that owes an answer is not asked again: the second question would wait behind the first.
+    """
+    if any(each.is_alive() for each in _unanswered):
+        return otherwise
+    answers: list[T] = []
+
+    def wait(store: Store) -> None:
+        with suppress(RuntimeError, ValueError):
+            answers.append(ask(store))
+
+    try:
+        store = _get_default_store()
+    except (RuntimeError, ValueError):
+        return otherwise
+    asking = threading.Thread(target=wait, args=(store,), daemon=True)
+    try:
+        asking.start()
+    except RuntimeError:  # at the interpreter's end no thread begins
+        wait(store)
+    else:
+        asking.join(ANSWER)
+        _unanswered[:] = [asking] if asking.is_alive() else []
+    return answers[0] if answers else otherwise
 
 
 def forget_note(axis: Axis) -> None:

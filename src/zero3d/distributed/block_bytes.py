@@ -9,7 +9,7 @@ The last block of a message is whole, too: codes behind the last element are zer
 
 from __future__ import annotations
 
-from zero3d.memory.scratch import cached_group
+from zero3d.memory.scratch import group_elements
 from zero3d.spec.zero import SAME
 
 BLOCK = 256  # elements that share a scale; where every slot of a unit begins at a multiple of it
@@ -69,4 +69,4 @@ def sum_of_copies(elements: int, ranks: int, wide: int, form: str) -> list[tuple
 
 def coding_scratch(elements: int, device: str) -> int:
     """Return the fp32 elements in which so many are coded on a device of this type."""
-    return min(-(-elements // BLOCK) * BLOCK, cached_group(device))
+    return min(-(-elements // BLOCK) * BLOCK, group_elements(device))

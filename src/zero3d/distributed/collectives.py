@@ -39,7 +39,7 @@ from zero3d.distributed.coded_sums import CodedSum
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
-from zero3d.memory.scratch import cached_group
+from zero3d.memory.scratch import group_elements
 
 _HASH_MODULUS = (1 << 52) - 1  # an exact float64
 
@@ -363,7 +363,7 @@ class Comm:
             elif not same_memory(terms[0], shard):
                 shard.copy_(terms[0])
             return
-        most, whole = cached_group(shard.device.type), shard.numel()
+        most, whole = group_elements(shard.device.type), shard.numel()
         scratch = self._arena.borrow("wire", min(most, whole), shard.dtype) if add else None
         for start in range(0, whole, most):
             part = shard if whole <= most else shard[start : start + most]

@@ -67,7 +67,7 @@ def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     offload = base.options.offload
     if offload.optimizer != AUTO:
         return base, ()
-    placed = _furthest(base, bytes_needed(base, specs), room_of(base.resolved.mesh, offload))
+    placed = _furthest(base, bytes_needed(base, specs), _room_for(base, specs))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
     return replace(base, options=replace(base.options, offload=offload)), (why,)
@@ -81,7 +81,7 @@ def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Found
     place, why = DEVICE, tuple[str, ...]()
     may_leave = policy.stage.shards_gradients and policy.reduce == "every_micro_batch" and not base.options.zero.exact
     if may_leave and base.axes.arena.device.type != "cpu":
-        short = gradients_short_of(bytes_needed(base, specs), room_of(base.resolved.mesh, offload), offload.fraction)
+        short = gradients_short_of(bytes_needed(base, specs), _room_for(base, specs), offload.fraction)
         world = base.axes.world
         most = max(world.read(world.exchange(torch.tensor([float(short)], device=world.device)).flatten(), [0.0]))
         place = tiers_of(GRADIENTS)[0] if most > 0 else DEVICE
@@ -206,7 +206,19 @@ def room_of(mesh: Mesh, offload: Offload) -> Room:
     host = host_budget(ranks, limit).nbytes
     if device.type == "cpu":
         return Room(host, None, folder, ranks)
-    return Room(int(USABLE * torch.get_device_module(device).mem_get_info(device)[0]), host, folder, ranks)
+    module = torch.get_device_module(device)
+    kept = module.memory_reserved(device) - module.memory_allocated(device)  # free blocks of torch's allocator
+    return Room(int(USABLE * (module.mem_get_info(device)[0] + kept)), host, folder, ranks)
+
+
+def _room_for(base: Foundation, specs: Sequence[UnitSpec]) -> Room:
+    """Return what this rank may take for its units: what it may take now, and what their weights hold until then."""
+    room, device = room_of(base.resolved.mesh, base.options.offload), base.axes.arena.device
+    if device.type == "cpu":
+        return room
+    storages = (p.untyped_storage() for spec in specs for p in spec.params.values() if p.device == device)
+    taken_over = {storage._cdata: storage.nbytes() for storage in storages}
+    return room._replace(device=room.device + sum(taken_over.values()))
 
 
 def _furthest(base: Foundation, need: Need, room: Room) -> Placed:

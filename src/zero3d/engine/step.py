@@ -82,7 +82,7 @@ class Stepper:
             return self._result(NOT_DUE, self._constant("no norm", math.nan, self.base.resolved.policy.master), lr)
         nan, nans, weights = accumulation.nan, accumulation.nans, accumulation.weights
         try:
-            weight = accumulation.poison(order.end(accumulation))
+            weight = order.end(accumulation)
         except ConfigError:
             self.abandon()
             raise
@@ -90,7 +90,7 @@ class Stepper:
         if not reductions.adopted and dp.size > 1:
             reductions.adopt(broadcast_ints(dp, reductions.observed()))
         try:
-            outcome = optimizer.step(weight, loss_scale.value, besides)
+            outcome = optimizer.step(weight, loss_scale.value, besides, nan)
         finally:
             self.reset()  # whatever is still gathered holds the weights of before
         applied = outcome.reason == APPLIED

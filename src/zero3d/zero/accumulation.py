@@ -95,16 +95,6 @@ class Accumulation:
         self.nan = nan if self.nan is None else self.nan | nan
         return nan
 
-    def poison(self, weight: float | Tensor) -> float | Tensor:
-        """Return a step's weight, NaN where a loss is: its gradients may be zeros, and would count for the mean."""
-        if self.nan is None or isinstance(self.nan, FakeTensor):
-            return weight
-        if self.nan.device.type == "cpu":  # there it is known already
-            return weight * math.nan if self.nan.tolist() else weight
-        if not isinstance(weight, Tensor):
-            weight = torch.full((), weight, dtype=torch.float64, device=self.nan.device)
-        return torch.where(self.nan, math.nan, weight.to(self.nan.device, torch.float64))
-
     def finish(self, micro_batches: int, weights: Sequence[float | Tensor]) -> None:
         """Count a whole step's micro-batches, which a pipeline ran; `weights`: of those whose loss was on this rank."""
         self.count = micro_batches
@@ -153,3 +143,17 @@ class Accumulation:
         self.weight = self.weight + contribution.weight
         if contribution.last is None:
             self.reached = self.count >= self._accumulate
+
+
+def poisoned(value: float | Tensor, nan: Tensor | None) -> float | Tensor:
+    """Return a value, NaN where a loss is: its gradients may be zeros, and would count for the mean.
+
+    nan  a flag on the losses' device, which is not read where that is an accelerator; None: there was no loss
+    """
+    if nan is None or isinstance(nan, FakeTensor):
+        return value
+    if nan.device.type == "cpu":  # there it is known already
+        return value * math.nan if nan.tolist() else value
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=torch.float64, device=nan.device)
+    return torch.where(nan, math.nan, value.to(nan.device))

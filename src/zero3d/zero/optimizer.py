@@ -40,7 +40,8 @@ from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena, device_values
-from zero3d.memory.scratch import cached_group
+from zero3d.memory.scratch import group_elements
+from zero3d.zero.accumulation import poisoned
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.optimizer_states import OptimizerStates
 from zero3d.zero.streams import ToHost, wait_for_device
@@ -172,17 +173,20 @@ class ShardedOptimizer(OptimizerStates):
 
     # --- the step -------------------------------------------------------------------------------
 
-    def step(self, weight: float | Tensor, scale: float, besides: Tensor | None = None) -> Outcome:
+    def step(
+        self, weight: float | Tensor, scale: float, besides: Tensor | None = None, nan: Tensor | None = None
+    ) -> Outcome:
         """Apply what has been reduced, and leave new weights on their way (`wait`).
 
         weight   this rank's sum of weights
         scale    the loss scale
-
         besides  [k] float64, read on the host together with what the step must know there
+        nan      whether a loss of this rank is NaN, on its device: its gradients may be zeros, and would count for the
+                 mean. No rank then applies the step
 
         Raises OrderError before the update when ranks used units in different orders.
         """
-        total, in_order = self._exchange(weight)
+        total, in_order = self._exchange(weight if self._is_alone else poisoned(weight, nan))
         if self._to_host is not None:
             wait_for_device(self._arena.device)  # what goes to the host is there
         self._model_group.sum_ties()
@@ -191,6 +195,8 @@ class ShardedOptimizer(OptimizerStates):
             unit.gradients.gather()
         norms = self._norms(1.0 / (scale * total) if isinstance(total, Tensor) or total else 1.0)
         norm, even = self._over_dp(norms)
+        if self._is_alone:  # a weight that the host knows stays a number there, and nothing is multiplied by 1
+            norm = torch.as_tensor(poisoned(norm, nan))
         clip = 1.0 if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
         read, read_besides = self._read(
             {"norm": norm, "total": total, "in order": in_order, "even": even, "clip": clip}, besides
@@ -235,9 +241,14 @@ class ShardedOptimizer(OptimizerStates):
             "leave the matrices around it out with 'none'."
         )
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank trains this model."""
+        return self._comm.size == 1 and self._model_group.alone
+
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
         """Return the sum of all ranks' weights, and whether all used units in one order."""
-        if self._comm.size == 1 and self._model_group.alone:
+        if self._is_alone:
             return weight.to(self._arena.device) if isinstance(weight, Tensor) else weight, 1.0
         return self._sum_weights(weight)
 
@@ -295,7 +306,7 @@ class ShardedOptimizer(OptimizerStates):
         if not narrow:
             multiply([part for unit in self._units for part in self._not_normed(unit)], factor)
         if to_host is None and not narrow:
-            return unscaled_norms(pieces, factor, cached_group(self._arena.device.type))
+            return unscaled_norms(pieces, factor, group_elements(self._arena.device.type))
 
         def norm(grad: Tensor) -> Tensor:
             if narrow:
