@@ -19,6 +19,12 @@ SHOWN = {
     "bits.deterministic": "repeated trainings with `make_deterministic`: equal bits",
     "bits.default": "the same without: a finding",
     "shared": "two ranks over gloo on one card against one process: 1e-4",
+    "optimizers": "Muon and AdamW with moments of 8 bits: stage 3 has the bits of stage 0",
+    "experts": "a mixture of experts in grouped products: likewise",
+    "bases": "adapters on bases of nf4, int8 and fp8: the bits of the decoded base",
+    "weights": "a stream of weights: the bits of an export",
+    "sequence": "two ranks over gloo share packed sequences out: losses of one process, 1e-4; also by flex attention",
+    "offload.bits": "states at every place: the bits of resident where the card updates, 5e-3 where the host does",
     "edges": "gradient penalty, hidden outputs, recomputed statistics, freezing: stage 3 as stage 0",
     "loops": "transformers' Trainer and Accelerate in bf16: stage 3, on one process trained as 2, as stage 0",
     "train": "`zero3d train`, export, `--resume=auto`, memory by consumer",
@@ -27,16 +33,26 @@ CALLED = {
     "plain": "plain PyTorch", "zero3d-0": "zero3d stage 0", "zero3d-3": "zero3d stage 3",
     "fsdp2-reshard": "FSDP2, reshard",
 }  # fmt: skip
+TURNS = {
+    "turns.8k": "8,192 tokens", "turns.8k-compiled": "8,192 tokens, compiled",
+    "turns.16k-compiled": "16,384 tokens, compiled",
+}  # fmt: skip
 WAYS = {
     "resident": "all on the card", "device": "optimizer on the host, updated by the card",
     "host": "optimizer on the host, updated there", "gradients": "gradients there, too",
     "params": "optimizer and parameters on the host, updated by the card",
 }  # fmt: skip
+FILES = ("gpu", "gpu-features", "gpu-offload")  # the oldest first
+
+
+def calls() -> list[dict[str, Any]]:
+    """Return what each call found, by part, the oldest first."""
+    return [result["parts"] for name in FILES for result in results(name)]
 
 
 def parts() -> dict[str, Any]:
-    """Return what every part found."""
-    return {name: found for result in results("gpu") for name, found in result["parts"].items()}
+    """Return what every part found when it ran last."""
+    return {name: found for call in calls() for name, found in call.items()}
 
 
 def outcomes() -> str:
@@ -50,38 +66,45 @@ def outcomes() -> str:
 
 
 def speed() -> str:
-    """Return tokens/s of each way to train, and what the card did meanwhile."""
-    found = {name: parts()[f"speed.{name}"]["ran"] for name in CALLED}
-    peer = found["fsdp2-reshard"]["speed"]["tokens_per_s"]
+    """Return tokens/s of each way to train, in turns in one process, by tokens of a step."""
     rows = []
-    for name, called in CALLED.items():
-        ran = found[name]
-        rate, used, device = ran["speed"]["tokens_per_s"], ran["utilisation"], ran["device"]
-        rows.append(
-            [
-                called, f"{rate:,.0f}", f"{rate / peer:.3f}x", f"{used['mfu']:.1%}", f"{device['kernels']:,.0f}",
-                f"{device['idle_ms']:.1f} of {device['step_ms']:.1f} ms", f"{used['peak_gib']:.1f}",
-            ]
-        )  # fmt: skip
-    return table(["", "tokens/s", "of FSDP2", "MFU", "kernels a step", "idle of a step", "peak GiB"], rows)
+    for name, setting in TURNS.items():
+        found = parts()[name]["ran"]
+        peer = found["fsdp2-reshard"]["tokens_per_s"]
+        for way, called in CALLED.items():
+            ran = found[way]
+            rate = ran["tokens_per_s"]
+            rows.append(
+                [setting, called, f"{rate:,.0f}", f"{rate / peer:.3f}x", f"{ran['mfu']:.1%}", f"{ran['peak_gib']:.1f}"]
+            )
+    return table(["a step", "", "tokens/s", "of FSDP2", "MFU", "peak GiB"], rows)
+
+
+def products() -> str:
+    """Return tokens/s with linear layers in bf16 and in fp8, blocks compiled."""
+    found = parts()["fp8"]["ran"]
+    rows = []
+    for name in ("bf16", "fp8"):
+        rate, peak = found[name]["tokens_per_s"], found[name]["peak_gib"]
+        rows.append([name, f"{rate:,.0f}", f"{rate / found['bf16']['tokens_per_s']:.3f}x", f"{peak:.1f}"])
+    return table(["linear layers", "tokens/s", "of bf16", "peak GiB"], rows)
 
 
 def offload() -> str:
-    """Return tokens/s by where the states are, for a small and a large step."""
-    found = {name: parts()[f"offload.{name}"]["ran"] for name in WAYS}
-    sizes = ("8192 tokens a step", "131072 tokens a step")
+    """Return tokens/s by where the states are, for a small and two large steps, beside resident in the same call."""
+    sizes = (8192, 131072, 262144)
     rows = []
     for name, called in WAYS.items():
+        call = next(call for call in reversed(calls()) if f"offload.{name}" in call and "offload.resident" in call)
+        found, resident = call[f"offload.{name}"]["ran"], call["offload.resident"]["ran"]
         cells = [called]
-        for size in sizes:
-            row = found[name].get(size)
-            of = "" if row is None else f"{row['tokens_per_s'] / found['resident'][size]['tokens_per_s']:.2f}x"
-            cells.append(f"{row['tokens_per_s']:,.0f} ({of})" if row else f"{parts()[f'offload.{name}']['outcome']}")
-        peaks = [ran["peak_gib"] for what, ran in found[name].items() if what.startswith("utilisation")]
+        for size in (f"{size} tokens a step" for size in sizes):
+            row = found.get(size)
+            of = f"{row['tokens_per_s'] / resident[size]['tokens_per_s']:.2f}x" if row else ""
+            cells.append(f"{row['tokens_per_s']:,.0f} ({of})" if row else "")
+        peaks = [ran["peak_gib"] for what, ran in found.items() if what.startswith("utilisation")]
         rows.append([*cells, f"{max(peaks):.1f}"])
-    return table(
-        ["states", *(size.replace("tokens a step", "tokens a step, tokens/s") for size in sizes), "peak GiB"], rows
-    )
+    return table(["states", *(f"{size:,} tokens a step, tokens/s" for size in sizes), "peak GiB"], rows)
 
 
 def ceilings() -> str:
@@ -91,12 +114,15 @@ def ceilings() -> str:
 
 
 def of_card() -> str:
-    """Return where the figures are from, in one line."""
-    machine, file = results("gpu")[0], load("gpu")
+    """Return where the figures are from."""
+    machine = results("gpu")[0]
     where = f"{machine['card']}, {machine['cpus']} cores, torch {machine['torch']}, NCCL {machine['nccl']}"
-    return f"(`benchmarks/results/gpu.json`: commit {file['commit']}, {file['date']}, {where}.)"
+    files = [load(name) for name in FILES]
+    told = "; ".join(f"`{file['name']}.json`, commit {file['commit']}, {file['date']}" for file in files)
+    return f"({where}; in `benchmarks/results`, of which a later file replaces what an earlier one has: {told}.)"
 
 
 GPU: dict[str, Callable[[], str]] = {
-    "gpu-parts": outcomes, "gpu-speed": speed, "gpu-offload": offload, "gpu-ceilings": ceilings, "gpu-card": of_card,
+    "gpu-parts": outcomes, "gpu-speed": speed, "gpu-fp8": products, "gpu-offload": offload,
+    "gpu-ceilings": ceilings, "gpu-card": of_card,
 }  # fmt: skip
