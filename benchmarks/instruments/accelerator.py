@@ -376,6 +376,9 @@ class Module:
     def memory_reserved(self, device: Any = None) -> int:
         return 0
 
+    def memory_allocated(self, device: Any = None) -> int:
+        return 0
+
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return CARD, CARD
 
