@@ -69,8 +69,11 @@ class Client:
         return name
 
     def search_runs(self, experiments, text, max_results):
-        found = [SimpleNamespace(info=SimpleNamespace(run_id=key)) for key, run in self.runs.items()
-                 if run.opened["of"] in experiments and f"tags.`zero3d.run` = '{run.opened['tags']['zero3d.run']}'" == text]  # fmt: skip
+        found = [
+            SimpleNamespace(info=SimpleNamespace(run_id=key))
+            for key, run in self.runs.items()
+            if run.opened["of"] in experiments and text == f"tags.`zero3d-run` = '{run.opened['tags']['zero3d-run']}'"
+        ]
         return found[:max_results]
 
     def create_run(self, of, tags, run_name):
@@ -150,10 +153,16 @@ NUMBER = "0123456789abcdef"
 TOLD = {
     "tensorboard": lambda root: {"folder": f"{root}/tensorboard", "first": 1},
     "wandb": lambda root: {"project": "mine", "name": "out", "id": NUMBER, "resume": "allow", "dir": str(root)},
-    "swanlab": lambda root: {"project": "mine", "name": "out", "id": NUMBER, "resume": "allow", "log_dir": f"{root}/swanlab"},
+    "swanlab": lambda root: {
+        "project": "mine",
+        "name": "out",
+        "id": NUMBER,
+        "resume": "allow",
+        "log_dir": f"{root}/swanlab",
+    },
     "mlflow": lambda root: {"of": "mine", "name": "out", "store": f"sqlite:///{root}/mlflow/mlflow.db"},
     "trackio": lambda root: {"project": "mine", "name": f"out-{NUMBER}", "resume": "allow"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -210,6 +219,13 @@ def test_another_run_of_the_same_name_is_another_one(packages, folder, tmp_path)
     assert len({run.opened["name"] for run in packages if "project" in run.opened}) == 2
 
 
+def test_what_trackers_keep_in_the_folder_goes_with_a_run_that_is_overwritten(folder):
+    for name in ("tensorboard", "wandb", "swanlab", "mlflow"):
+        (folder.root / name).mkdir()
+    folder.clear()
+    assert list(folder.root.iterdir()) == []
+
+
 def test_a_server_of_mlflow_is_where_its_variable_says(packages, folder, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
     logged(folder, configured("log.to=mlflow"))
@@ -253,11 +269,14 @@ def broken(monkeypatch):
     return at
 
 
-@pytest.mark.parametrize(("where", "what", "steps", "closed"), [
-    ("open", "cannot be opened at step 1", [], 0),
-    ("log", "failed at step 1", [1], 1),
-    ("close", "failed at the end", [1, 2], 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "what", "steps", "closed"),
+    [
+        ("open", "cannot be opened at step 1", [], 0),
+        ("log", "failed at step 1", [1], 1),
+        ("close", "failed at the end", [1, 2], 1),
+    ],
+)
 def test_a_tracker_that_fails_is_one_line_and_left_out_and_the_others_go_on(
     packages, folder, broken, where, what, steps, closed
 ):
@@ -311,15 +330,18 @@ def test_an_error_of_the_run_is_not_hidden_by_a_tracker_that_fails_behind_it(fol
 # --- keys -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("words", "asked", "project"), [
-    ([], {}, "zero3d"),
-    (["log.to=wandb"], {"wandb": "log.to=wandb"}, "zero3d"),
-    (["log.to=mlflow,wandb,mlflow", "log.project=a"], {"mlflow": "log.to=mlflow", "wandb": "log.to=wandb"}, "a"),
-    (["log.to=[swanlab]"], {"swanlab": "log.to=swanlab"}, "zero3d"),
-    (["log.tensorboard=true"], {"tensorboard": "log.tensorboard"}, "zero3d"),
-    (["log.wandb=b", "log.to=wandb", "log.project=a"], {"wandb": "log.wandb=b"}, "b"),
-    (["log.to=null"], {}, "zero3d"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "asked", "project"),
+    [
+        ([], {}, "zero3d"),
+        (["log.to=wandb"], {"wandb": "log.to=wandb"}, "zero3d"),
+        (["log.to=mlflow,wandb,mlflow", "log.project=a"], {"mlflow": "log.to=mlflow", "wandb": "log.to=wandb"}, "a"),
+        (["log.to=[swanlab]"], {"swanlab": "log.to=swanlab"}, "zero3d"),
+        (["log.tensorboard=true"], {"tensorboard": "log.tensorboard"}, "zero3d"),
+        (["log.wandb=b", "log.to=wandb", "log.project=a"], {"wandb": "log.wandb=b"}, "b"),
+        (["log.to=null"], {}, "zero3d"),
+    ],
+)
 def test_trackers_are_asked_for_by_a_list_and_by_the_older_keys(words, asked, project):
     log = load(None, words).log
     assert log.trackers == asked
@@ -327,12 +349,18 @@ def test_trackers_are_asked_for_by_a_list_and_by_the_older_keys(words, asked, pr
     assert log.project_of("mlflow") == log.project
 
 
-@pytest.mark.parametrize(("word", "message"), [
-    ("log.to=wanbd", "found the text 'wanbd'. Did you mean wandb?"),
-    ("log.to=wandb,mlfow", "Did you mean mlflow?"),
-    ("log.to=[wandb, 3]", "log.to takes tensorboard, wandb, swanlab, mlflow or trackio, or a list of them, or null; found"),
-    ("log.to=[]", "found []."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("log.to=wanbd", "found the text 'wanbd'. Did you mean wandb?"),
+        ("log.to=wandb,mlfow", "Did you mean mlflow?"),
+        (
+            "log.to=[wandb, 3]",
+            "log.to takes tensorboard, wandb, swanlab, mlflow or trackio, or a list of them, or null; found",
+        ),
+        ("log.to=[]", "found []."),
+    ],
+)
 def test_a_tracker_nobody_knows_is_refused_with_the_nearest_name(word, message):
     with pytest.raises(ConfigError) as told:
         load(None, [word])

@@ -34,7 +34,7 @@ from zero3d.train.folder import Folder
 
 Scalars = Mapping[str, float]
 CPU = torch.device("cpu")
-MLFLOW_TAG, MOST_PARAMETERS = "zero3d.run", 100  # of a run; in one call
+MLFLOW_TAG, MOST_PARAMETERS = "zero3d-run", 100  # of a run; in one call
 MLFLOW_NAME = re.compile(r"[^\w.\- :/]")  # characters that a name has not
 
 
