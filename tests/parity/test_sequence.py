@@ -6,6 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 import vision
+from families import family
 from meshes import CLIP, sgd, sum_of
 from models import LiftCasts
 from tensors import tiny
@@ -17,6 +18,7 @@ from zero3d.account.traffic import Moved
 from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.recomputation import recompute
 from zero3d.errors import ConfigError, CorruptionError
+from zero3d.sequence.group import check_sequence
 from zero3d.sequence.trial import mixing_module
 from zero3d.tensor_parallel.vocabulary import shifted
 
@@ -118,8 +120,11 @@ def test_losses_and_norms_are_those_of_one_process_in_float64(ranks, name, degre
 
 
 def balanced(degrees, accumulate=1, activations="none"):
-    """Losses and norms of a mixture whose loss balances experts over all tokens, with padding and without."""
-    recompute(model := tiny("moe"), activations)
+    """Losses and norms of a mixture whose loss balances experts over all tokens, with padding and without.
+
+    And how many numbers a rank sent for its losses. Layers are more than a trial of the model runs.
+    """
+    recompute(model := tiny("moe", layers=3), activations)
     with LiftCasts():
         engine, found = engine_of(model, degrees, accumulate=accumulate), []
         for number, length in enumerate((48, 33)):
@@ -128,7 +133,7 @@ def balanced(degrees, accumulate=1, activations="none"):
             given = [batch(10 * number + k, length) | {"attention_mask": mask} for k in range(accumulate)]
             found.append((float(engine.train_batch(given)), float(engine.last_step.grad_norm)))
     assert model.config.output_router_logits
-    return found, None
+    return found, sum(e.elements for e in engine.traffic if (e.op, e.axis) == ("exchange", "sp"))
 
 
 @pytest.mark.parametrize(("degrees", "options"), [
@@ -136,7 +141,10 @@ def balanced(degrees, accumulate=1, activations="none"):
 ], ids=str)  # fmt: skip
 def test_experts_are_balanced_over_the_tokens_of_whole_sequences(ranks, degrees, options):
     ((one, _),) = ranks(1, partial(balanced, **options), {})
-    check(ranks(2 * degrees.get("pp", 1), partial(balanced, **options), degrees), one)
+    found = ranks(2 * degrees.get("pp", 1), partial(balanced, **options), degrees)
+    check(found, one)
+    # Of 2 sequences a loss and, of 3 layers, 4 router logits for each row; the longer part has 24 rows, and 17.
+    assert found[-1][1] == (2 + 3 * 4 * 2) * (24 + 17) * options.get("accumulate", 1)
 
 
 def by_hand(degrees, weighs):
@@ -269,6 +277,59 @@ def exactly(degrees, **options):
 def test_exact_mode_has_one_fingerprint_at_one_sp(ranks):
     want = ranks(2, partial(exactly, accumulate=2), {"sp": 2})[0]
     assert ranks(4, partial(exactly, stage=1, activations="full"), {"sp": 2, "dp": 4})[3] == want
+
+
+def goes_on(folder, degrees, steps, **options):
+    """Losses, norms and fingerprint of steps in exact mode behind those in a folder, and what is said of their bits."""
+    engine, found = engine_of(tiny("llama"), degrees, precision="fp32", exact=True, **options), []
+    if steps.start:
+        engine.load(folder)
+    rows, row = engine.mesh.degrees.rows, engine.mesh.row
+    for step in steps:
+        given = [batch(100 * step + k * rows + row) for k in range(options.get("accumulate", 1))]
+        found.append((float(engine.train_batch(given)), float(engine.last_step.grad_norm)))
+        if step == 0:
+            engine.save(folder)
+    return found, engine.fingerprint(), engine.resumed
+
+
+OTHER_PARTS = "(gradients are summed over other parts of sequences)"
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [
+    ({"sp": 2, "accumulate": 2}, [
+        ({"sp": 2, "dp": 4, "stage": 1}, ["bitwise: as if it had not been interrupted, dp 2 -> 4, stage 3 -> 1"]),
+        ({"sp": 1, "dp": 2}, ["not bitwise: ", f"sp 2 -> 1 {OTHER_PARTS}"]),
+    ]),
+    long({"sp": 2, "accumulate": 2}, [
+        ({"sp": 4, "accumulate": 2}, [f"not bitwise: sp 2 -> 4 {OTHER_PARTS}"]),
+        ({"sp": 2, "accumulate": 2, "sp_kind": "gather"}, ["not bitwise: sp_kind heads -> gather (gradients of keys"]),
+        ({"sp": 2, "accumulate": 2, "activations": "full"}, ["bitwise: as if it had not been interrupted, in batches"]),
+    ]),
+    long({"sp": 1, "dp": 2}, [
+        ({"sp": 2, "accumulate": 2}, ["not bitwise: ", f"sp 1 -> 2 {OTHER_PARTS}"]),
+        ({"sp": 1, "dp": 2, "stage": 1}, ["bitwise: as if it had not been interrupted, stage 3 -> 1"]),
+    ]),
+    long({"sp": 4, "dp": 4, "accumulate": 2}, [
+        ({"sp": 2, "dp": 4}, ["not bitwise: ", f"sp 4 -> 2 {OTHER_PARTS}"]),
+        ({"sp": 4, "dp": 4, "accumulate": 2}, ["bitwise: as if it had not been interrupted, in batches"]),
+    ]),
+], ids=["sp 2", "sp 2 again", "sp 1", "sp 4"])  # fmt: skip
+def test_exact_mode_goes_on_bitwise_at_its_sp_and_to_rounding_at_another(ranks, tmp_path, saved, resumed):
+    def run(settings, steps):
+        degrees = {name: settings[name] for name in ("sp", "dp") if name in settings}
+        options = {name: value for name, value in settings.items() if name not in degrees}
+        return ranks(degrees.get("dp", degrees["sp"]), partial(goes_on, **options), tmp_path, degrees, steps)[0]
+
+    whole, states, _ = run(saved, range(3))
+    for settings, said in resumed:
+        again, fingerprint, told = run(settings, range(1, 3))
+        assert told.startswith(said[0])
+        assert said[-1] in told
+        if said[0].startswith("bitwise"):
+            assert (again, fingerprint) == (whole[1:], states)
+        else:
+            check([(again, None)], whole[1:], 1e-4)
 
 
 def told(exact):
@@ -568,6 +629,73 @@ def test_models_are_tried_without_their_weights_and_experts_in_their_usual_form(
     assert mixing_module(smoothed().model) == "layers.3.mlp.mlp.gate_proj"
 
 
+class Leaking(torch.nn.Module):
+    """A block's MLP whose outputs are those of each row, and whose gradients are of the rows behind it, too."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        sums = x.cumsum(1)  # as a state that goes through a sequence
+        return self.mlp(x + (sums - sums.detach()))
+
+
+class Restarting(torch.nn.Module):
+    """A block's MLP whose outputs pass a function of each row, whose backward adds gradients of the rows behind it."""
+
+    class _State(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad + grad.flip(1).cumsum(1).flip(1) / grad.shape[1]
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self._State.apply(self.mlp(x))
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Leaking, "mlp"), (Restarting, "mlp.mlp.down_proj")])
+def test_a_layer_whose_gradients_mix_tokens_is_refused_by_name(layer, name):
+    model = tiny("llama", layers=4)
+    model.model.layers[3].mlp = layer(model.model.layers[3].mlp)
+    with pytest.raises(ConfigError, match=f"in the backward of layers.3.{name} a part"):
+        check_sequence(model, 2, 1, "auto")
+
+
+HYBRIDS = {
+    "mamba": ({"state_size": 4}, "linear_attention (layers.0.mixer)"),
+    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "RwkvModel cannot be tried"),
+    "falcon_h1": ({}, "hybrid (layers.0.mamba)"),
+    "mamba2": (
+        {"num_heads": 4, "head_dim": 8, "expand": 1, "n_groups": 1, "state_size": 8, "chunk_size": 4},
+        "linear_attention (layers.0.mixer)",
+    ),
+    "bamba": ({}, "linear_attention (layers.0.mamba)"),
+    "jamba": ({}, "linear_attention (layers.0.mamba)"),
+    "lfm2": ({}, "conv (layers.0.conv)"),
+    "minimax": (
+        {"layer_types": ["full_attention", "linear_attention"], "head_dim": 8, "num_local_experts": 2},
+        "linear_attention (layers.1)",
+    ),
+    "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 8}, "(layers.0.temporal_block)"),
+    "xlstm": ({"num_heads": 4, "num_blocks": 2}, "in blocks.0.mlstm_layer.multihead_norm a part"),
+}
+
+
+@pytest.mark.parametrize("name", [*list(HYBRIDS)[:3], *map(long, list(HYBRIDS)[3:])])
+def test_recurrences_and_hybrids_are_refused_by_name(ranks, name):
+    sizes, why = HYBRIDS[name]
+    for told in ranks(2, partial(refused, loads=partial(family, name, **sizes)), name, {"sp": 2}):
+        assert why in told
+
+
 def odd_router():
     """A mixture of experts whose decoder returns router logits of other tokens than its own."""
     model = tiny("moe")
@@ -586,7 +714,7 @@ def net():
 @pytest.mark.parametrize(("name", "degrees", "options", "why"), [
     ("moe", {"sp": 2}, {"loads": odd_router}, "[96, 4] router logits"),
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
-    ("next", {"sp": 2}, {}, "linear_attention"),
+    ("next", {"sp": 2}, {}, "linear_attention (layers.0.linear_attn)"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
     ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "stage=2 or 3 and without a pipeline"),
@@ -630,6 +758,25 @@ def test_what_is_sent_is_what_the_formula_says(ranks, options):
     for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):
         assert sent == measured
         assert len(sent) == 3  # two attentions, and the loss
+
+
+def tiled(stage):
+    """Losses and norms of two steps with the matrices of MLPs in tiles, the fingerprint, and what a layer was given."""
+    with LiftCasts():
+        engine, given, found = engine_of(tiny("llama"), {"sp": 2}, stage=stage, gather_budget=9000), [], []
+        layer = engine.module.get_submodule("model.layers.1.mlp.up_proj")
+        layer.register_forward_hook(lambda _, args, made: given.append((len(layer.tiles), *args[0].shape, *made.shape)))
+        for step in range(2):
+            found.append((float(engine.train_batch([batch(100 * step)])), float(engine.last_step.grad_norm)))
+    return found, (engine.fingerprint(), given)
+
+
+def test_a_tiled_mlp_computes_the_rows_of_its_rank(ranks):
+    """Losses to rounding, and the bits of every stage at one size of tiles (docs/tiling.md)."""
+    three, none = ranks(2, tiled, 3), ranks(2, tiled, 0)
+    check(three, reference("llama", 1))
+    assert three == none
+    assert three[1][1][1] == [(2, 2, LENGTH // 2, 32, 2, LENGTH // 2, 48)] * 2
 
 
 # --- gradients of weights --------------------------------------------------------------------------

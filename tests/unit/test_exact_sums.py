@@ -199,4 +199,15 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
         "not bitwise: wire float32 -> bfloat16 (gradients"
     )
     assert resume_guarantee(exact, exact | {"leaves": 4}).startswith("not bitwise: leaves 8 -> 4")
+    parts = "sp 1 -> 2 (gradients are summed over other parts of sequences)"
+    assert (
+        resume_guarantee(exact, exact | {"sp": 2})
+        == resume_guarantee(FACTS, FACTS | {"sp": 2})
+        == f"not bitwise: {parts}"
+    )
+    assert resume_guarantee(exact, exact | {"ep": 2}).startswith(
+        "bitwise: as if it had not been interrupted, ep 1 -> 2,"
+    )
+    by_rows = {"sp": 2, "sp_kind": "gather"}
+    assert resume_guarantee(exact | {"sp": 2}, exact | by_rows).startswith("not bitwise: sp_kind heads -> gather (")
     assert resume_guarantee(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

@@ -66,7 +66,7 @@ def test_parameters_of_gpts(name):
     assert [unit.copy_of for unit in spec.parts[-1].units] == [None, "transformer.wte"]
 
 
-@pytest.mark.parametrize(("name", "mixing"), [("next", "linear_attention"), ("llama", None)])
+@pytest.mark.parametrize(("name", "mixing"), [("next", "linear_attention (layers.0.linear_attn)"), ("llama", None)])
 def test_layers_that_mix_tokens_are_told_and_no_plan_cuts_their_sequences(name, mixing):
     spec = outline(tiny(name), 16)
     assert spec.mixing == mixing

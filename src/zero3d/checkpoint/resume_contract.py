@@ -1,12 +1,13 @@
 """Whether a run that goes on from a checkpoint has the bits of one that was never interrupted, and if not, why.
 
                   plain                                       exact on both sides
-    the same      mesh, how experts are computed, precision,  tp, pp, micro-batches per step over all ranks,
+    the same      mesh, how experts are computed, precision,  tp, pp, sp, micro-batches per step over all ranks,
                   dtype on the wire, dtype of Adam's moments, precision, dtype on the wire, dtype of Adam's moments,
                   where updates are made (accelerators only), where updates are made (accelerators only), torch,
                   algorithm, torch, kernels, threads, tiles,  kernels, threads, tiles, what is compiled,
-                  what is compiled, kernels of attention,     kernels of attention, layers in fp8
-                  layers in fp8;
+                  what is compiled, kernels of attention,     kernels of attention, what sp ranks share, layers in fp8
+                  what sp ranks share (heads, rows), layers
+                  in fp8;
                   with several micro-batches a step the
                   moment of reduction
     may differ    stage, what leaves the device and where to  dp, ep, stage, moment of reduction, algorithm, what leaves
@@ -48,6 +49,7 @@ ALWAYS = {
     "slow_rounding": "sums of gradients are rounded otherwise between copies of shards",
     "compiled": "fused kernels round otherwise",
     "attention": "its kernels round otherwise",
+    "sp_kind": "gradients of keys and values are summed in another order",
     "linear": "factors of products are rounded otherwise",
 }
 USUAL = {
@@ -61,6 +63,7 @@ USUAL = {
     "slow_rounding": "nearest",
     "compiled": False,
     "attention": "sdpa",
+    "sp_kind": "heads",
     "linear": None,
     "experts": "exact",
     **{fold.name: fold.usual for fold in FOLDS},
@@ -69,10 +72,13 @@ ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
 PLAIN = {
     "dp": "other sums over ranks; exact=True would not mind",
     "algorithm": "",
-    **{fold.name: f"{fold.bits}; exact=True would not mind" for fold in FOLDS},
+    **{fold.name: f"{fold.bits}{'; exact=True would not mind' * fold.exact}" for fold in FOLDS},
     "experts": "a product of all sources sums in another order",
 }
-EXACT = {"leaves": "micro-batches of a step over all ranks"}
+EXACT = {
+    "leaves": "micro-batches of a step over all ranks",
+    **{fold.name: fold.bits for fold in FOLDS if not fold.exact},
+}
 FREE = ("dp", *(fold.name for fold in FOLDS), "stage", "reduce")  # named where they differ and change no bit
 SUMS = "sums may be taken in another order"
 BACKEND = "by the backend"  # NCCL, above all

@@ -54,6 +54,7 @@ class Fold(NamedTuple):
     cuts        whether it cuts parameters, whose parts a checkpoint joins
     bits        why another degree changes the bits of a run that is not exact
     usual       the degree where it is left out: 1, or None, which is all of dp
+    exact       whether runs in exact mode have the same bits at every degree
     """
 
     name: str
@@ -62,12 +63,20 @@ class Fold(NamedTuple):
     cuts: bool
     bits: str
     usual: int | None = 1
+    exact: bool = True
 
 
 AXES = ("pp", "dp", "tp")  # whose degrees make the world
 FOLDS = (
     Fold("ep", "edp", "axis of experts", cuts=True, bits="experts' gradients are summed in other groups"),
-    Fold("sp", "rows", "axis of sequences", cuts=False, bits="gradients are summed over other parts of sequences"),
+    Fold(
+        "sp",
+        "rows",
+        "axis of sequences",
+        cuts=False,
+        bits="gradients are summed over other parts of sequences",
+        exact=False,
+    ),
     Fold("shard", "replicate", "axis of shards", cuts=False, bits="gradients are summed in other groups", usual=None),
 )
 COMPLEMENTS = {fold.complement: fold.name for fold in FOLDS}

@@ -83,6 +83,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "slow_wire": base.options.zero.slow_wire,
         "slow_rounding": base.options.zero.slow_rounding,
         "attention": _attention(assembly),
+        "sp_kind": "heads" if base.sequence is None or base.sequence.by_heads(mesh.tp) else "gather",
         "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),
     }

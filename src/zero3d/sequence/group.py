@@ -103,12 +103,16 @@ class SequenceGroup:
         """Return the name of the attention that the model has without the group."""
         return self._own
 
+    def by_heads(self, tp: int) -> bool:
+        """Return whether attention is shared out by heads, or else by rows, to which keys are gathered."""
+        text = next(iter(self._configs.values())).get_text_config()
+        heads = layer_numbers(text, "num_attention_heads")
+        query, key = (min(n, default=0) // tp for n in (heads, layer_numbers(text, "num_key_value_heads") or heads))
+        return self._sharing.by_heads(query, max(1, key))
+
     def describe(self, tp: int) -> str:
         """Say how sequences are shared out, and attention."""
-        text = next(iter(self._configs.values())).get_text_config()
-        query = text.num_attention_heads // tp
-        key = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tp)
-        by = "heads" if self._sharing.by_heads(query, key) else "rows, to which keys are gathered"
+        by = "heads" if self.by_heads(tp) else "rows, to which keys are gathered"
         told = f"sequences over {self._sharing.ranks} ranks, attention by {by}"
         return f"{told}, exact for mesh.sp={self._sharing.ranks} alone" if self._sharing.repeats else told
 

@@ -4,8 +4,10 @@
     parts    the first and the last rows of them, each by itself; attention gives the rows that were noted
 
 What a module computes of a part must be the rows of what it computed of the whole. A convolution over time, a
-recurrence or a mean over tokens differs behind the cut, whatever it is called. Weights are random and take no memory:
-each is one column, expanded.
+recurrence or a mean over tokens differs behind the cut, whatever it is called. Then the same of a backward: it begins
+with random gradients of what the decoder returns and of what attention is given, ends at what attention gives, and the
+gradient of what a module is given (dX) of a part must be the rows of that of the whole. Weights are random and take no
+memory: each is one column, expanded.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +30,32 @@ from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import ATTENTION
 from zero3d.models.placeholders import Placeholder, first_argument
 
+_Call = tuple[str, int]
 PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 LENGTH, CUT = 33, 18  # no part is as long as widths are
 NAME = "sequence_trial"
 OF_A_KIND = 2
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
+LEAST = 1e-2  # of the largest gradient of all: those in front of a norm of queries are nothing but rounding
 
 
 def mixing_layers(decoder: nn.Module) -> str | None:
-    """Return the kinds of layers that mix tokens outside of attention by what they are; None where none is told."""
+    """Return the kinds of layers that mix tokens outside of attention by what they are, and the name of the first one.
+
+    None where none is told.
+    """
     text = decoder.config.get_text_config()  # type: ignore[union-attr, operator]
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    convolves = any(isinstance(module, nn.Conv1d) for module in decoder.modules())
-    return ", ".join(odd) or ("convolutions" if convolves else None)
+    types = getattr(text, "layer_types", None) or ()
+    odd = sorted(set(types) - set(ATTENTION))
+    convolutions = (name for name, module in decoder.named_modules() if isinstance(module, nn.Conv1d))
+    blocks = (name for name, kind in zip(find_blocks(decoder), types, strict=False) if kind in odd)
+    if (convolution := next(convolutions, None)) is not None:
+        return f"{', '.join(odd) or 'convolutions'} ({convolution.rpartition('.')[0] or convolution})"
+    return f"{', '.join(odd)} ({next(blocks, 'no block')})" if odd else None
 
 
 def mixing_module(decoder: Any) -> str | None:
-    """Return the name of the first module that mixes tokens outside of attention; None where none does.
+    """Return the name of a module that mixes tokens outside of attention, or whose backward does; None if none does.
 
     Inside a dry run, whose tensors have no values to compare, it is None of any: try the decoder before. Raises
     ConfigError where the decoder cannot be tried.
@@ -53,18 +64,17 @@ def mixing_module(decoder: Any) -> str | None:
 
     if isinstance(torch.empty(0), FakeTensor):
         return None
-    config, seen = decoder.config, _Seen()
+    config, generator = decoder.config, torch.Generator().manual_seed(0)
     own, functions = config._attn_implementation, ALL_ATTENTION_FUNCTIONS._global_mapping
-    generator = torch.Generator().manual_seed(0)
-    width = getattr(config.get_text_config(), "hidden_size", None)
+    kind, width = type(decoder).__name__, getattr(config.get_text_config(), "hidden_size", None)
     if width is None:
         raise ConfigError(
             "mesh.sp tries whether attention alone mixes the tokens of a sequence, and needs a width for that: "
             f"{type(config).__name__} has no hidden_size. Type mesh.sp=1."
         )
     device = next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
-    hidden = torch.randn(1, LENGTH, width, generator=generator).to(device)
-    with ExitStack() as stack, torch.no_grad():
+    hidden, seen = torch.randn(1, LENGTH, width, generator=generator).to(device), _Seen()
+    with ExitStack() as stack, torch.enable_grad():
         stack.enter_context(_few_blocks(decoder))
         state = {name: _random(p, generator, device) for name, p in decoder.named_parameters()}
         stack.enter_context(_watched(decoder, seen))
@@ -75,17 +85,23 @@ def mixing_module(decoder: Any) -> str | None:
         if (experts := getattr(config, "_experts_implementation", None)) is not None:
             config._experts_implementation = "eager"  # the usual one takes no expanded weights
             stack.callback(setattr, config, "_experts_implementation", experts)
+        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value]:
+            # transformers hooks modules at the first output asked for, for good: not while blocks are left out
+            stack.callback(setattr, config, option, getattr(config, option))
+            setattr(config, option, False)
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # of blocks that are compiled
         stack.enter_context(_ByColumns())
         try:
             for rows in (range(LENGTH), range(CUT), range(CUT, LENGTH)):
-                seen.begin(rows)
-                part = {"inputs_embeds": hidden[:, rows.start : rows.stop], "use_cache": False}
+                given = seen.begin(rows, kind, hidden)
                 positions = torch.arange(rows.start, rows.stop, device=device)[None]
-                functional_call(decoder, state, (), part | {"position_ids": positions})
+                part = {"inputs_embeds": given, "use_cache": False, "position_ids": positions}
+                seen.end(functional_call(decoder, state, (), part)[0])
+            if seen.mixing is None:
+                seen.compare_backwards(generator)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"mesh.sp tries whether attention alone mixes the tokens of a sequence, and {type(decoder).__name__} "
+                f"mesh.sp tries whether attention alone mixes the tokens of a sequence, and {kind} "
                 f"cannot be tried on {LENGTH} random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
             ) from error
     return seen.mixing
@@ -104,19 +120,69 @@ class _ByColumns(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Forward(NamedTuple):
+    """A forward of some rows: where its backward begins and along which dimension rows are, and what modules took."""
+
+    rows: range
+    ends: dict[_Call, tuple[Tensor, int]]
+    taken: dict[_Call, Tensor]
+
+    def gradients(self, first: Mapping[_Call, Tensor]) -> dict[_Call, Tensor]:
+        """Return the gradient of what each module took, of the rows of `first`, which are of the whole's ends."""
+        ends = {call: t for call, (t, _) in self.ends.items() if t.requires_grad}
+        begin = [first[call].narrow(self.ends[call][1], self.rows.start, len(self.rows)) for call in ends]
+        found = torch.autograd.grad(list(ends.values()), list(self.taken.values()), begin, allow_unused=True)
+        return {
+            call: torch.zeros_like(t) if grad is None else grad
+            for (call, t), grad in zip(self.taken.items(), found, strict=True)
+        }
+
+
 class _Seen:
     """Compares what modules make of parts with the rows of what they made of the whole, in the order of their calls."""
 
     def __init__(self) -> None:
         self.mixing: str | None = None
         self._rows = range(0)
-        self._whole: dict[tuple[str, int], Tensor] = {}
+        self._whole: dict[_Call, Tensor] = {}
         self._calls: Counter[str] = Counter()
+        self._forwards: list[_Forward] = []
 
-    def begin(self, rows: range) -> None:
-        """Begin a forward of these rows; the first is of all."""
+    def begin(self, rows: range, decoder: str, hidden: Tensor) -> Tensor:
+        """Begin a forward of these rows, and return their hidden states for it; the first is of all."""
         self._rows = rows
         self._calls.clear()
+        self._forwards.append(_Forward(rows, {}, {}))
+        given: Tensor = self._take(decoder, hidden[:, rows.start : rows.stop].clone().requires_grad_())
+        return given
+
+    def end(self, made: Tensor) -> None:
+        """End a forward, whose decoder returned this first."""
+        self._forwards[-1].ends[self._call("the output")] = made, 1
+
+    def compare_backwards(self, generator: torch.Generator) -> None:
+        """Compare gradients of parts with the rows of those of the whole, the last module's first."""
+        whole, *parts = self._forwards
+        first = {call: torch.randn(t.shape, generator=generator).to(t) for call, (t, _) in whole.ends.items()}
+        wanted = whole.gradients(first)
+        least = LEAST * max(float(grad.abs().max()) for grad in wanted.values())
+        for part in parts:
+            for call, grad in reversed(part.gradients(first).items()):
+                rows = wanted[call].narrow(1, part.rows.start, len(part.rows))
+                if self.mixing is None and not _near(grad, rows, least):
+                    self.mixing = f"the backward of {call[0]}"
+
+    def take(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """Return what a module is given, with tensors [1, rows, ..] whose gradients are of this module alone."""
+        return tuple(self._take(name, t) for t in args), {key: self._take(name, t) for key, t in kwargs.items()}
+
+    def _take(self, name: str, given: Any) -> Any:
+        if not isinstance(given, Tensor) or not given.requires_grad:
+            return given
+        if given.dim() < 3 or len(given) != 1 or given.shape[1] != len(self._rows):
+            return given
+        alias = self._forwards[-1].taken[self._call(name, " takes")] = given * 1
+        return alias
 
     def note(self, name: str, made: Any, dim: int = 1) -> None:
         """Note or compare a tensor [1, ..] whose dimension `dim` are rows; leave any other."""
@@ -125,37 +191,44 @@ class _Seen:
             made = made[0] if made else None
         if not isinstance(made, Tensor) or made.dim() < 3 or len(made) != 1 or made.shape[dim] != len(rows):
             return  # such as tokens by expert
-        key = name, self._calls[name]
-        self._calls[name] += 1
+        call = self._call(name)
+        if dim == 2:
+            self._forwards[-1].ends[call] = made, dim
+        made = made.detach()
         if len(rows) == LENGTH:
-            self._whole[key] = made
-        elif self.mixing is None and (key not in self._whole or not _near(made, self._of_rows(key, dim))):
+            self._whole[call] = made
+        elif self.mixing is None and (
+            call not in self._whole or not _near(made, self._of_rows(self._whole[call], dim), 1e-6)
+        ):
             self.mixing = name
 
-    def _of_rows(self, key: tuple[str, int], dim: int) -> Tensor:
-        return self._whole[key].narrow(dim, self._rows.start, len(self._rows))
+    def _call(self, name: str, what: str = "") -> _Call:
+        """Return what a call is known by: a name, and how many of that there were before."""
+        self._calls[name + what] += 1
+        return name, self._calls[name + what]
+
+    def _of_rows(self, whole: Tensor, dim: int) -> Tensor:
+        return whole.narrow(dim, self._rows.start, len(self._rows))
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Attend over the whole, causally; of a part return the rows of that."""
+        """Attend over the whole, causally; of a part return the rows of that. No gradient passes."""
         name = f"the attention of {type(module).__name__}"
         for what, given in (("queries", query), ("keys", key), ("values", value)):
             self.note(f"what makes {what} for {name}", given, 2)
-        call = "attended", self._calls["attended"]
-        self._calls["attended"] += 1
-        if len(self._rows) < LENGTH:
-            return self._of_rows(call, 1), None
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        made = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).contiguous()
-        self._whole[call] = made
-        return made, None
+        call = self._call("attended")
+        if len(self._rows) == LENGTH:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (t.detach().repeat_interleave(groups, 1) for t in (key, value))
+            made = F.scaled_dot_product_attention(query.detach(), key, value, is_causal=True)
+            self._whole[call] = made.transpose(1, 2).contiguous()
+        return self._of_rows(self._whole[call], 1).clone().requires_grad_() * 1, None
 
 
-def _near(made: Tensor, wanted: Tensor) -> bool:
-    most = float(wanted.abs().max())
-    return bool((made - wanted).abs().max() <= NEAR * max(most, 1e-6))
+def _near(made: Tensor, wanted: Tensor, least: float) -> bool:
+    """Return whether all of it is near, by the largest number that was wanted, or `least` where that is larger."""
+    return bool((made - wanted).abs().max() <= NEAR * max(float(wanted.abs().max()), least))
 
 
 def _random(p: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -169,11 +242,11 @@ def _watched(decoder: nn.Module, seen: _Seen) -> Iterator[None]:
     """Have the modules of the decoder note what they make inside, in evaluation mode."""
     modes = {module: module.training for module in decoder.modules()}
     decoder.eval()
-    hooks = [
-        module.register_forward_hook(partial(_note, seen, name))
-        for name, module in decoder.named_modules()
-        if name and not isinstance(module, Placeholder)
-    ]
+    hooks: list[Any] = []
+    for name, module in decoder.named_modules():
+        if name and not isinstance(module, Placeholder):
+            hooks.append(module.register_forward_pre_hook(partial(_take, seen, name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(_note, seen, name)))
     try:
         yield
     finally:
@@ -181,6 +254,10 @@ def _watched(decoder: nn.Module, seen: _Seen) -> Iterator[None]:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
+
+
+def _take(seen: _Seen, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return seen.take(name, args, kwargs)
 
 
 def _note(seen: _Seen, name: str, _: nn.Module, __: Any, made: Any) -> None:
