@@ -166,6 +166,14 @@ def test_chunks_and_threads_change_no_bit(executors, form, moments):
         assert same_bits(bucket.exp_avg_sq, runs[0].exp_avg_sq)
 
 
+def test_chunks_whose_gradients_are_multiplied_fit_a_thread_s_scratch(executors):
+    pieces, length = pieces_of()
+    executor, bucket = executors(2, 16), bucket_of("fp32", states_of(pieces, length), torch.float32)
+    bucket = bucket._replace(grad=torch.zeros(length))
+    room = executor._scratch.numel() // 2
+    assert executor._size(bucket, (0.1,)) == room < executor._size(bucket, ())
+
+
 @pytest.mark.parametrize("factors", [(), (1 / 3, 0.37)], ids=["final gradients", "unscaled and clipped"])
 @pytest.mark.parametrize("form", FORMS)
 def test_1_2_and_3_threads_share_a_bucket_and_give_the_same_bits(executors, form, factors):
