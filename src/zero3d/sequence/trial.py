@@ -85,7 +85,7 @@ def mixing_module(decoder: Any) -> str | None:
         if (experts := getattr(config, "_experts_implementation", None)) is not None:
             config._experts_implementation = "eager"  # the usual one takes no expanded weights
             stack.callback(setattr, config, "_experts_implementation", experts)
-        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value]:
+        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value is True]:
             # transformers hooks modules at the first output asked for, for good: not while blocks are left out
             stack.callback(setattr, config, option, getattr(config, option))
             setattr(config, option, False)
