@@ -1,6 +1,6 @@
 """Plant each fault of tests/mutants/*.yaml in a copy of the checkout and run the tests that may see it: `make mutants`.
 
-found     a test failed, or hung: the ledger names the first one
+found     a test failed, hung, or died of a signal: the ledger names the first one
 survived  all passed
 broken    no test was run: the fault ends in an error of import or collection, or its text is not in the file once
 
@@ -97,8 +97,10 @@ def tried(fault, folder, context):
         path.write_text(whole)
     said = log.read_text(errors="replace")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)(.*)", said, re.MULTILINE)
-    row = {"found": "found" if hangs or process.exitcode == 1 else "survived" if process.exitcode == 0 else "broken"}
-    by = "hangs" if hangs else failed[1] if failed else f"exit code {process.exitcode}"
+    dies = process.exitcode is not None and process.exitcode < 0  # of a signal, as where it reads freed memory
+    seen = hangs or dies or process.exitcode == 1
+    row = {"found": "found" if seen else "survived" if process.exitcode == 0 else "broken"}
+    by = "hangs" if hangs else "its process dies" if dies else failed[1] if failed else f"exit code {process.exitcode}"
     return row | ({"by": by} if row["found"] != "survived" else {}) | {"seconds": round(time.monotonic() - began)}
 
 

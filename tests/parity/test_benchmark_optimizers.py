@@ -45,4 +45,4 @@ def test_the_demo_learned_as_well_with_8_bits_and_sooner_with_muon_when_it_was_r
 
 @pytest.mark.long
 def test_the_demo_does_so_in_fewer_steps(tmp_path):
-    check_curves(figures(tmp_path, "demo_curves.py", "--steps", "125"), 125)
+    check_curves(figures(tmp_path, "demo_curves.py", "--steps", "60"), 60)

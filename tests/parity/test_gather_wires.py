@@ -43,6 +43,7 @@ def course(folder, options):
     rank = torch.distributed.get_rank()
     model = build("net")
     model.embed.requires_grad_(False)
+    model.layers[1].requires_grad_(False)  # a whole unit
     recompute(model, "full")
     degrees = {name: options.pop(name) for name in ("shard",) if name in options}
     engine, seen = engine_of(model, mesh=zero3d.Mesh(**degrees), accumulate=2, **options), []
@@ -66,6 +67,7 @@ def course(folder, options):
     with engine.full_params(), torch.no_grad():
         engine.module.head.weight.mul_(1.5)
         engine.module.embed.weight.add_(0.25)  # frozen
+        next(engine.module.layers[1].parameters()).add_(0.25)
     evaluate()
     engine.load(saved)
     evaluate()

@@ -5,6 +5,7 @@ from math import inf, isfinite, nan
 import pytest
 import torch
 from buckets import buckets_of
+from models import adamw, batch, build, loss_of
 from tiers import INFINITE, PLACES, Case, engine_of, step, trained
 from torch import nn
 
@@ -129,6 +130,20 @@ def test_gradients_of_16_bits_do_so_over_ranks_and_with_weights_on_the_host(rank
     case, hashes = Case(2, 3, precision="fp32", moments=(2, "auto"), grouped=True), set()
     hashes |= set(ranks(2, check_narrow, case, (NARROW, NARROW | {"params": "host", "executor": "device"})))
     assert len(hashes) == 1
+
+
+def test_gradients_of_16_bits_are_updated_as_a_mean_over_targets():
+    """AdamW's steps would hardly show a factor; its moments do."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        engine = zero3d.Engine(
+            build("net"), stage=2, clip_norm=None, optimizer=adamw, offload=NARROW | {"gradient_dtype": dtype}
+        )
+        engine.backward(loss_of(engine, batch(0)), weight=5)
+        engine.step()
+        moments = [engine.optimizer.states_of(owned)["exp_avg"] for owned in engine.optimizer.pieces]
+        found.append(float(torch.cat([each.flatten().float() for each in moments]).norm()))
+    assert found[1] == pytest.approx(found[0], rel=CLOSE)
 
 
 def kept(dtype):

@@ -304,7 +304,7 @@ def some_plans(count):
 
 
 @long
-@pytest.mark.parametrize(("plan", "tied"), list(some_plans(30)))
+@pytest.mark.parametrize(("plan", "tied"), list(some_plans(16)))
 def test_what_is_said_to_fit_fits_in_simulation(alone, models, plan, tied):
     try:
         found = ratio(alone, models, plan, tied, layers=8)

@@ -136,6 +136,8 @@ REFUSED = {
     "sequences longer than a config's": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.train=file.txt"], "the model's 16 positions: set data.length=16"),
     "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),
     "nobody logged in to wandb": (["log.wandb=mine"], "log.wandb=mine needs a key of Weights & Biases, and there is none: type `wandb login`"),
+    "nobody logged in to a tracker": (["log.to=wandb"], "log.to=wandb needs a key of Weights & Biases, and there is none"),
+    "a tracker nobody knows": (["log.to=wanbd"], "found the text 'wanbd'. Did you mean wandb?"),
 }  # fmt: skip
 OF_RANKS = ("batch", "degrees", "a pipeline without micro-batches", "what cannot shrink")  # needs their number
 MISSING = {
@@ -144,7 +146,9 @@ MISSING = {
     "pyarrow": (["data.train=rows.parquet"], "rows.parquet: reading parquet needs pyarrow: pip install 'zero3d[data]'."),
     "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard: pip install 'zero3d[tensorboard]'."),
     "flash_attn": (["model.attn=flash_attention_2"], "model.attn=flash_attention_2 needs the package flash_attn, which is not installed: install flash-attn for this GPU, or set model.attn=sdpa."),
-    "wandb": (["log.wandb=mine"], "log.wandb needs wandb: pip install 'zero3d[wandb]'."),
+    "wandb": (["log.wandb=mine"], "log.wandb=mine needs wandb: pip install 'zero3d[wandb]'."),
+    "mlflow": (["log.to=mlflow"], "log.to=mlflow needs mlflow: pip install 'zero3d[mlflow]'."),
+    "alembic": (["log.to=mlflow"], "log.to=mlflow without MLFLOW_TRACKING_URI needs alembic: pip install 'zero3d[mlflow]'."),
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
 }  # fmt: skip
 CONFIG = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 16}
@@ -182,11 +186,12 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "odd.json").write_text(json.dumps(CONFIG | {"model_type": "llama9"}))
     (tmp_path / "cut.json").write_text(json.dumps(CONFIG)[:-5])
-    write_package(tmp_path / "packages" / "wandb")
+    for name in ("wandb", "mlflow"):
+        write_package(tmp_path / "packages" / name)
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_")) or name == "NETRC"]:
         monkeypatch.delenv(name)
     return tmp_path
 

@@ -4,8 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero3d.errors import ConfigError
+from zero3d.models import codecs
 from zero3d.models.codecs import CODECS, weights_under
 from zero3d.models.quantised import Matrix, PackedSource
 from zero3d.shards.boxes import boxes, slices, whole
@@ -172,3 +174,23 @@ def test_weights_that_are_not_finite_are_refused_by_name(name, bad):
     source = PackedSource(lambda name, box: weights[slices(box)], matrices, torch.float32)
     with pytest.raises(ConfigError, match=rf"model\.quantize={name}: up\.weight is refused: .* NaN or infinite"):
         source("up.packed", tuple((0, size) for size in FORMATS[name].packed_shape((8, 64))))
+
+
+def test_maxima_are_packed_alike_by_any_number_of_threads():
+    scales = torch.rand(1 << 17, generator=torch.Generator().manual_seed(0))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(CODECS["nf4-double"]._run_of(scales))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_a_dry_run_leaves_no_table_without_values_behind():
+    codes = torch.zeros(4, dtype=torch.uint8)
+    codecs._maxima.cache_clear()
+    with FakeTensorMode():
+        codecs._kept(codecs._maxima, torch.zeros(4, dtype=torch.uint8))
+    assert codecs._kept(codecs._maxima, codes).tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()

@@ -75,10 +75,11 @@ def test_nothing_is_held_after_a_backward_that_left_a_parameter_out():
     assert sums[0] == sums[1]
 
 
-def test_a_second_gradient_in_one_backward_is_added_to_the_first():
-    engine = engine_of(Partly(), stage=2, units=[])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_second_gradient_in_one_backward_is_added_to_the_first(precision):
+    engine = zero3d.Engine(Partly(), stage=2, units=[], precision=precision, optimizer=adamw)
     (unit,) = engine.units
-    first, second = (torch.full((8, 8), value, dtype=torch.bfloat16) for value in (1.5, 2.25))
+    first, second = (torch.full((8, 8), value, dtype=engine.precision.dtype) for value in (1.5, 2.25))
     for grad in (first, second):
         unit.gradients.take(0, grad)
     unit.gradients.fill_up()

@@ -3,15 +3,12 @@
 import errno
 import json
 import os
-import sys
-from types import ModuleType
 
 import pytest
 from full_disks import limited
 
 from zero3d.config import load
-from zero3d.errors import REMEDIES, CheckpointError, ConfigError, OutOfBudget, Zero3dError, remedy_of
-from zero3d.train import metrics
+from zero3d.errors import REMEDIES, CheckpointError, OutOfBudget, remedy_of
 from zero3d.train.folder import UNREAD, Folder
 from zero3d.train.metrics import JsonLines, Metrics
 
@@ -85,17 +82,12 @@ def test_a_disk_that_does_not_take_the_end_of_a_good_run_is_told_by_us(opened):
     assert [sink.closed for sink in sinks] == [1, 1, 1]
 
 
-def test_metrics_that_cannot_be_opened_are_told_by_us(tmp_path, monkeypatch):
+def test_metrics_that_cannot_be_opened_are_told_by_us(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(CheckpointError, match=r"before step 8 \(Is a directory\): move away what else has this name"):
         Metrics(Folder(tmp_path), CONFIG, 0, 8)
     with pytest.raises(CheckpointError, match="cannot be read"):
         Folder(tmp_path).keep_metrics(3)
-    (tmp_path / "metrics.jsonl").rmdir()
-    (tmp_path / "tensorboard").touch()
-    monkeypatch.setattr(metrics, "TensorBoard", lambda folder, _: (folder.root / "tensorboard").mkdir())
-    with pytest.raises(CheckpointError, match=r"\(File exists\): move away what else has this name"):
-        Metrics(Folder(tmp_path), load(None, ["log.tensorboard=true"]), 0)
 
 
 # --- what to do about an error of the system -------------------------------------------------------
@@ -176,55 +168,3 @@ def test_where_a_line_cannot_be_kept_metrics_stay_as_they_were(tmp_path, name):
         folder.keep_metrics(1)
     assert not isinstance(told.value, OutOfBudget)
     assert folder.metrics.read_text() == before
-
-
-# --- Weights & Biases -----------------------------------------------------------------------------
-
-WANDB = """
-class Error(Exception): pass
-class CommError(Error): pass
-class AuthenticationError(CommError): pass
-class UsageError(Error): pass
-"""
-
-
-@pytest.fixture
-def wandb(tmp_path, monkeypatch):
-    """A package with the errors of wandb's, whose init raises the one that it is given."""
-    errors, made = ModuleType("wandb.errors"), ModuleType("wandb")
-    exec(WANDB, errors.__dict__)
-    made.errors = errors
-    monkeypatch.setitem(sys.modules, "wandb", made)
-    monkeypatch.setitem(sys.modules, "wandb.errors", errors)
-
-    def refuse(name, text):
-        def init(**_):
-            raise getattr(errors, name)(text)
-
-        made.init = init
-        return made
-
-    return refuse
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "code"),
-    [("UsageError", ConfigError, 2), ("AuthenticationError", ConfigError, 2), ("CommError", Zero3dError, 1)],
-)
-def test_what_wandb_refuses_is_one_line_with_what_to_type(wandb, tmp_path, name, kind, code):
-    wandb(name, "No API key\nconfigured.")
-    with pytest.raises(kind) as told:
-        Metrics(Folder(tmp_path), load(None, ["log.wandb=mine"]), 0)
-    assert type(told.value) is kind
-    assert told.value.exit_code == code
-    assert str(told.value) == (
-        f"log.wandb=mine: wandb.init raised {name} (No API key configured): type `wandb login`, or set WANDB_API_KEY, "
-        "or WANDB_MODE=offline."
-    )
-
-
-def test_a_run_without_a_step_left_opens_no_sink(wandb, tmp_path):
-    wandb("UsageError", "No API key configured.")
-    with Metrics(Folder(tmp_path), load(None, ["log.wandb=mine"]), 0, first=3, any_left=False):
-        pass
-    assert not list(tmp_path.iterdir())

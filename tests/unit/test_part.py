@@ -26,8 +26,9 @@ def test_a_part_is_full_and_not_more():
         assert -1e-9 < left < 1
 
 
-def test_in_time_every_case_has_its_turn():
-    assert set().union(*(part_of(CASES, str(commit)) for commit in range(300))) == set(CASES)
+def test_in_time_every_case_has_its_turn_that_a_part_has_time_for():
+    fitting = {name for name in CASES if seconds_of(name, long=True) < BUDGET}
+    assert set().union(*(part_of(CASES, str(commit)) for commit in range(300))) == fitting
 
 
 def test_cases_that_nobody_measured_count_as_dear():

@@ -10,7 +10,9 @@ from zero3d.errors import ConfigError
 from zero3d.models.adapters import add_adapters
 from zero3d.models.build import build
 from zero3d.models.open import Opened
-from zero3d.plan.sequence import sp_refused
+from zero3d.plan.sequence import kept_more, sp_refused
+from zero3d.plan.shapes import llama
+from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.figures import HEAD, measure
 from zero3d.sim.model_spec import outline, trace
 from zero3d.sim.units import find_part_names
@@ -179,3 +181,11 @@ def test_a_model_without_blocks_is_refused():
 
     with pytest.raises(ConfigError, match="no list of two or more blocks"):
         outline(nn.Sequential(nn.Linear(4, 4)), 8)
+
+
+def test_attention_of_shared_sequences_keeps_its_output_twice_by_hand():
+    """As it was computed, of all rows and this rank's heads, and as it was sent back, of all heads and its rows."""
+    model = llama(2, 64, 4, 2, 128, 256, 32)  # 4 heads of 16
+    rows, heads, width, two_bytes = 32 // 2, 4, 16, 2
+    assert kept_more(model, ParallelPlan(dp=2, sp=2, stage=3)) == rows * heads * width * two_bytes
+    assert kept_more(model, ParallelPlan(dp=2, stage=3)) == 0

@@ -6,7 +6,8 @@ paths        model, data, tokenizer and own code are there; data.length fits a m
 type         transformers knows the model
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
-key          somebody is logged in to Weights & Biases, where log.wandb asks for it
+key          somebody is logged in to Weights & Biases, where log.to or log.wandb asks for it
+store        what MLflow needs for a SQLite file, where no server is named
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.attention import check_kernel
+from zero3d.setup.packages import is_installed
 from zero3d.spec.offload import AUTO
-from zero3d.train.weights_and_biases import REMEDY
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
+REMEDY = "type `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+SERVER = "MLFLOW_TRACKING_URI"
 WITHOUT_KEY = ("offline", "dryrun", "disabled")  # of WANDB_MODE
 
 
@@ -119,8 +122,10 @@ def check_positions(config: Config) -> None:
     check_length(config.data.length, positions(config.model))
 
 
-def check_key(project: str) -> None:
+def check_key(asked: str) -> None:
     """Refuse a run that nobody is logged in for: a worker cannot ask for the key. Raises ConfigError.
+
+    asked  what asks for Weights & Biases
 
     It is looked for where wandb would (wandb/sdk/lib/wbauth, wandb/sdk/wandb_settings.py), without importing wandb:
 
@@ -134,7 +139,13 @@ def check_key(project: str) -> None:
     if any(environment.get(name) for name in KEYS) or environment.get("WANDB_MODE") in WITHOUT_KEY:
         return
     if not any(file.exists() for file in _files_of_keys(environment)):
-        raise ConfigError(f"log.wandb={project} needs a key of Weights & Biases, and there is none: {REMEDY}.")
+        raise ConfigError(f"{asked} needs a key of Weights & Biases, and there is none: {REMEDY}.")
+
+
+def check_store(asked: str) -> None:
+    """Refuse a run of mlflow-skinny alone that names no server: it cannot write a SQLite file. Raises ConfigError."""
+    if not os.environ.get(SERVER) and not is_installed("alembic"):
+        raise ConfigError(f"{asked} without {SERVER} needs alembic: pip install 'zero3d[mlflow]'.")
 
 
 def _files_of_keys(environment: Mapping[str, str]) -> Iterator[Path]:

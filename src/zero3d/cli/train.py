@@ -19,6 +19,7 @@ from zero3d.cli.preflight import (
     check_key,
     check_model_type,
     check_paths,
+    check_store,
     check_transformers,
     check_world,
 )
@@ -84,8 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_packages(config)
     check_model_type(config)
     check_attention(config)
-    if config.log.wandb is not None and arguments.resume is None:  # else perhaps no step is left to log
-        check_key(config.log.wandb)
+    trackers = config.log.trackers
+    if "wandb" in trackers and arguments.resume is None:  # else perhaps no step is left to log
+        check_key(trackers["wandb"])
+    if "mlflow" in trackers:
+        check_store(trackers["mlflow"])
     ranks = arguments.ranks
     if ranks is None:  # counting devices imports torch, which takes seconds: after all that needs none
         ranks = ranks_here(config.mesh)

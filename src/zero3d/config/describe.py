@@ -144,6 +144,9 @@ def _form(key: Key, kind: Any) -> dict[str, Any]:
     if kind is str and key.choices:
         templates = any(":K" in choice for choice in key.choices)
         return form | ({"pattern": f"^({key.pattern})$"} if templates else {"enum": list(key.choices)})
+    if kind == tuple[str, ...] and key.choices:
+        words = {"enum": list(key.choices)}
+        return {"anyOf": [words, {"type": "array", "minItems": 1, "items": words}]}
     names = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
     bounds = {name: bound for name, bound in names.items() if bound is not None}
     if kind in (int, float):

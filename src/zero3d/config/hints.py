@@ -63,7 +63,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "optimizer.type": "optimizer.name",
         "output_dir": "output",
         "per_device_train_batch_size": "train.micro_batch",
-        "report_to": "log.tensorboard: true",
+        "report_to": "log.to",
         "save_every": "checkpoint.every",
         "save_steps": "checkpoint.every",
         "save_total_limit": "checkpoint.keep",

@@ -41,10 +41,11 @@ class Key:
         return ", or ".join("null" if kind is NoneType else self._words(kind) for kind in self.types)
 
     def _words(self, kind: Any) -> str:
-        if self.choices and kind is str:
+        if self.choices and kind in (str, tuple[str, ...]):
             unit = " (K a whole number from 1)" if any(":K" in choice for choice in self.choices) else ""
             *most, last = self.choices
-            return f"{', '.join(most)} or {last}{unit}" if most else last
+            words = f"{', '.join(most)} or {last}{unit}" if most else last
+            return words if kind is str else f"{words}, or a list of them"
         return KINDS[kind].words + (self._range() if kind in NUMBERS else "")
 
     def _range(self) -> str:
@@ -72,8 +73,10 @@ class Key:
             return True
         if isinstance(value, str):
             return not self.choices or re.fullmatch(self.pattern, value) is not None
-        numbers = value if isinstance(value, tuple) else (value,)
-        return all(self._within(number) for number in numbers if isinstance(number, (int, float)))
+        items = value if isinstance(value, tuple) else (value,)
+        if self.choices and not all(item in self.choices for item in items if isinstance(item, str)):
+            return False
+        return all(self._within(number) for number in items if isinstance(number, (int, float)))
 
     def _within(self, number: float) -> bool:
         return (
@@ -89,7 +92,9 @@ class Key:
         return "|".join(re.escape(choice).replace(":K", ":[1-9][0-9]*") for choice in self.choices)
 
     def _refusal(self, value: Any) -> str:
-        near = nearest(value, self.choices) if isinstance(value, str) and value not in NULLS else None
+        words = value if isinstance(value, (list, tuple)) else (value,)
+        wrong = next((word for word in words if isinstance(word, str) and word not in self.choices), "")
+        near = nearest(wrong, self.choices) if wrong not in NULLS else None
         meant = number_meant(value.strip()) if isinstance(value, str) else None
         hint = f" Did you mean {near}?" if near else f" {meant[0].upper()}{meant[1:]}." if meant else ""
         if str in self.types and not self.choices and isinstance(value, (bool, int, float)):

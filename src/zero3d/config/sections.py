@@ -28,6 +28,7 @@ from zero3d.spec.zero import PRECISIONS, Zero
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 EXPORTS = ("adapter", "merged", "both")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")  # and the packages and extras of these names
 GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
 
@@ -315,8 +316,23 @@ class Log:
     every: int | None = key(
         None, "steps between lines where there is no terminal; by default about 20 lines a run", least=1
     )
-    tensorboard: bool = key(False, "write event files to OUTPUT/tensorboard")
-    wandb: str | None = key(None, "a Weights & Biases project")
+    to: tuple[str, ...] | None = key(
+        None, "trackers that get every step's values and the run's configuration, from rank 0", choices=TRACKERS
+    )
+    project: str = key("zero3d", "the project that they show the run in")
+    tensorboard: bool = key(False, "short for tensorboard in log.to: event files in OUTPUT/tensorboard")
+    wandb: str | None = key(None, "short for wandb in log.to, and the project there: Weights & Biases")
+
+    @property
+    def trackers(self) -> Mapping[str, str]:
+        """The key and value that ask for each tracker, by its name."""
+        asked = {name: f"log.to={name}" for name in self.to or ()}
+        asked |= {"tensorboard": "log.tensorboard"} if self.tensorboard else {}
+        return asked | ({} if self.wandb is None else {"wandb": f"log.wandb={self.wandb}"})
+
+    def project_of(self, tracker: str) -> str:
+        """Return the project that a tracker shows the run in."""
+        return self.wandb if tracker == "wandb" and self.wandb is not None else self.project
 
 
 @dataclass(frozen=True)

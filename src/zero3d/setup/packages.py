@@ -4,8 +4,7 @@ package      extra        asked for by
 peft         hf           lora.rank
 Pillow       vlm          data.images
 pyarrow      data         data in parquet or arrow files, as far as names tell
-tensorboard  tensorboard  log.tensorboard
-wandb        wandb        log.wandb
+trackers' names           log.to, log.tensorboard, log.wandb: of each its package and extra
 """
 
 from __future__ import annotations
@@ -46,7 +45,5 @@ def _needed(config: Config) -> Iterator[tuple[str, str, str]]:
     for path, format in named_formats(config.data).items():
         if format in COLUMNS:
             yield f"{path}: reading {format}", "pyarrow", "data"
-    if config.log.tensorboard:
-        yield "log.tensorboard", "tensorboard", "tensorboard"
-    if config.log.wandb is not None:
-        yield "log.wandb", "wandb", "wandb"
+    for name, asked in config.log.trackers.items():
+        yield asked, name, name

@@ -15,8 +15,8 @@ own_calls          calls of a user's own code
 resume_hints       why a run cannot go on as it is, and what to type
 offload            what leaves the device: what auto becomes, what a resume keeps, what lies on a disk
 stop               a signal becomes a request to stop
-metrics            records of steps to metrics.jsonl, TensorBoard, Weights & Biases
-weights_and_biases a run there, and its refusals
+metrics            records of steps to metrics.jsonl and to trackers
+trackers           TensorBoard, Weights & Biases, SwanLab, MLflow, Trackio, which a run goes on without
 progress           a live bar, or lines; how long the rest takes
 profiler           a profiler's trace of a few steps
 flops              operations of a step, and how many a device could do

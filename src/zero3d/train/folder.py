@@ -6,7 +6,8 @@ OUTPUT/
   metrics-unread.txt  lines of it that were no records when a run went on: what a killed run or a full disk has cut off
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
-  loss.png, trace-rank-0.json, tensorboard/
+  loss.png, trace-rank-0.json
+  tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
   lost-slots      by hand: numbers of this machine's slots that a restart leaves out, one a line (cli/elastic.py)
@@ -45,8 +46,7 @@ WRITTEN = (
     *NAMES,
     "loss.png",
     "trace-rank-0.json",
-    "tensorboard",
-    "wandb",
+    *("tensorboard", "wandb", "swanlab", "mlflow"),
     ".run",
     UNREAD,
     "watchdog.txt",

@@ -1,11 +1,12 @@
-"""Where a step's record goes: metrics.jsonl always, TensorBoard and Weights & Biases when asked. Rank 0 only."""
+"""Where a step's record goes: metrics.jsonl always, trackers when asked. Rank 0 only."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -13,7 +14,7 @@ from typing import Any, Protocol, Self
 from zero3d.config import Config
 from zero3d.errors import CheckpointError, remedy_of
 from zero3d.train.folder import Folder
-from zero3d.train.weights_and_biases import Wandb
+from zero3d.train.trackers import Trackers
 
 Record = dict[str, Any]
 
@@ -46,39 +47,26 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
-    """Writes scalars by the record's names. Those from step `first` on of an earlier session no longer count."""
-
-    def __init__(self, folder: Folder, first: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder.root / "tensorboard"), purge_step=first)
-
-    def write(self, record: Record) -> None:
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Metrics:
     """Owns all sinks of a run; none on other ranks than 0, and none where no step is left.
 
     first  step of this session
+    say    prints one line: of a tracker that fails
     """
 
-    def __init__(self, folder: Folder, config: Config, rank: int, first: int = 1, any_left: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        config: Config,
+        rank: int,
+        first: int = 1,
+        any_left: bool = True,
+        say: Callable[[str], Any] = warnings.warn,
+    ) -> None:
         self._sinks: Sequence[Sink] = ()
         if rank == 0 and any_left:
             with told(folder, f"before step {first}"):
-                sinks: list[Sink] = [JsonLines(folder)]
-                if config.log.tensorboard:
-                    sinks.append(TensorBoard(folder, first))
-                if config.log.wandb is not None:
-                    sinks.append(Wandb(folder, config.log.wandb, config))
-            self._sinks = sinks
+                self._sinks = JsonLines(folder), Trackers(folder, config, say)
         self._folder, self._last = folder, first - 1
 
     def __enter__(self) -> Self:

@@ -185,7 +185,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     any_left = loop.state.step < steps and loop.why_over is None
     if not any_left and loop.why_over is None:
         progress.say(f"all {steps:,} steps are done: there is nothing left to train")
-    with Metrics(folder, config, engine.world.rank, loop.state.step + 1, any_left) as metrics:
+    with Metrics(folder, config, engine.world.rank, loop.state.step + 1, any_left, progress.say) as metrics:
         loop.run(steps, metrics, progress)
     loop.stream.close()
     if loop.why_over is not None:
