@@ -115,8 +115,8 @@ class _ByColumns(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             made = args[0].sum(-1, keepdim=True) * args[1][:, 0]
             return made if bias is None else made + bias
-        if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() == 3 and args[1].stride(1) == 0:
-            return args[0].sum(-1, keepdim=True) * args[1][:, :1]  # of experts, stacked
+        if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() in (2, 3) and args[1].stride(-2) == 0:
+            return args[0].sum(-1, keepdim=True) * args[1][..., :1, :]  # of an expert, or of all, stacked
         return func(*args, **(kwargs or {}))
 
 
