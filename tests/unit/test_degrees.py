@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import zero3d
-from zero3d.checkpoint.resume_contract import FREE, PLAIN, USUAL
+from zero3d.checkpoint.resume_contract import EXACT, FREE, PLAIN, USUAL
 from zero3d.config import Mesh, Train, degrees_of, load
 from zero3d.config.batch import resolve_batch
 from zero3d.config.keys import KEYS
@@ -196,7 +196,8 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
     assert USUAL[fold.name] == fold.usual, "of a checkpoint that is older than the axis"
     assert fold.name in FREE
-    assert PLAIN[fold.name].endswith("exact=True would not mind")
+    assert PLAIN[fold.name].endswith("exact=True would not mind") == fold.exact
+    assert (fold.name in EXACT) != fold.exact
 
 
 def test_axes_have_names_of_their_own_in_groups_and_ledger():

@@ -85,7 +85,7 @@ def mixing_module(decoder: Any) -> str | None:
         if (experts := getattr(config, "_experts_implementation", None)) is not None:
             config._experts_implementation = "eager"  # the usual one takes no expanded weights
             stack.callback(setattr, config, "_experts_implementation", experts)
-        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value]:
+        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value is True]:
             # transformers hooks modules at the first output asked for, for good: not while blocks are left out
             stack.callback(setattr, config, option, getattr(config, option))
             setattr(config, option, False)
@@ -115,8 +115,8 @@ class _ByColumns(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             made = args[0].sum(-1, keepdim=True) * args[1][:, 0]
             return made if bias is None else made + bias
-        if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() == 3 and args[1].stride(1) == 0:
-            return args[0].sum(-1, keepdim=True) * args[1][:, :1]  # of experts, stacked
+        if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() in (2, 3) and args[1].stride(-2) == 0:
+            return args[0].sum(-1, keepdim=True) * args[1][..., :1, :]  # of an expert, or of all, stacked
         return func(*args, **(kwargs or {}))
 
 
