@@ -8,7 +8,7 @@
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make sizes     lines of code of src and of its core, into CONTRIBUTING.md
-# make mutants   planted faults: which tests see them, into tests/mutants   (8 minutes)
+# make mutants   planted faults: which tests see them, into tests/mutants   (12 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (at most 10 minutes)
 # make bench     engines side by side on 2 CPU ranks
 # make tables    the tables of README and docs anew, from benchmarks/results
