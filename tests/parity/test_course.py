@@ -45,7 +45,7 @@ def test_the_file_and_the_code_of_the_page_run_as_they_are_shown(ranks, folder):
     assert sum(line.endswith("right") for line in notes) == 3
 
 
-def test_keys_events_and_schedules_of_the_page_are_those_that_there_are(tmp_path):
+def test_keys_events_schedules_and_trackers_of_the_page_are_those_that_there_are(tmp_path):
     (tmp_path / "course.yaml").write_text(BLOCKS["yaml"])
     load(tmp_path / "course.yaml")
     named = set(re.findall(r"`((?:schedule|evaluate|train|checkpoint|data|log|health|offload)\.\w+)", PAGE))
@@ -54,5 +54,5 @@ def test_keys_events_and_schedules_of_the_page_are_those_that_there_are(tmp_path
     table = dict(re.findall(r"^\| `(on_\w+)\(([^)]*)\)`", PAGE, re.M))
     assert table == {event: ", ".join(arguments) for event, arguments in EVENTS.items()}
     assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == (
-        *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices
+        *KEYS["optimizer.name"].choices, *KEYS["schedule.name"].choices, *KEYS["log.to"].choices
     )  # fmt: skip
