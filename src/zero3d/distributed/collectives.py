@@ -354,8 +354,8 @@ class Comm:
     def _sum(self, terms: list[Tensor], shard: Tensor, add: bool) -> None:
         """Set shard (+)= ((t0 + t1) + t2) + ...; a term may be the shard itself.
 
-        A part of the shard at a time, which stays in a cache from its first term to its last: memory sees every term
-        and the shard once.
+        A part of the shard at a time: on the CPU it stays in a cache from its first term to its last, so that memory
+        sees every term and the shard once.
         """
         if len(terms) == 1:  # one operation, which reads nothing again
             if add:

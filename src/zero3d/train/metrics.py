@@ -1,4 +1,4 @@
-"""Where a step's record goes: metrics.jsonl always, trackers when asked. Rank 0 only."""
+"""Writes the record of each step on rank 0: always to metrics.jsonl, and to the trackers that the run names."""
 
 from __future__ import annotations
 

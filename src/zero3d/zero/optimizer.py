@@ -243,7 +243,7 @@ class ShardedOptimizer(OptimizerStates):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank trains this model."""
+        """Return whether this rank trains the model alone."""
         return self._comm.size == 1 and self._model_group.alone
 
     def _exchange(self, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
