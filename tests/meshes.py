@@ -1,7 +1,5 @@
 """Training on meshes with a tp axis against one process: cases that cover all pairs of settings, and how to run one."""
 
-from functools import cache
-
 import torch
 from models import LiftCasts, batch
 from pipelines import covering
@@ -13,6 +11,7 @@ from zero3d.activations.recomputation import recompute
 FAMILIES = ("llama", "qwen3", "gpt2", "moe")
 COSTS = {(1, 2, 1): 3, (2, 2, 1): 7, (1, 2, 2): 23, (2, 1, 2): 7, (2, 2, 2): 28, (1, 4, 1): 8}  # tenths of a second
 MESHES = tuple(COSTS)  # dp, tp, pp
+DEAR = ((1, 2, 2), (2, 2, 2), (1, 4, 1))
 STAGES = (0, 1, 2, 3)
 SCHEDULES = (None, "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 SEQUENCE = (False, True)
@@ -37,12 +36,14 @@ def pairs():
     return covering(SETTINGS, is_possible, cost=cost_of)
 
 
-@cache
-def triples():
-    """Likewise for every three settings' values; those of the meshes with tp and pp are their pairs."""
-    dear = [mesh for mesh in MESHES if min(mesh[1:]) > 1]
-    found = covering(SETTINGS, lambda case: is_possible(case) and case[1] not in dear, together=3, cost=cost_of)
-    return found + [case for case in pairs() if case[1] in dear]
+def pairs_on(mesh):
+    """Likewise on one mesh: three settings of which one is the mesh. Of a dear mesh they are the pairs of all meshes.
+
+    tp = 4 differs from tp = 2 in sizes alone. Any three of a pipeline's settings are in tests/parity/test_pipeline.py.
+    """
+    if mesh in DEAR:
+        return [case for case in pairs() if case[1] == mesh]
+    return covering(SETTINGS, lambda case: is_possible(case) and case[1] == mesh)
 
 
 def layers_of(mesh):

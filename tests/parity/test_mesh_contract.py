@@ -6,7 +6,7 @@ All cases of a mesh run one after the other on the same ranks.
 from itertools import product
 
 import pytest
-from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, run_all, triples, world_of
+from meshes import CLIP, MESHES, SETTINGS, is_possible, layers_of, oracle, pairs, pairs_on, run_all, world_of
 
 PAIRS = pairs()
 FEW = ((2, 2, 1), (2, 2, 2), (1, 4, 1))  # of each a case, with the schedule that has most to say; the rest is long
@@ -58,17 +58,17 @@ def test_a_mesh_equals_one_process_in_fp32_to_1e_5(ranks, one_process, mesh):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_three_settings_of_a_mesh_equal_one_process(ranks, one_process, mesh):
-    """Every pair of settings is in one of these cases, too. Of meshes with tp and pp there are their pairs alone."""
-    cases = [case for case in triples() if case[1] == mesh]
-    assert cases
+def test_every_two_settings_on_a_mesh_equal_one_process(ranks, one_process, mesh):
+    """Every pair of settings is in one of these cases, too."""
+    cases = pairs_on(mesh)
     for start in range(0, len(cases), 16):
         check(ranks, one_process, cases[start : start + 16], "fp64", 1e-10)
 
 
-def test_the_cases_have_every_possible_pair_of_settings():
-    assert len(PAIRS) <= 32
+@pytest.mark.parametrize("cases", [PAIRS, [case for mesh in MESHES for case in pairs_on(mesh)]], ids=["few", "long"])
+def test_the_cases_have_every_possible_pair_of_settings(cases):
+    assert len(cases) <= (32 if cases is PAIRS else 80)
     for i, j in product(range(len(SETTINGS)), repeat=2):
         if i < j:
             possible = {(case[i], case[j]) for case in product(*SETTINGS) if is_possible(case)}
-            assert {(case[i], case[j]) for case in PAIRS} == possible
+            assert {(case[i], case[j]) for case in cases} == possible
