@@ -1,14 +1,18 @@
 """`zero3d VERB` without its start: in a fork of a process that has imported, and so are the ranks that it starts.
 
 The fixture `zero3d_in_fork` runs a command line so. What a start adds, the interpreter, imports and `python -m`, is tested once
-a verb by a command of its own (tests/unit/test_verbs.py).
+a verb by a command of its own (tests/unit/test_verbs.py). `benchmark_in_fork` runs a script of benchmarks/ so.
 """
 
+import json
 import os
 import signal
 import sys
 import warnings
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
+from pathlib import Path
 from typing import NamedTuple
 
 from zero3d.cli import workers
@@ -93,3 +97,15 @@ def run_in_fork(words, folder, environment, output):
     os.chdir(folder)
     with open(output / "stdout", "wb") as stdout, open(output / "stderr", "wb") as stderr:
         return run_here(words, environment=environment, stdout=stdout, stderr=stderr)
+
+
+def run_benchmark(script, words, file):
+    """The case of a process of the pool: a script of benchmarks/, whose ranks are forks, too; what it writes as JSON."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import ranks
+
+    start = ranks.start_processes
+    ranks.start_processes = lambda *given, **options: start(*given, **options | {"start_method": "fork"})
+    with redirect_stdout(StringIO()):
+        assert import_module(script).main([*words, "--json", str(file)]) == 0
+    return json.loads(Path(file).read_text())

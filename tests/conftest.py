@@ -132,6 +132,14 @@ def zero3d_in_fork(pool, tmp_path_factory):
 
 
 @pytest.fixture
+def benchmark_in_fork(pool, tmp_path):
+    """`benchmark_in_fork(script, *words)` runs a script of benchmarks/ and returns its JSON (commands.py)."""
+    from commands import run_benchmark
+
+    return lambda script, *words: pool.alone(run_benchmark, script, words, tmp_path / "out.json")
+
+
+@pytest.fixture
 def poison(monkeypatch):
     """Released parameters are filled with NaN: an early release shows as a NaN, not by chance."""
     import zero3d.engine.options

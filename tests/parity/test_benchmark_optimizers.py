@@ -1,8 +1,6 @@
 """What the benchmarks of optimizers compare is the same training; what the demo learns with each."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,16 +8,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def figures(tmp_path, script, *words):
-    out = tmp_path / "out.json"
-    subprocess.run([sys.executable, BENCHMARKS / script, *words, "--json", out], check=True)
-    return json.loads(out.read_text())
-
-
 @pytest.mark.long
-def test_losses_of_an_optimizer_agree_at_both_stages_and_with_torchs_muon(tmp_path):
+def test_losses_of_an_optimizer_agree_at_both_stages_and_with_torchs_muon(benchmark_in_fork):
     small = ["--ranks", "2", "--rounds", "2", "--model", "layers=2,d=64,vocab=256", "--seq", "32"]
-    losses = figures(tmp_path, "optimizers.py", *small)["losses"]
+    losses = benchmark_in_fork("optimizers", *small)["losses"]
     for name in ("adamw", "adamw8bit", "muon"):
         assert losses[f"{name}-1"] == losses[f"{name}-3"]
         assert len(set(losses[f"{name}-1"])) == len(losses[f"{name}-1"]) == 4
@@ -44,5 +36,5 @@ def test_the_demo_learned_as_well_with_8_bits_and_sooner_with_muon_when_it_was_r
 
 
 @pytest.mark.long
-def test_the_demo_does_so_in_fewer_steps(tmp_path):
-    check_curves(figures(tmp_path, "demo_curves.py", "--steps", "60"), 60)
+def test_the_demo_does_so_in_fewer_steps(benchmark_in_fork):
+    check_curves(benchmark_in_fork("demo_curves", "--steps", "60"), 60)

@@ -1,21 +1,11 @@
 """What benchmarks/stream.py compares sends the same bytes; its receivers take them."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stream.py"
 
 
 @pytest.mark.long
-def test_every_variant_has_turns_and_memory(tmp_path):
-    out = tmp_path / "out.json"
-    small = ["--rounds", "2", "--model", "layers=2,d=64,vocab=64", "--bucket", "65536"]
-    subprocess.run([sys.executable, SCRIPT, *small, "--json", out], check=True, timeout=300)
-    result = json.loads(out.read_text())
+def test_every_variant_has_turns_and_memory(benchmark_in_fork):
+    result = benchmark_in_fork("stream", "--rounds", "2", "--model", "layers=2,d=64,vocab=64", "--bucket", "65536")
     assert result["parameters"] == 28
     assert result["bytes"] == 4 * (2 * (12 * 64 * 64 + 13 * 64) + 2 * 64 * 64 + 2 * 64)
     assert {name: len(times) for name, times in result["seconds"].items()} == dict.fromkeys(
