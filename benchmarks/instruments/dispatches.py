@@ -1,6 +1,6 @@
 """Count what a training step has torch dispatch, phase by phase: on an accelerator each of these is a kernel launch.
 
-    python benchmarks/instruments/dispatches.py [--dp 8] [--blocks 32] [--json OUT]
+    python benchmarks/instruments/dispatches.py [--dp 8] [--blocks 32] [--variants stage0,stage3] [--json OUT]
 
 plain PyTorch, FSDP2 and stages 0-3 train one small Llama in bf16 with clipping and fused AdamW. The process group is a
 fake one of `dp` ranks, whose peers are not there, so this runs anywhere in seconds; the third step is counted. It is
@@ -185,10 +185,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count what a training step has torch dispatch.")
     parser.add_argument("--dp", type=int, default=8, help="ranks of the fake process group (default 8)")
     parser.add_argument("--blocks", type=int, default=32, help="blocks of the Llama (default 32)")
+    parser.add_argument(
+        "--variants", type=lambda text: text.split(","), default=VARIANTS, help=f"some of {','.join(VARIANTS)}"
+    )
     parser.add_argument("--json", type=Path, help="write the counts of every operation there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {variant: count(variant, options.dp, options.blocks) for variant in VARIANTS}
+    found = {variant: count(variant, options.dp, options.blocks) for variant in options.variants}
     print(f"{'dp ' + str(options.dp):8} {'forward':>8} {'backward':>8} {'step':>6} {'all':>6}")
     for variant, counted in found.items():
         print(
