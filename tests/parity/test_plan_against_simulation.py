@@ -295,7 +295,7 @@ def some_plans(count):
         tp, pp = draw.choice([(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
         plan = ParallelPlan(
             dp=draw.choice([1, 2, 4]), tp=tp, pp=pp, stage=draw.randrange(4), micro_batch=draw.choice([1, 2]),
-            accumulate=draw.choice([1, 2]) * 2 * pp, activations=draw.choice(["none", "selective", "full", "every:2"]),
+            accumulate=draw.choice([1, 2]) * pp, activations=draw.choice(["none", "selective", "full", "every:2"]),
             sequence_parallel=tp > 1 and draw.random() < 0.5,
             schedule=draw.choice(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]) if pp > 1 else "1f1b",
         )  # fmt: skip
@@ -307,7 +307,7 @@ def some_plans(count):
 @pytest.mark.parametrize(("plan", "tied"), list(some_plans(16)))
 def test_what_is_said_to_fit_fits_in_simulation(alone, models, plan, tied):
     try:
-        found = ratio(alone, models, plan, tied, layers=8)
+        found = ratio(alone, models, plan, tied, layers=8 if plan.tp * plan.pp > 1 else 4)
     except ConfigError as refused:
         pytest.skip(str(refused))
     assert found >= 1 / 1.03
