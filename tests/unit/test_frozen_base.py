@@ -114,10 +114,11 @@ def test_frozen_weights_in_fp64_lose_no_bit_in_a_checkpoint(tmp_path):
     assert weights(again) == weights(saved)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_weights_that_were_written_are_saved_from_then_on_and_a_load_brings_the_bases_back(
-    base, saved, tmp_path
+    base, saved, tmp_path, stage
 ):
-    engine = engine_on(base)
+    engine = engine_on(base, stage=stage)
     steps(engine, (1,))
     name = "base_model.model.model.norm.weight"
     with engine.full_params():

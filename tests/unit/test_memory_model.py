@@ -31,6 +31,7 @@ from zero3d.plan.footprint import footprints
 from zero3d.plan.hardware import cluster
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
+from zero3d.spec.offload import Offload
 
 # --- one rank class, at stage 3 -------------------------------------------------------------------
 # bf16 weights (2 bytes) are gathered; local gradients wait in buckets (2) and travel as they are: the terms of all
@@ -225,13 +226,21 @@ def test_two_reductions_are_under_way_as_they_travel(plan, cast, arrives, of):
     assert found.get("wire", 0) == 2 * (cast * BLOCK + arrives * BLOCK / of)
 
 
-def test_a_rank_by_itself_sends_nothing_and_its_buckets_are_the_fullest_instant():
-    assert at(model_of(), "backward of blocks.1", dp=1, stage=2, precision="fp16") == {
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_by_itself_sends_nothing_and_copies_neither_weights_nor_gradients(stage):
+    assert at(model_of(), "logits and loss", dp=1, stage=stage, precision="fp16") == {
         "batch": BATCH,
-        "activations": TOKENS * (EMBEDDING_KEPT + 2 * BLOCK_KEPT),
-        "temporary": TOKENS * 11,
-        "bucket": 2 * 3 * BLOCK,
+        "activations": TOKENS * (EMBEDDING_KEPT + 4 * BLOCK_KEPT + HEAD_KEPT),
+        "temporary": TOKENS * 13,
     }
+
+
+def test_of_one_rank_gradients_that_leave_and_weights_in_blocks_pass_through_buffers():
+    away = {"optimizer": "host", "gradients": "host"}
+    leave = fullest("embedding", dp=1, stage=2, offload=Offload(**away))
+    assert leave["bucket"] == 2 * (2 * BLOCK + ENDS) + (2 + 1) * 4 * BLOCK
+    for way in ({"gather_wire": "int8"}, {"offload": Offload(**away, params="host")}):
+        assert fullest("embedding", dp=1, **way)["gathered"] == 2 * ENDS
 
 
 @pytest.mark.parametrize(("plan", "summand", "moving"), [

@@ -26,6 +26,8 @@ from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, OnDevice, Resident, Sha
 from zero3d.zero.layout import Piece
 
 REMAINDER = torch.int16
+WORDS = 1 << 16  # of 8 bytes, at a time
+MIX = 6364136223846793005  # Knuth's multiplier, odd
 
 
 class Masters:
@@ -52,6 +54,7 @@ class Masters:
         self.stored = stored
         self._has_master = MASTER in buckets.buckets[0].names
         self._held: tuple[Tensor, Arena] | None = None  # what weights were, while others may write into them
+        self._checksum: Tensor | None = None  # of weights that are masters, meanwhile
 
     @classmethod
     def on_device(cls, weights: Tensor, dtype: torch.dtype, stored: Tensor | None) -> Masters:
@@ -191,12 +194,17 @@ class Masters:
         if self.split or not self.buckets.resident:
             weights = self._weights.view()
             self._held = arena.borrow("gathered", weights.numel(), weights.dtype).copy_(weights), arena
+        elif self.stored is None:
+            self._checksum = checksum(self._weights.view())
 
     def absorb(self, weights: Tensor) -> bool:
         """Take over what others wrote into weights, and return whether they did.
 
         A master changes only where its weight differs from its cast, so that reading costs no bit.
         """
+        if self._checksum is not None:  # there is nothing to take over: they are these
+            before, self._checksum = self._checksum, None
+            return not torch.equal(before, checksum(weights))
         if self.cast is not None:
             before = to_compute(self.cast[0], self._compute)
         else:
@@ -242,3 +250,17 @@ def bits(values: Tensor) -> Tensor:
     """Return the raw bits, so that NaNs and signed zeros compare as what they are."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.view(integers[values.dtype.itemsize])
+
+
+def checksum(values: Tensor) -> Tensor:
+    """Return 64 bits that follow from all bits of flat values and their places, as one integer on their device.
+
+    One that changes in 8 bytes alone always changes it: every word is multiplied by an odd number of its own.
+    """
+    words = values.view(torch.int64)
+    noise = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(1 << 62), 1 << 62, (min(len(words), WORDS),), generator=noise).mul_(2).add_(1)
+    factors, found = factors.to(words.device), words.new_zeros(())
+    for part in words.split(WORDS):
+        found = found.mul_(MIX).add_((part * factors[: len(part)]).sum())
+    return found
