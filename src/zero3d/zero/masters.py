@@ -261,6 +261,6 @@ def checksum(values: Tensor) -> Tensor:
     noise = torch.Generator().manual_seed(0)
     factors = torch.randint(-(1 << 62), 1 << 62, (min(len(words), WORDS),), generator=noise).mul_(2).add_(1)
     factors, found = factors.to(words.device), words.new_zeros(())
-    for part in words.split(WORDS):
+    for part in torch.split(words, WORDS):
         found = found.mul_(MIX).add_((part * factors[: len(part)]).sum())
     return found
