@@ -421,3 +421,22 @@ def test_a_step_that_is_not_due_leaves_parameters_released():
         assert bool(engine.step().applied) == due
         assert all(bool(p.isnan().all()) for p in engine.module.parameters())
         assert engine.steps == int(due)
+
+
+@pytest.mark.parametrize("name", ["net", "tied"])
+def test_one_rank_has_its_weights_and_gradients_once(name):
+    def train(stage):
+        engine = engine_for(build(name), stage, precision="bf16", clip_norm=1.0, accumulate=3)
+        steps = []
+        for step in range(2):
+            for k in range(3):
+                loss = loss_of(engine, batch(3 * step + k))
+                engine.backward(loss)
+                steps.append(loss.item())
+            steps.append(engine.step().grad_norm.item())
+        return engine, steps
+
+    (engine, released), (_, whole) = train(3), train(0)
+    assert released == whole
+    assert all(bool(p.isnan().all()) for p in engine.module.parameters())  # released all the same
+    assert engine.arena.peak("gathered") == engine.arena.peak("bucket") == 0

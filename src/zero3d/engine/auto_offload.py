@@ -47,6 +47,7 @@ from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
 from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, TIERS, tiers_of
+from zero3d.zero.stages import WINDOW
 
 MANY = 10**9  # parameters of which an executor is chosen
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest
@@ -142,24 +143,23 @@ def state_kinds(base: Foundation) -> StateKinds:
 def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
     policy, offload = base.resolved.policy, base.options.offload
-    states, longest, sizes = NO_BYTES, 0, {spec.name: 0 for spec in specs}
-    kinds = state_kinds(base)
+    states, longest, kinds = NO_BYTES, 0, state_kinds(base)
+    sizes = {spec.name: sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize for spec in specs}
+    shared = {spec.name: sizes[spec.name] for spec in specs if base.axes.shard(spec.experts).size > 1}
     for spec in specs:
-        sizes[spec.name] = sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
         held, record = _of_unit(base, spec, kinds)
         states, longest = states + held.states, max(longest, record)
-    moving, coded = whole_units(sizes.items()), base.options.zero.gather_wire != "same"
+    coded, exact = base.options.zero.gather_wire != "same", base.options.zero.exact
     largest = max(lay_out(base, spec).total for spec in specs) if coded else 0
     messages = coded_messages(largest, base.axes.arena.device.type) if coded else 0
+    gathered = sizes if coded or offload.params != "none" else shared
+    reduced = sizes if exact or offload.gradients_leave else shared
+    released, often = policy.stage.shards_parameters, policy.reduce == "every_micro_batch"
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
         "gradients": 0 if offload.gradients_leave else ceil(states.gradients),
-        "gathered units": whole_units(sizes.items(), ahead=0) + messages
-        if coded
-        else moving
-        if policy.stage.shards_parameters
-        else 0,
-        "gradients of units": moving if policy.reduce == "every_micro_batch" else 0,
+        "gathered units": messages + whole_units(gathered.items(), ahead=0 if coded else WINDOW) if released else 0,
+        "gradients of units": whole_units(reduced.items()) if often else 0,
     }
     passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
     return Need(ceil(states.optimizer), longest, passing, others)

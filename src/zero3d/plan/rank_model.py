@@ -59,6 +59,11 @@ class RankUnit(NamedTuple):
         alone = alone and plan.zero.gather_wire == "same"
         return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
+    def comes_and_goes(self, plan: ParallelPlan) -> bool:
+        """Return whether its weights have memory while they are gathered alone: not where one rank has them all."""
+        whole = self.layout.n == 1 and plan.offload.params == "none" and plan.zero.gather_wire == "same"
+        return self.stage_of(plan) == 3 and not whole
+
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
         if plan.zero.stage == 0:

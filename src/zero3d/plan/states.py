@@ -113,7 +113,9 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return plan.replace(
-        offload=Offload(gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype),
+        offload=Offload(
+            params=plan.offload.params, gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype
+        ),
         mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
         micro_batch=1,
         accumulate=many,

@@ -75,8 +75,8 @@ def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], 
     gathered = bucket = messages = 0.0
     if plan.zero.stage == 3 and release != "every_step":
         using = late if at == 0 else roots
-        ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.stage_of(plan) == 3]
-        shown = [unit for unit in (*using, *turns[at]) if unit.stage_of(plan) == 3]
+        ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.comes_and_goes(plan)]
+        shown = [unit for unit in (*using, *turns[at]) if unit.comes_and_goes(plan)]
         messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
         gathered = sum(_full_bytes(unit) for unit in (*shown, *(unit for unit in ahead if not is_coded(unit, plan))))
     reduced = [unit for units in turns[:at] for unit in units if unit.trainable]
@@ -115,7 +115,10 @@ def _full_bytes(unit: RankUnit) -> int:
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
-    cast = unit.layout.n > 1 and not plan.zero.exact and unit.sources < 2
+    alone = unit.layout.n == 1 and unit.sources < 2
+    if alone and not plan.zero.exact and not plan.offload.gradients_leave:
+        return 0  # they add up where they stay
+    cast = not alone and not plan.zero.exact and unit.sources < 2
     each = unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
     return max(1, unit.sources) * each
 

@@ -157,10 +157,9 @@ def state_dtypes(engine: Engine) -> dict[str, str]:
     in_records = set(_in_records(engine))
     states = in_records or states
     compute, reduced = {w.full.dtype for w in weights}, {buffer.dtype for buffer in buffers}
-    gathered = compute if engine.policy.stage.shards_parameters else ()
+    gathered = {w.full.dtype for w in weights if not w.keeps_full}
     trainable = [unit for unit in engine.units if unit.grads is not None and engine.dp.size > 1]
-    transient = engine.policy.reduce == "every_micro_batch" or engine.summands is not None
-    bucket = {grad.local for grad in (unit.grads for unit in engine.units) if grad is not None} if transient else set()
+    bucket = {grad.local for grad in grads if grad.comes_and_goes}
     wire = {unit.gradients.travels for unit in trainable}
     kinds = {
         "parameters": compute,
@@ -185,20 +184,22 @@ def _in_records(engine: Engine) -> Iterator[torch.dtype]:
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """Return upper bounds of temporary buffers, in bytes.
 
-    gathered  stage 3: the root all the time, two units at a hand-over, WINDOW ahead
-    bucket    stages 2, 3: the root's gradients all the time, two units filling, WINDOW being reduced; parts of
-              tied parameters' gradients are summed in the reduced dtype
+    gathered  stage 3, more ranks than one: the root all the time, two units at a hand-over, WINDOW ahead
+    bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, WINDOW being
+              reduced; parts of tied parameters' gradients are summed in the reduced dtype
     wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.
               Sums of shards over their copies. Scratch in which masters are cast, those in halves updated, or
               records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
-    sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in engine.units]
+    released = [unit for unit in engine.units if not unit.weights.keeps_full]
+    sizes = [(unit.name, unit.layout.total * unit.dtype.itemsize) for unit in released]
     full = whole_units(sizes, ahead=0 if len(coded) == len(sizes) else WINDOW)
     parts = 2 if engine.experts.anywhere else 1  # a block is two units then
+    passing = [unit for unit in engine.units if unit.grads is not None and unit.grads.comes_and_goes]
     local_gradients = whole_units(
-        ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in engine.units), 2 * parts
+        ((unit.name, unit.layout.total * unit.dtype.itemsize * unit.sources) for unit in passing), 2 * parts
     )
     policy = engine.policy
     moving, adding, tied, masters, exact = 0, 0, 0, 0, engine.summands is not None
@@ -211,15 +212,13 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
             masters += 0 if unit.weights.masters.stored is None else unit.weights.masters.stored.numel()
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)
-            tied += unit.layout.total * policy.master.itemsize if unit.deferred else 0
+            tied += unit.layout.total * policy.master.itemsize if unit.deferred and unit in passing else 0
     ring, update = _of_records(engine)
     kept = engine.kept_inputs
     ring += 0 if kept is None or kept.slots is None else kept.slots.peak.device
     return {
-        "gathered": full if policy.stage.shards_parameters else 0,
-        "bucket": wider * local_gradients + tied + _to_host(engine)
-        if exact or policy.reduce == "every_micro_batch"
-        else 0,
+        "gathered": full,
+        "bucket": wider * local_gradients + tied + _to_host(engine) if passing else 0,
         "wire": ring
         + (coded_messages(max(coded), device) if coded else 0)
         + max(

@@ -23,6 +23,9 @@ reduction would overwrite it, so it is stashed until the next reduction has been
 Note 2, gradients that are held. A backward's gradients of a unit are copied in together, one launch for all of them:
 `take` holds them until the unit is complete. Large ones are not worth it, whose copies run longer than a launch takes:
 no unit holds more than HELD bytes.
+
+Note 3, one rank alone. Where a unit is reduced after every micro-batch and no other rank has gradients of it, there is
+nothing to sum: they add up in the shard, as they come, and have no bucket.
 """
 
 from __future__ import annotations
@@ -76,14 +79,20 @@ class Gradients:
         """Allocate the buffers that live between steps."""
         policy, layout, setting, arena = self._setting.policy, self._layout, self._setting, self._arena
         self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
-        self._transient = policy.reduce == "every_micro_batch"
-        keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer
+        often = policy.reduce == "every_micro_batch"
+        alone = setting.comm.size == setting.sources == 1 and self._name not in setting.kept  # Note 3
+        self._transient = often and not alone
+        keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer or (often and alone)
         self._local = policy.master if keep_wide and not self._transient else dtype
         # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
         made = dtype if policy.accumulate == 1 else self._local
         self.travels = setting.comm.travels(self._local, made, self._wire) if setting.sources == 1 else self._wire
-        alone = setting.sources == 1
-        if alone and self._transient and setting.comm.size > 1 and self.travels.itemsize > self._local.itemsize:
+        if (
+            setting.sources == 1
+            and self._transient
+            and setting.comm.size > 1
+            and self.travels.itemsize > self._local.itemsize
+        ):
             self._local = self.travels  # cast as they come, not all once more on their way
         if not self._transient:
             self._use(arena.allocate("gradients", self._room, self._used, self._local))
@@ -180,6 +189,16 @@ class Gradients:
         return self.whole
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether local gradients have a bucket from a backward to its reduction."""
+        return self._transient
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether local gradients of all micro-batches are the sum (Note 3)."""
+        return self._setting.policy.reduce == "every_micro_batch" and not self._transient
+
+    @property
     def _in_place(self) -> bool:
         return self.full is not None and same_memory(self.shard, self._setting.slot(self._first(self.full)))
 
@@ -225,7 +244,7 @@ class Gradients:
         """Make room for local gradients."""
         self.finish()
         self._forget_gather()
-        if self.state is State.REDUCED and self._in_place:
+        if self.state is State.REDUCED and self._in_place and not self._is_sum:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
             self._use(self._arena.borrow("bucket", self._room, self._local))
@@ -306,7 +325,8 @@ class Gradients:
         if self._stash is not None:
             self.shard.add_(self._stash)
             self._drop_stash()
-        self._filled.clear()
+        if not self._is_sum:
+            self._filled.clear()
         self._summed = True
         self._drop_bucket()
         self.state = State.REDUCED

@@ -40,6 +40,7 @@ class Weights:
 
     records   what the unit has in records, if anything
     place     where what this rank updates is
+    keeps_full  `full` has its memory while the unit is released, too: not sharded, kept for a step, or one rank's
     pending   new weights were left on their way (`leave`), or their update is due (`defer`)
     """
 
@@ -63,11 +64,11 @@ class Weights:
         self.trainable = params[0].requires_grad
         self.sharded = setting.policy.stage.shards_parameters
         self.updates_all = not setting.policy.stage.shards_optimizer  # every rank, every parameter (stage 0)
-        self._keeps_full = not self.sharded or setting.policy.release == "every_step"
         self.state = State.FULL
         self._pending_gather = DONE
         self.records = setting.records.get(name)
-        if self._keeps_full:
+        self.keeps_full = not self.sharded or setting.policy.release == "every_step" or self._is_whole
+        if self.keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
             self.place: ShardPlace = OnDevice(self.full if self.updates_all else setting.slot(self.full))
         else:
@@ -88,6 +89,13 @@ class Weights:
         self.trainable = True
         self.masters = self._own_masters(self.full.dtype)
         self.masters.from_weights()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the shard is all of the weights, on the device and as they are: nothing to gather, or to poison."""
+        setting = self._setting
+        apart = setting.codec is not None or (self.records is not None and self.records.shard is not None)
+        return setting.comm.size == 1 and not apart and not setting.policy.poison
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
@@ -178,7 +186,7 @@ class Weights:
         """
         assert self.state is State.SHARDED
         self.check()
-        self._pending_gather = self._gather(exactly, fill=not self._keeps_full)
+        self._pending_gather = self._gather(exactly, fill=not self.keeps_full)
         self.state = State.GATHERING
 
     def _gather(self, exactly: bool, fill: bool) -> Pending:
@@ -208,7 +216,7 @@ class Weights:
         self.state = State.KEPT
 
     def release(self) -> None:
-        """Go back to placeholders and free `full` (kept under release="every_step": stale, but for the shard in it)."""
+        """Go back to placeholders and free `full`, unless it is kept: stale then, but for the shard in it."""
         if self.state is State.SHARDED:  # its gather failed
             return
         self.ready()
@@ -217,7 +225,7 @@ class Weights:
         self.state = State.SHARDED
 
     def _free(self) -> None:
-        if not self._keeps_full:
+        if not self.keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
 
     def _point_at(self, targets: list[Tensor]) -> None:
@@ -321,7 +329,7 @@ class Weights:
 
     def open(self) -> None:
         """Let gathered parameters be written until `absorb`."""
-        if self._keeps_full:  # they are this rank's weights
+        if self.keeps_full:  # they are this rank's weights
             self.masters.hold(self._setting.arena)
 
     def absorb(self) -> bool:
