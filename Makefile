@@ -1,6 +1,6 @@
 # make demo      train the embedded default on this machine       (own .venv)
-# make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (3 minutes)
-# make demo-grpo  a tiny model learns to sort from rewards: two training ranks, and a sampler that gets their weights   (3 minutes)
+# make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (1 minute)
+# make demo-grpo  a tiny model learns to sort from rewards: two training ranks, and a sampler that gets their weights   (2 minutes)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)

@@ -19,7 +19,7 @@ from typing import Any
 
 PREPARE = Path(__file__).parents[1] / "examples" / "llava_demo" / "prepare.py"
 AXES = ("zero.stage=2,3", "mesh.dp=1,2,4")
-COMMON = ("model.path=tiny-llava", "train.micro_batch=16")
+COMMON = ("model.path=tiny-llava", "train.batch=64", "train.micro_batch=16")
 KEPT = ("ranks", "micro_batch", "accumulate", "peak", "peak_host", "step_seconds", "samples_per_s", "loss", "agrees")
 
 

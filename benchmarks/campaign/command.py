@@ -20,9 +20,8 @@ def train(place: Place, account: Account) -> None:
     """Train the demo, save and export; then go on to more steps from its checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "run"
-        ranks = 2 if place.on_cpu else 1
-        words = [f"--ranks={ranks}", f"output={output}", "evaluate.batches=1", "evaluate.prompt=null"]
-        account.ran("shape", f"the demo's Llama, {ranks} ranks, {STEPS} steps, then {MORE}")
+        words = ["--ranks=1", f"output={output}", "evaluate.batches=1", "evaluate.prompt=null"]
+        account.ran("shape", f"the demo's Llama, 1 rank, {STEPS} steps, then {MORE}")
         first = command(account, "train", [*words, f"--steps={STEPS}"])
         if first is None:
             return

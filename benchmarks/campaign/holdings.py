@@ -26,7 +26,7 @@ from zero3d.distributed.mesh import Mesh
 from zero3d.memory.arena import STATES
 
 SLACK, SLACK_BYTES = 0.01, 2 << 20  # of the plan: the allocator rounds every block up
-STEPS, WARM = 200, 20  # of varying lengths; after how many the allocator has seen what there is
+STEPS, CPU_STEPS, WARM = 200, 50, 20  # of varying lengths; after how many the allocator has seen what there is
 LENGTHS = 24  # so many different ones: attention's kernels are planned for each
 GROWTH = 0.1  # of what is reserved from then on
 APART, APART_BYTES = 0.1, 64 << 20  # of what is reserved, over what was ever allocated, beside a plain loop
@@ -41,8 +41,9 @@ def memory(place: Place, account: Account) -> None:
     for stage in STAGES:
         row = held(mesh, run, stage)
         account.ran(f"stage {stage}", row, wrong(row))
+    run = run._replace(steps=CPU_STEPS if place.on_cpu else STEPS)
     row = varied(mesh, run)
-    account.ran(f"{STEPS} steps of varying lengths", row, grown(row))
+    account.ran(f"{run.steps} steps of varying lengths", row, grown(row))
 
 
 def varied(mesh: Mesh, run: Run) -> dict[str, int]:
@@ -85,10 +86,10 @@ def course(
     by_allocator(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for number in range(STEPS):
+    for number in range(run.steps):
         length = draw.choice(lengths) if number else run.seq
         step(*own_batch(device, run._replace(seq=length), number))
-        if number in (0, WARM, STEPS - 1):
+        if number in (0, WARM, run.steps - 1):
             held = lent()
             if device.type == "cuda":
                 held["reserved"] = torch.cuda.memory_reserved(device)

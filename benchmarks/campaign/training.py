@@ -37,6 +37,7 @@ class Run(NamedTuple):
 
 
 SMALL = Run(Shape(layers=2, d=128, vocab=512), batch=8, seq=64, steps=4)
+SMALLEST = Run(Shape(layers=2, d=64, vocab=256), batch=8, seq=32, steps=3)
 MIDDLE = Run(Shape(layers=4, d=512, vocab=8192), batch=8, seq=256, steps=4)
 
 
@@ -48,8 +49,8 @@ class Curve(TypedDict):
 
 
 def run_of(place: Place, account: Account, of_card: Run) -> Run:
-    """Return the training for a card, or the small one where the CPU stands in; the account says which."""
-    run = SMALL._replace(precision=of_card.precision, accumulate=of_card.accumulate) if place.on_cpu else of_card
+    """Return the training for a card, or the smallest where the CPU stands in; the account says which."""
+    run = SMALLEST._replace(precision=of_card.precision, accumulate=of_card.accumulate) if place.on_cpu else of_card
     shape = run.shape
     account.ran("shape", f"GPT layers={shape.layers}, d={shape.d}, vocab={shape.vocab}; {run.batch} x {run.seq} tokens")
     return run

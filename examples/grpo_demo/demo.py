@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-STEPS, SEEDS, ENOUGH = 200, ("0", "1", "2"), 0.8
+STEPS, SEEDS, ENOUGH = 100, ("0", "1", "2"), 0.8
 WORK = ("sampling", "streaming", "training")
 
 

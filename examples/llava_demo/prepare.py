@@ -11,7 +11,7 @@ import shapes
 import tiny_llava
 
 RUNS = ("whole", "adapters")
-DRAWN = {"first": (shapes.FIRST, 4000, 1), "new": (shapes.NEW, 3000, 2), "first_held_out": (shapes.FIRST, 240, 3),
+DRAWN = {"first": (shapes.FIRST, 3000, 1), "new": (shapes.NEW, 2000, 2), "first_held_out": (shapes.FIRST, 240, 3),
          "new_held_out": (shapes.NEW, 240, 4)}  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def draw(colour, shape, numbers):
     """Draw a shape at a random place in a random size on a dark ground; return the image."""
     shade = numbers.randint(0, 50)
     image = Image.new("RGB", (SIZE, SIZE), (shade, shade, shade))
-    radius = numbers.uniform(0.25, 0.42) * SIZE
+    radius = numbers.uniform(0.36, 0.46) * SIZE
     x, y = (numbers.uniform(radius + 1, SIZE - radius - 1) for _ in range(2))
     pen, paint = ImageDraw.Draw(image), COLOURS[colour]
     around = (x - radius, y - radius, x + radius, y + radius)

@@ -20,5 +20,3 @@ def test_a_tiny_model_learns_to_sort_with_a_sampler_in_a_process_of_its_own(tmp_
     (ratio,) = re.search(r"largest \|ratio - 1\| .*: (\S+)$", done.stdout, re.M).groups()
     assert float(ratio) <= 1e-5
     assert (tmp_path / "demo" / "rewards.png").stat().st_size > 10_000
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (again.returncode, "remove it, or name another folder" in again.stderr) == (2, True)

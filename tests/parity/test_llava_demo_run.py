@@ -20,5 +20,3 @@ def test_adapters_teach_a_tiny_llava_new_shapes(tmp_path):
     )
     assert min(colour, shape) > 90
     assert (tmp_path / "demo" / "samples.png").stat().st_size > 10_000
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (again.returncode, "remove it, or name another folder" in again.stderr) == (2, True)

@@ -67,3 +67,9 @@ def test_a_picture_is_drawn_of_a_log(demo, tmp_path):
     assert (tmp_path / "rewards.png").stat().st_size > 5_000
     assert demo.demo.last(lines) == {0: 1.0}
     assert demo.demo.seconds(lines) == pytest.approx({"sampling": 0.05, "streaming": 0.05, "training": 0.08})
+
+
+def test_a_folder_that_exists_is_left_alone(demo, tmp_path, capsys):
+    assert demo.demo.main([str(tmp_path)]) == 2
+    assert "remove it, or name another folder" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

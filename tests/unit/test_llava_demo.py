@@ -24,11 +24,12 @@ def demo(monkeypatch):
     names = ("shapes", "tiny_llava", "look", "prepare", "demo")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
+    import demo
     import look
     import prepare
     import shapes
 
-    yield SimpleNamespace(look=look, prepare=prepare, shapes=shapes)
+    yield SimpleNamespace(demo=demo, look=look, prepare=prepare, shapes=shapes)
     for name in names:
         sys.modules.pop(name, None)
 
@@ -83,3 +84,10 @@ def test_the_model_is_asked_as_it_was_trained(demo, folder, monkeypatch, tmp_pat
     assert asked["pixel_values"].equal(learnt["pixel_values"])
     assert told[1:] == (record["conversations"][1]["value"],) * 2
     assert demo.look.accuracy([told, (None, "a red star", "a red cross")]) == (1.0, 0.5)
+
+
+def test_a_folder_that_exists_is_left_alone(demo, folder, capsys):
+    before = sorted(folder.iterdir())
+    assert demo.demo.main([str(folder)]) == 2
+    assert "remove it, or name another folder" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
