@@ -1,4 +1,4 @@
-"""Tables of the campaign on a card, from results/gpu.json: what held, speed beside FSDP2, offload beside resident."""
+"""Tables of the campaign on a card, from results/gpu*.json: what held, speed beside FSDP2, offload beside resident."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ SHOWN = {
     "offload.bits": "states at every place: the bits of resident where the card updates, 5e-3 where the host does",
     "edges": "gradient penalty, hidden outputs, recomputed statistics, freezing: stage 3 as stage 0",
     "loops": "transformers' Trainer and Accelerate in bf16: stage 3, on one process trained as 2, as stage 0",
+    "largest": "two steps of the largest Llama of which the planner says that it fits: its bytes, 2 %",
     "train": "`zero3d train`, export, `--resume=auto`, memory by consumer",
 }
 CALLED = {
@@ -35,24 +36,30 @@ CALLED = {
 }  # fmt: skip
 TURNS = {
     "turns.8k": "8,192 tokens", "turns.8k-compiled": "8,192 tokens, compiled",
-    "turns.16k-compiled": "16,384 tokens, compiled",
+    "turns.16k": "16,384 tokens", "turns.16k-compiled": "16,384 tokens, compiled",
 }  # fmt: skip
 WAYS = {
     "resident": "all on the card", "device": "optimizer on the host, updated by the card",
     "host": "optimizer on the host, updated there", "gradients": "gradients there, too",
     "params": "optimizer and parameters on the host, updated by the card",
 }  # fmt: skip
-FILES = ("gpu", "gpu-features", "gpu-offload")  # the oldest first
+FILES = ("gpu", "gpu-features", "gpu-offload", "gpu-largest", "gpu-turns")  # the oldest first
 
 
-def calls() -> list[dict[str, Any]]:
-    """Return what each call found, by part, the oldest first."""
-    return [result["parts"] for name in FILES for result in results(name)]
+def calls() -> list[tuple[str, dict[str, Any]]]:
+    """Return the card of each call and what it found, by part, the oldest first."""
+    return [(card(result), result["parts"]) for name in FILES for result in results(name)]
+
+
+def card(result: dict[str, Any]) -> str:
+    """Return the name of a call's card without its maker's and its memory: "H100"."""
+    name: str = result["card"]
+    return name.split()[1]
 
 
 def parts() -> dict[str, Any]:
     """Return what every part found when it ran last."""
-    return {name: found for call in calls() for name, found in call.items()}
+    return {name: found for _, call in calls() for name, found in call.items()}
 
 
 def outcomes() -> str:
@@ -95,16 +102,18 @@ def offload() -> str:
     sizes = (8192, 131072, 262144)
     rows = []
     for name, called in WAYS.items():
-        call = next(call for call in reversed(calls()) if f"offload.{name}" in call and "offload.resident" in call)
+        on, call = next(
+            (on, call) for on, call in reversed(calls()) if f"offload.{name}" in call and "offload.resident" in call
+        )
         found, resident = call[f"offload.{name}"]["ran"], call["offload.resident"]["ran"]
-        cells = [called]
+        cells = [called, on]
         for size in (f"{size} tokens a step" for size in sizes):
             row = found.get(size)
             of = f"{row['tokens_per_s'] / resident[size]['tokens_per_s']:.2f}x" if row else ""
             cells.append(f"{row['tokens_per_s']:,.0f} ({of})" if row else "")
         peaks = [ran["peak_gib"] for what, ran in found.items() if what.startswith("utilisation")]
         rows.append([*cells, f"{max(peaks):.1f}"])
-    return table(["states", *(f"{size:,} tokens a step, tokens/s" for size in sizes), "peak GiB"], rows)
+    return table(["states", "card", *(f"{size:,} tokens a step, tokens/s" for size in sizes), "peak GiB"], rows)
 
 
 def ceilings() -> str:
@@ -116,9 +125,10 @@ def ceilings() -> str:
 def of_card() -> str:
     """Return where the figures are from."""
     machine = results("gpu")[0]
-    where = f"{machine['card']}, {machine['cpus']} cores, torch {machine['torch']}, NCCL {machine['nccl']}"
-    files = [load(name) for name in FILES]
-    told = "; ".join(f"`{file['name']}.json`, commit {file['commit']}, {file['date']}" for file in files)
+    where = f"{machine['cpus']} cores, torch {machine['torch']}, NCCL {machine['nccl']}"
+    told = "; ".join(
+        f"`{name}.json`, {card(results(name)[0])}, commit {load(name)['commit']}, {load(name)['date']}" for name in FILES
+    )
     return f"({where}; in `benchmarks/results`, of which a later file replaces what an earlier one has: {told}.)"
 
 

@@ -81,6 +81,12 @@ _CARD_FEATURES = (
     "offload.bits,turns.8k,turns.8k-compiled,turns.16k-compiled"
 )
 _CARD_OFFLOAD = "--json OUT --only offload.resident,offload.device,offload.gradients,largest"
+_CARD_LARGEST = "--minutes 0.8 --json OUT --only turns.8k,turns.8k-compiled,turns.16k-compiled,memory,largest"
+_CARD_TURNS = (
+    "--minutes 1.0 --json OUT --only turns.8k,turns.8k-compiled,turns.16k,turns.16k-compiled,memory,nccl,streams.late,"
+    "bits.deterministic,edges,parity,offload.resident,offload.host",
+    "--minutes 1.0 --json OUT --only optimizers,bases,experts,loops,syncs",
+)
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 _LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json"
 _LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
@@ -191,6 +197,8 @@ RECIPES = {
         Recipe("gpu", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD), timed=False),
         Recipe("gpu-features", (f"python benchmarks/gpu_check.py {_CARD_FEATURES}",), timed=False),
         Recipe("gpu-offload", (f"python benchmarks/gpu_check.py {_CARD_OFFLOAD}",), timed=False),
+        Recipe("gpu-largest", (f"python benchmarks/gpu_check.py {_CARD_LARGEST}",), timed=False),
+        Recipe("gpu-turns", tuple(f"python benchmarks/gpu_check.py {words}" for words in _CARD_TURNS), timed=False),
         Recipe("doctor", ("python benchmarks/doctor.py --json OUT",)),
         Recipe("loop-overhead", ("python benchmarks/loop_overhead.py --json OUT",)),
     )

@@ -87,8 +87,8 @@ def test_states_are_counted_as_each_rank_has_them(ranks, name):
         assert need == held
 
 
-def gradients_with_experts(stage, experts):
-    """Bytes of gradients that an engine whose two ranks share experts out needs, and has planned."""
+def engine_with_experts(stage, experts):
+    """An engine whose two ranks share experts out, and what it needs beside records."""
     engine = zero3d.Engine(
         build("qwen3_moe"),
         stage=stage,
@@ -100,8 +100,28 @@ def gradients_with_experts(stage, experts):
     base = engine._assembly.base
     stacked = base.partition.experts.parameters()
     specs, _ = find_all_units(engine.chunks.values(), None, engine.precision.dtype, stacked)
+    return engine, bytes_needed(base, specs).others
+
+
+def gradients_with_experts(stage, experts):
+    """Bytes of gradients that it needs, and has planned."""
+    engine, others = engine_with_experts(stage, experts)
     (held,) = (entry for entry in engine.memory if entry.category == "gradients")
-    return bytes_needed(base, specs).others["gradients"], held.planned
+    return others["gradients"], held.planned
+
+
+def buckets_with_experts(experts):
+    """Bytes of gradients on their way that it needs, and those of experts' largest unit from all ranks' tokens."""
+    engine, others = engine_with_experts(2, experts)
+    units = [unit for unit in engine.units if "experts" in unit.name]
+    return others["gradients of units"], max(unit.sources * unit.layout.numel * unit.dtype.itemsize for unit in units)
+
+
+def test_gradients_of_experts_that_come_from_several_ranks_have_buckets_and_others_of_one_rank_have_none(ranks):
+    for (apart, unit), (together, _) in zip(
+        ranks(2, buckets_with_experts, "exact"), ranks(2, buckets_with_experts, "fast"), strict=True
+    ):
+        assert apart >= 4 * unit > together
 
 
 @pytest.mark.parametrize("experts", ["exact", "fast"])

@@ -181,6 +181,23 @@ def staged(shape):
         return found
 
 
+def written_and_unfrozen(stage):
+    """A weight that ranks have written differently in the block in which they unfroze it."""
+    engine = engine_of(["head"], stage, mesh=zero3d.Mesh(dp=2), precision="bf16")
+    head = engine.module.head.weight
+    with engine.full_params():
+        head.data.mul_(2 + engine.dp.rank)
+        head.requires_grad_(True)
+    with engine.full_params():
+        return head.float().tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_agree_on_what_they_wrote_where_they_unfroze_it(ranks, stage):
+    first, second = ranks(2, written_and_unfrozen, stage)
+    assert first == second
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"exact": True}, "exact=True"), ({"ema": 0.9}, "ema"),
 ])  # fmt: skip

@@ -134,6 +134,23 @@ def test_frozen_weights_that_were_written_are_saved_from_then_on_and_a_load_brin
     assert steps(engine, (3, 4)) == saved[1]
 
 
+def test_what_was_unfrozen_is_saved_with_its_states(base, tmp_path):
+    def unfrozen():
+        engine = engine_on(base)
+        engine.unfreeze("*model.norm*")
+        return engine
+
+    engine = unfrozen()
+    steps(engine, (1,))
+    parameters = manifest_of(engine.save(tmp_path))["parameters"]
+    assert "base" not in parameters["base_model.model.model.norm.weight"]
+    assert parameters["base_model.model.lm_head.weight"]["base"]
+    again = unfrozen()
+    again.load(tmp_path)
+    assert weights(again) == weights(engine)
+    assert steps(again, (2, 3)) == steps(engine, (2, 3))
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m: m.pop("base"), "there is no 'base'"),
     (lambda m: m["base"].update(digest="x"), "base.digest is 'x', and should be an XXH3 in 32 digits"),

@@ -100,8 +100,9 @@ class EngineState:
         return self.tp.rank == 0 or (cut is not None and cut.axis == "tp")
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether nobody writes a parameter of this rank, since a folder has its values."""
-        return self.base is not None and self.base.has(self.full_model.owner(name))
+        """Say whether nobody writes a parameter of this rank, which is frozen and has a folder's values."""
+        owner = self.full_model.owner(name)
+        return self.base is not None and self.base.has(owner) and owner not in self.full_model.trainable
 
     @property
     def buffers(self) -> dict[str, list[Tensor]]:

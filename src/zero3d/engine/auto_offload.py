@@ -146,6 +146,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     states, longest, kinds = NO_BYTES, 0, state_kinds(base)
     sizes = {spec.name: sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize for spec in specs}
     shared = {spec.name: sizes[spec.name] for spec in specs if base.axes.shard(spec.experts).size > 1}
+    reduced = {spec.name: _sources(base, spec) * sizes[spec.name] for spec in specs}
     for spec in specs:
         held, record = _of_unit(base, spec, kinds)
         states, longest = states + held.states, max(longest, record)
@@ -153,7 +154,8 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     largest = max(lay_out(base, spec).total for spec in specs) if coded else 0
     messages = coded_messages(largest, base.axes.arena.device.type) if coded else 0
     gathered = sizes if coded or offload.params != "none" else shared
-    reduced = sizes if exact or offload.gradients_leave else shared
+    if not exact and not offload.gradients_leave:  # of others that one rank has alone gradients add up where they stay
+        reduced = {spec.name: reduced[spec.name] for spec in specs if spec.name in shared or _sources(base, spec) > 1}
     released, often = policy.stage.shards_parameters, policy.reduce == "every_micro_batch"
     others = {
         "weights": 0 if offload.params != "none" else ceil(states.parameters),
@@ -165,15 +167,19 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     return Need(ceil(states.optimizer), longest, passing, others)
 
 
+def _sources(base: Foundation, spec: UnitSpec) -> int:
+    """Return from how many ranks a unit's gradients come apart."""
+    return base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
+
+
 def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
     policy, layout = base.resolved.policy, lay_out(base, spec)
     comm = base.axes.shard(spec.experts)
-    sources = base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
     node, coded = base.axes.node, base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
     second = second_shard_bytes(spec.dtype.itemsize, coded, 1 if node is None else node.size)
     width = spec.dtype.itemsize
-    share = UnitShare(policy.stage.number, comm.size, width, trains(spec), sources, second=second)
+    share = UnitShare(policy.stage.number, comm.size, width, trains(spec), _sources(base, spec), second=second)
     sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)
     if not share.trainable:
         return unit_bytes(share, sums, layout, OptimizerBytes(0)), 0

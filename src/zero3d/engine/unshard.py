@@ -58,8 +58,7 @@ class Unsharded:
                 )
             self.reshard()  # what was written is absorbed by the masters first
             self.refuse_open("unshard(masters=True)")
-        gathered = [unit for unit in self._assembly.runtime.units if unit.weights.sharded and not unit.users]
-        needed = sum(unit.layout.total * unit.dtype.itemsize for unit in gathered)
+        needed = sum(unit.weights.bytes_to_open for unit in self._assembly.runtime.units if not unit.users)
         needed += self._room_of_shown() if masters and not shown else 0
         self._check_room(needed, "unshard(masters=True)" if masters else "unshard()")
         self._units += self.open(None)

@@ -208,7 +208,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         if unit.grads is not None:
             travels = unit.gradients.travels
             local = travels if exact else unit.gradients.local
-            wider = max(wider, local.itemsize // unit.dtype.itemsize)
+            wider = max(wider, local.itemsize // unit.dtype.itemsize) if unit in passing else wider
             masters += 0 if unit.weights.masters.stored is None else unit.weights.masters.stored.numel()
             travelling, sums = reduction_bytes(engine, unit, micro_batches)
             moving, adding = max(moving, travelling), max(adding, sums)

@@ -189,22 +189,34 @@ class Masters:
 
     # --- what others write into weights -----------------------------------------------------------
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether `hold` copies the weights, of which masters are made."""
+        return self.split or not self.buckets.resident
+
     def hold(self, arena: Arena) -> None:
         """Prepare for others who may write into the weights themselves, until `absorb`."""
-        if self.split or not self.buckets.resident:
+        if self.copies_weights:
             weights = self._weights.view()
             self._held = arena.borrow("gathered", weights.numel(), weights.dtype).copy_(weights), arena
         elif self.stored is None:
             self._checksum = checksum(self._weights.view())
+
+    def go_on_from(self, before: Masters) -> None:
+        """Take over from the masters of before what `absorb` of those would compare with."""
+        self._checksum = before._checksum
 
     def absorb(self, weights: Tensor) -> bool:
         """Take over what others wrote into weights, and return whether they did.
 
         A master changes only where its weight differs from its cast, so that reading costs no bit.
         """
-        if self._checksum is not None:  # there is nothing to take over: they are these
-            before, self._checksum = self._checksum, None
-            return not torch.equal(before, checksum(weights))
+        written = False
+        if self._checksum is not None:
+            seen, self._checksum = self._checksum, None
+            written = not torch.equal(seen, checksum(weights))
+            if self.stored is None:  # there is nothing to take over: they are these
+                return written
         if self.cast is not None:
             before = to_compute(self.cast[0], self._compute)
         else:
@@ -213,8 +225,8 @@ class Masters:
         if self._held is not None:
             self._held[1].give_back("gathered", self._held[0])
             self._held = None
-        written = bool(changed.any())
-        if written:
+        if changed.any():
+            written = True
             self.buckets.records.discard()
             for bucket in self.buckets.buckets:
                 within = slice(bucket.start, bucket.stop)

@@ -87,8 +87,9 @@ class Weights:
     def train(self) -> None:
         """Make masters of weights that were frozen, from these."""
         self.trainable = True
-        self.masters = self._own_masters(self.full.dtype)
+        frozen, self.masters = self.masters, self._own_masters(self.full.dtype)
         self.masters.from_weights()
+        self.masters.go_on_from(frozen)
 
     @property
     def _is_whole(self) -> bool:
@@ -129,6 +130,13 @@ class Weights:
     def coded(self) -> bool:
         """Whether what is gathered travels in blocks of 8 bits."""
         return self._wire is not None and self._wire.codec is not None
+
+    @property
+    def bytes_to_open(self) -> int:
+        """Bytes of what `open` and a gather before it add: the storage, or a copy of weights that masters are made of."""
+        if not self.keeps_full:
+            return self.full.element_size() * self.layout.total
+        return self.full.element_size() * self.shard_or_full.numel() if self.masters.copies_weights else 0
 
     @property
     def node(self) -> int:
