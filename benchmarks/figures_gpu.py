@@ -127,7 +127,8 @@ def of_card() -> str:
     machine = results("gpu")[0]
     where = f"{machine['cpus']} cores, torch {machine['torch']}, NCCL {machine['nccl']}"
     told = "; ".join(
-        f"`{name}.json`, {card(results(name)[0])}, commit {load(name)['commit']}, {load(name)['date']}" for name in FILES
+        f"`{name}.json`, {card(results(name)[0])}, commit {load(name)['commit']}, {load(name)['date']}"
+        for name in FILES
     )
     return f"({where}; in `benchmarks/results`, of which a later file replaces what an earlier one has: {told}.)"
 

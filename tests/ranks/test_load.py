@@ -109,7 +109,12 @@ def test_no_rank_ever_holds_the_model(ranks, tmp_path):
 def test_a_ranks_peak_does_not_grow_with_ranks_under_adapters(ranks, tmp_path, stage):
     """The frozen base is in bf16, at stage 3 the less of it the more ranks there are."""
     params = save_a_large_one(tmp_path)
-    peaks = [max(peak for peak, _, _ in ranks(n, load_and_measure, tmp_path, stage, 4)) for n in (1, 2, 4)]
+
+    def most(n):
+        """The peak of any rank, the lesser one of two runs: other processes can only make an allocator take more."""
+        return min(max(peak for peak, _, _ in ranks(n, load_and_measure, tmp_path, stage, 4)) for _ in range(2))
+
+    peaks = list(map(most, (1, 2, 4)))
     assert max(peaks[1:]) < 1.1 * peaks[0]
     if stage == 3:
         assert peaks[0] - peaks[2] > params

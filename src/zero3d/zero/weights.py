@@ -133,7 +133,7 @@ class Weights:
 
     @property
     def bytes_to_open(self) -> int:
-        """Bytes of what `open` and a gather before it add: the storage, or a copy of weights that masters are made of."""
+        """Bytes that a gather and `open` add: the storage, or a copy of weights that masters are made of."""
         if not self.keeps_full:
             return self.full.element_size() * self.layout.total
         return self.full.element_size() * self.shard_or_full.numel() if self.masters.copies_weights else 0
