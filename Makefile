@@ -4,7 +4,7 @@
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
-# make test-all  all tests, the longer ones too                    (an hour by tests/durations.json)
+# make test-all  all tests, the longer ones too                    (40 minutes on 2 quiet cores)
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
 # make sizes     lines of code of src and of its core, into CONTRIBUTING.md
