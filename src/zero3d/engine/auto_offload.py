@@ -154,7 +154,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
     largest = max(lay_out(base, spec).total for spec in specs) if coded else 0
     messages = coded_messages(largest, base.axes.arena.device.type) if coded else 0
     gathered = sizes if coded or offload.params != "none" else shared
-    if not exact and not offload.gradients_leave:  # of others that one rank has alone gradients add up where they stay
+    if not exact and not offload.gradients_leave:  # those of units that one rank has alone add up in place
         reduced = {spec.name: reduced[spec.name] for spec in specs if spec.name in shared or _sources(base, spec) > 1}
     released, often = policy.stage.shards_parameters, policy.reduce == "every_micro_batch"
     others = {
