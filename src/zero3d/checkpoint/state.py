@@ -100,7 +100,7 @@ class EngineState:
         return self.tp.rank == 0 or (cut is not None and cut.axis == "tp")
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether nobody writes a parameter of this rank, which is frozen and has a folder's values."""
+        """Return whether checkpoints leave out a parameter: it is frozen, and has the values of the base's folder."""
         owner = self.full_model.owner(name)
         return self.base is not None and self.base.has(owner) and owner not in self.full_model.trainable
 

@@ -60,7 +60,7 @@ class RankUnit(NamedTuple):
         return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
 
     def comes_and_goes(self, plan: ParallelPlan) -> bool:
-        """Return whether its weights have memory while they are gathered alone: not where one rank has them all."""
+        """Return whether memory for its weights is allocated by each gather: not if one rank has the whole unit."""
         whole = self.layout.n == 1 and plan.offload.params == "none" and plan.zero.gather_wire == "same"
         return self.stage_of(plan) == 3 and not whole
 

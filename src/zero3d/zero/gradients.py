@@ -190,12 +190,12 @@ class Gradients:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether local gradients have a bucket from a backward to its reduction."""
+        """Return whether a bucket is allocated for local gradients in each backward and freed by their reduction."""
         return self._transient
 
     @property
     def _is_sum(self) -> bool:
-        """Whether local gradients of all micro-batches are the sum (Note 3)."""
+        """Return whether the local gradients of all micro-batches add up in the shard itself (Note 3)."""
         return self._setting.policy.reduce == "every_micro_batch" and not self._transient
 
     @property

@@ -190,7 +190,7 @@ class Masters:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether `hold` copies the weights, of which masters are made."""
+        """Return whether `hold` keeps a copy of the weights, because masters are computed from them."""
         return self.split or not self.buckets.resident
 
     def hold(self, arena: Arena) -> None:

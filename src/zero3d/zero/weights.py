@@ -40,7 +40,7 @@ class Weights:
 
     records   what the unit has in records, if anything
     place     where what this rank updates is
-    keeps_full  `full` has its memory while the unit is released, too: not sharded, kept for a step, or one rank's
+    keeps_full  `full` stays allocated while the unit is released: below stage 3, for a step, or for one rank
     pending   new weights were left on their way (`leave`), or their update is due (`defer`)
     """
 
@@ -93,7 +93,7 @@ class Weights:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the shard is all of the weights, on the device and as they are: nothing to gather, or to poison."""
+        """Return whether the shard on the device is the whole unit, so that a gather would only copy it."""
         setting = self._setting
         apart = setting.codec is not None or (self.records is not None and self.records.shard is not None)
         return setting.comm.size == 1 and not apart and not setting.policy.poison
