@@ -717,7 +717,8 @@ def between_buckets(wire):
     before, inside, tensors = computed(), [], {}
     for bucket in engine.stream_weights(bucket_bytes=SMALL):
         tensors |= {part.name: part.tensor.clone() for part in bucket.parts if part.whole}
-        inside.append(computed())
+        if bucket.number % 4 == 1:
+            inside.append(computed())
     return before, inside, computed(), tensors, engine.whole_state_dict()
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -74,7 +75,12 @@ class Axis:
     @property
     def backend(self) -> str:
         """Name of the torch.distributed backend that carries its device's tensors; "none" without groups."""
-        return "none" if self.gathers is None else backends_of(self.gathers)[self.device.type]
+        return "none" if self.gathers is None else self._backends[self.device.type]
+
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """Return what carries each type of device's tensors: asked of torch once, where every exchange wants it."""
+        return backends_of(self.gathers)
 
     @property
     def place(self) -> torch.device:
