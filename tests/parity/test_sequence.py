@@ -673,7 +673,7 @@ def test_a_layer_whose_gradients_mix_tokens_is_refused_by_name(layer, name):
 
 HYBRIDS = {
     "mamba": ({"state_size": 4}, "linear_attention (layers.0.mixer)"),
-    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "RwkvModel cannot be tried"),
+    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "attention of its own, "),
     "falcon_h1": ({}, "hybrid (layers.0.mamba)"),
     "mamba2": (
         {"num_heads": 4, "head_dim": 8, "expand": 1, "n_groups": 1, "state_size": 8, "chunk_size": 4},
@@ -698,12 +698,30 @@ def test_recurrences_and_hybrids_are_refused_by_name(ranks, name):
         assert why in told
 
 
+@pytest.mark.parametrize(("name", "where"), [
+    ("falcon", "h.0.self_attention"), ("mpt", "blocks.0.attn"), ("bloom", "h.0.self_attention"), ("gptj", "h.0.attn"),
+])  # fmt: skip
+def test_attention_that_is_not_registered_is_refused_with_its_name_and_what_to_use(name, where):
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(family(name), 2, 1, "auto")
+    assert f"has attention of its own, which transformers does not register ({where})" in str(refused.value)
+    assert "type mesh.sp=1. Long sequences take less with activations=full or mesh.tp" in str(refused.value)
+
+
 def odd_router():
     """A mixture of experts whose decoder returns router logits of other tokens than its own."""
     model = tiny("moe")
     model.model.register_forward_hook(
         lambda _, args, output: output.__setitem__("router_logits", (torch.zeros(96, 4),))
     )
+    return model
+
+
+def classifier():
+    import transformers as t
+
+    model = t.LlamaForSequenceClassification(t.LlamaConfig(**tiny("llama").config.to_diff_dict() | {"num_labels": 2}))
+    model.config.pad_token_id = 2
     return model
 
 
@@ -718,6 +736,7 @@ def net():
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention (layers.0.linear_attn)"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
+    ("llama", {"sp": 2}, {"loads": classifier, "given": {"labels": torch.tensor([0, 1])}}, "a loss of its own"),
     ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "stage=2 or 3 and without a pipeline"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "times": 2}, "one micro-batch per step"),

@@ -219,7 +219,7 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
     if (layers := mixing_layers(decoder)) is not None:
         raise ConfigError(
             f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has {layers}: type "
-            "mesh.sp=1."
+            "mesh.sp=1. Long sequences take less with activations=full or mesh.tp, too."
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(
