@@ -214,6 +214,12 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     assert resume_guarantee(exact, exact | {"ep": 2}).startswith(
         "bitwise: as if it had not been interrupted, ep 1 -> 2,"
     )
+    masks = {"sp": 2, "sp_masks": "flex_attention beyond 4,000 B"}
+    assert resume_guarantee(FACTS | masks, FACTS | masks).startswith("bitwise")
+    assert resume_guarantee(FACTS | masks, FACTS | masks | {"sp_masks": "flex_attention beyond 900 B"}) == (
+        "not bitwise: sp_masks flex_attention beyond 4,000 B -> flex_attention beyond 900 B (other kernels attend where "
+        "a mask would be larger)"
+    )
     by_rows = {"sp": 2, "sp_kind": "gather"}
     assert resume_guarantee(exact | {"sp": 2}, exact | by_rows).startswith("not bitwise: sp_kind heads -> gather (")
     assert resume_guarantee(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"
