@@ -318,7 +318,9 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
         if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
+        first = collective(1.0, width) / units  # finds nothing to hide behind
+        others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
+        return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
