@@ -72,6 +72,8 @@ def dry(tree, world):
         P(dp=4, stage=3, ep=4, accumulate=2, activations="full", micro_batch=4),
         P(dp=4, tp=2, stage=3, ep=2, micro_batch=4),
         P(dp=4, stage=3, ep=2, offload="host", executor="device"),
+        P(dp=4, stage=3, ep=2, second_shard=2),
+        P(dp=8, stage=3, ep=2, second_shard=4, gather_wire="int8", accumulate=2),
     )),
     pytest.param(
         P(dp=4, stage=3, ep=4, offload="host", params="host", executor="device", activations="full"), 3,

@@ -294,9 +294,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
     def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
-        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
+        """Time a collective of that part of all parameters; inside: among neighbours who keep second shards.
+
+        Of experts that ep shares out nobody keeps any.
+        """
         total = 0.0
-        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        groups = step.groups.node if inside else step.groups.shard, step.groups.experts
         for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
