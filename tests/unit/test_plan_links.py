@@ -15,7 +15,6 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.links import crosses, fastest, ways
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.traffic import rank_traffic
 from zero3d.sim import model_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "two_slow_hosts.yaml"
@@ -68,15 +67,6 @@ def test_ways_are_those_that_an_engine_takes_where_dp_has_several_ranks_on_sever
     slow = hosts(tmp_path)
     assert list(priced(ways(MODEL, plan, slow, evaluate))) == names
     assert crosses(plan, slow) == (plan.dp == 4)
-
-
-def test_experts_that_are_shared_out_keep_no_second_shard_and_cross_hosts_as_often_as_without(tmp_path):
-    slow, experts = hosts(tmp_path), KNOWN("demo-moe", 64)
-    sent = [rank_traffic(experts, P(dp=4, stage=3, ep=2, second_shard=ranks), 0) for ranks in (None, 2)]
-    assert sent[0]["all_gather edp"] == sent[1]["all_gather edp"] > 0
-    assert sent[0]["all_gather dp"] > sent[1]["all_gather dp"]
-    seconds = priced(ways(experts, P(dp=4, stage=3, ep=2), slow, evaluate))
-    assert seconds["flat"] > seconds["second shard"]
 
 
 def test_other_stages_are_priced_where_a_way_needs_them(tmp_path):
