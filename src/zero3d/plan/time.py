@@ -294,9 +294,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
     def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
-        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
+        """Time a collective of that part of all parameters; inside: among neighbours who keep second shards.
+
+        Of experts that ep shares out nobody keeps any.
+        """
         total = 0.0
-        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        groups = step.groups.node if inside else step.groups.shard, step.groups.experts
         for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
@@ -318,7 +321,9 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
         if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
+        first = collective(1.0, width) / units  # finds nothing to hide behind
+        others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
+        return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
