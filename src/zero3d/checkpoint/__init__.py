@@ -21,6 +21,7 @@ resume_contract   whether a run that goes on has the bits of one that was never 
 fingerprint       one hash of all states, however ranks share them out
 published         the weights as whole tensors by their published names, unit by unit
 export            the weights as a folder that `from_pretrained` loads
+streamed_folder   the same folder, as a receiver of streamed weights
 
 In one process, without an engine:
 

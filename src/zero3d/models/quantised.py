@@ -232,6 +232,8 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
     modules  that have the layers, with the names of the whole model
     base     has the matrices as they were, by their own names; where it is None they are decoded
     """
+    if not any(map(matrix_of, tensors)):
+        return dict(tensors)
     layers = {
         f"{name}.{PACKED}": layer
         for module in modules
