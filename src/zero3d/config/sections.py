@@ -51,9 +51,9 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), nf4-double (with scales in 8 "
-        "bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is multiplied by, in forward and "
-        "in backward",
+        "what frozen linear layers and stacked experts of the blocks are held in: nf4 (4 bits, as in QLoRA), "
+        "nf4-double (with scales in 8 bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is "
+        "multiplied by, in forward and in backward",
         choices=tuple(formats.FORMATS),
     )
 

@@ -211,6 +211,11 @@ class AdapterWeights:
             self._latest = (name, self._make(name))
         return self._latest[1][slices(box)]
 
+    def original(self, name: str, box: Box) -> Tensor:
+        """Return the values in a box of the model's own parameter, a matrix as it was before it was quantised."""
+        values: Tensor = getattr(self._source, "original", self._source)(own_name(name), box)
+        return values
+
     @property
     def source(self) -> Source:
         """The source of the model's own values."""
