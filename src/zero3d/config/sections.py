@@ -303,7 +303,8 @@ class Checkpoint:
     export: bool | str = key(
         True,
         "write the final weights as a Hugging Face folder; of a model with adapters: true and adapter write them for "
-        "PEFT, merged writes plain weights with them inside, both writes both",
+        "PEFT, merged writes plain weights with them inside, both writes both; on new weights, which no folder has, "
+        "true is merged",
         choices=EXPORTS,
     )
     verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")
