@@ -59,6 +59,7 @@ class Model:
 
 
 ALL_LINEAR = "all-linear"  # of lora.targets
+GAUSSIAN = "gaussian"  # of lora.init
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Lora:
     )
     rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)")
     dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
+    init: str | None = key(
+        None, "how A is drawn: gaussian is normal with deviation 1 / rank; by default uniform in +-1 / sqrt(inputs)"
+    )
 
 
 @dataclass(frozen=True)
