@@ -12,7 +12,7 @@ from typing import Any
 
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import GIVEN, Config, Lora, Optimizer
+from zero3d.config.sections import GAUSSIAN, GIVEN, Config, Lora, Optimizer
 from zero3d.config.shrinking import degrees_of, refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
@@ -23,6 +23,15 @@ from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.sizes import parse_size
 
+TAKES_APART = "takes singular vectors out of the base, which then is that of no folder: an adapter would fit no base"
+OTHER_INITS = {  # PEFT's init_lora_weights -> why there is no lora.init of this name
+    "pissa": TAKES_APART,
+    "olora": TAKES_APART,
+    "corda": "takes directions of the data's activations out of the base, which then is that of no folder",
+    "loftq": "makes adapters of what the base loses in 4 bits, so they fit no base but that one, and cannot be merged",
+    "eva": "makes adapters of activations, for which the data would be read before the model is sharded",
+    "lora_ga": "makes adapters of gradients of the whole base, for which it would be trained before it is sharded",
+}
 HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
 FOLDER = "offload"  # of an output folder
 
@@ -65,9 +74,13 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
 def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of section `lora` that this run cannot have, and why."""
     choice, plain = config.lora, Lora()
+    if choice.init not in (None, GAUSSIAN):
+        named = choice.init.lower().partition("_niter_")[0]  # PEFT's pissa_niter_16
+        why = OTHER_INITS.get(named, "is no way to draw adapters that zero3d has")
+        yield "lora.init", f"lora.init {short(choice.init)} {why}: type lora.init={GAUSSIAN}, or leave it out."
     if choice.rank is not None:
         return
-    for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora"):
+    for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora", "init"):
         if getattr(choice, name) != getattr(plain, name):
             text = f"lora.{name} is of adapters, and lora.rank is null, so there are none: type lora.rank=16, too."
             yield f"lora.{name}", text

@@ -51,14 +51,15 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), nf4-double (with scales in 8 "
-        "bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is multiplied by, in forward and "
-        "in backward",
+        "what frozen linear layers and stacked experts of the blocks are held in: nf4 (4 bits, as in QLoRA), "
+        "nf4-double (with scales in 8 bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is "
+        "multiplied by, in forward and in backward",
         choices=tuple(formats.FORMATS),
     )
 
 
 ALL_LINEAR = "all-linear"  # of lora.targets
+GAUSSIAN = "gaussian"  # of lora.init
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Lora:
     )
     rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)")
     dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
+    init: str | None = key(
+        None, "how A is drawn: gaussian is normal with deviation 1 / rank; by default uniform in +-1 / sqrt(inputs)"
+    )
 
 
 @dataclass(frozen=True)
@@ -303,7 +307,8 @@ class Checkpoint:
     export: bool | str = key(
         True,
         "write the final weights as a Hugging Face folder; of a model with adapters: true and adapter write them for "
-        "PEFT, merged writes plain weights with them inside, both writes both",
+        "PEFT, merged writes plain weights with them inside, both writes both; on new weights, which no folder has, "
+        "true is merged",
         choices=EXPORTS,
     )
     verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")

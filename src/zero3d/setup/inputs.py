@@ -30,6 +30,7 @@ from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.open import Opened
 from zero3d.models.packing import check_packing
+from zero3d.models.places import has_base
 from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.attention import check_alike, check_kernel, with_attention
@@ -153,7 +154,8 @@ def check_export(config: Config, opened: Opened) -> None:
         )
     if not (kind and config.checkpoint.verify):
         return
-    if adapted and kind in (True, "adapter") and (opened.folder is None or config.model.init == "random"):
+    alone = kind == "adapter" or (kind is True and has_base(config.model))
+    if adapted and alone and (opened.folder is None or config.model.init == "random"):
         raise ConfigError(
             "checkpoint.verify loads an adapter on the folder of its base, and model.path is none with weights: type "
             "checkpoint.export=merged, or checkpoint.verify=false."

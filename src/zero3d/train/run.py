@@ -24,6 +24,7 @@ from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import forward_options, row_options
+from zero3d.models.places import has_base
 from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
@@ -214,7 +215,8 @@ def _finish(
     fingerprint = engine.fingerprint() if config.zero.exact else ""
     expert_load = engine.expert_load.over_dp()
     base = inputs.opened.folder
-    exports = export_places(folder.root, config.checkpoint.export, has_adapters(inputs.opened.module))
+    adapted, based = has_adapters(inputs.opened.module), has_base(config.model)
+    exports = export_places(folder.root, config.checkpoint.export, adapted, based)
     with nullcontext() if engine.averages is None else engine.averaged():
         for place in exports:
             with inputs.mesh.heartbeat.phase("export"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.models.places import has_base
 from zero3d.plan.hardware import read_file
 from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
@@ -47,5 +48,6 @@ def check_start(config: Config, start: Start, alone: bool) -> None:
     checkpoint = folder.resume_from(start.resume)
     if config.output is not None:
         folder.refuse(start.resume, start.overwrite, checkpoint)
-        for place in export_places(folder.root, config.checkpoint.export, config.lora.rank is not None):
+        adapted, based = config.lora.rank is not None, has_base(config.model)
+        for place in export_places(folder.root, config.checkpoint.export, adapted, based):
             place.refuse()
