@@ -71,6 +71,8 @@ class Weight:
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` ranks."""
+        if self.cut is None or tp == 1:
+            return self.shape
         return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
 
 

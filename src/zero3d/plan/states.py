@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
@@ -73,7 +73,8 @@ class States(NamedTuple):
 
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    _check_rules(Spec(*(getattr(plan, name) for name in _SPEC)))
+    settings = {name: getattr(plan, name) for name in _SPEC}
+    _check_rules(Spec(**settings | {"offload": _in_a_folder(plan.offload)}))
 
 
 _SPEC = [each.name for each in fields(Spec)]
@@ -81,8 +82,13 @@ _SPEC = [each.name for each in fields(Spec)]
 
 @lru_cache(maxsize=1 << 12)
 def _check_rules(settings: Spec) -> None:
-    with_folder = replace(settings.offload, directory="FOLDER")  # whoever runs the plan says where a disk's is
-    check(replace(settings, offload=with_folder), in_file)
+    check(settings, in_file)
+
+
+@lru_cache(maxsize=256)
+def _in_a_folder(offload: Offload) -> Offload:
+    """Return the settings with a disk's folder: whoever runs the plan says where it is."""
+    return replace(offload, directory="FOLDER")
 
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
@@ -131,11 +137,8 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
 @lru_cache(maxsize=4096)
 def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, pp_stage: int, dp_rank: int) -> States:
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
-    units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
-    alike: dict[tuple[Any, ...], list[RankUnit]] = {}
-    for unit in units:
-        alike.setdefault(unit.alike, []).append(unit)
-    device = sum((on_device(same[0], plan, tiers, dp_rank).times(len(same)) for same in alike.values()), NOTHING)
+    rank = rank_model(model, plan, pp_stage)
+    device = sum((on_device(unit, plan, tiers, dp_rank).times(many) for unit, many in rank.unlike), NOTHING)
     if not tiers.states:
         return States(device)
     if tiers.gradients_leave and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
@@ -146,7 +149,9 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
         )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
-    late_last = sorted(units, key=lambda unit: unit.owner not in late)
+    late_last = sorted(
+        (unit for units in rank.units.values() for unit in units), key=lambda unit: unit.owner not in late
+    )
     return _with_records(device, late_last, plan, tiers, bucket, dp_rank)
 
 
