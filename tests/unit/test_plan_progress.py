@@ -71,7 +71,7 @@ def test_each_plan_is_priced_once_and_tokens_of_a_training_price_none(monkeypatc
         return evaluate(model, place, each)
 
     monkeypatch.setattr(plan, "evaluate", counted)
-    command = "plan --params 1e8 --gpus 4 --seq 256 --tokens-per-batch 1024 --json".split()
+    command = ["plan", "--params", "1e8", "--gpus", "2", "--seq", "256", "--tokens-per-batch", "1024", "--json"]
     for words in ([], ["--tokens", "1e12", "--price", "2"]):
         counts.append(Counter())
         assert main([*command, *words]) == 0
