@@ -57,6 +57,7 @@ from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import States, check_rules, policies, sends_terms, states, states_key, wire_width
 from zero3d.plan.windows import Backward, Windows, backwards
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 
@@ -296,11 +297,16 @@ def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
 @lru_cache(maxsize=1 << 14)
 def _holding_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose ranks hold the same: states, and where they are."""
-    key = states_key(plan).replace(offload=replace(plan.offload, activations="none"))
+    key = states_key(plan).replace(offload=_without_inputs(plan.offload))
     if not Schedule.of(plan.schedule).splits_backward:
         return key
     check_rules(plan)  # which know such schedules, and states do not
     return key.replace(schedule=partition_key(plan).schedule)
+
+
+@lru_cache(maxsize=256)
+def _without_inputs(offload: Offload) -> Offload:
+    return replace(offload, activations="none")
 
 
 class _Activations:

@@ -28,11 +28,13 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import check
 from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import DEVICE, TIERS
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 from zero3d.zero.state_spans import Span
@@ -119,10 +121,8 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return plan.replace(
-        offload=Offload(
-            params=plan.offload.params, gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype
-        ),
-        mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
+        offload=_away(plan.offload),
+        mesh=_cut(plan.mesh),
         micro_batch=1,
         accumulate=many,
         activations="none",
@@ -132,6 +132,18 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
         linear=None,
         quantize=None,
     )
+
+
+@lru_cache(maxsize=256)
+def _away(offload: Offload) -> Offload:
+    """Return what buffers depend on of what leaves the device."""
+    return Offload(params=offload.params, gradients=offload.gradients, gradient_dtype=offload.gradient_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _cut(mesh: Mesh) -> Mesh:
+    """Return what states and buffers depend on of a mesh."""
+    return replace(mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto")
 
 
 @lru_cache(maxsize=4096)
@@ -278,10 +290,13 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     degrees = plan.degrees
     on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
     ranks = node_of(plan, cluster.per_node)
-    return plan.replace(
-        reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host),
-        second_shard=None if ranks == 1 else ranks,
-    )
+    algorithm = choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host)
+    return plan.replace(zero=_zero_with(plan.zero, algorithm, None if ranks == 1 else ranks))
+
+
+@lru_cache(maxsize=1024)
+def _zero_with(zero: Zero, algorithm: str, ranks: int | None) -> Zero:
+    return replace(zero, reduce_scatter=algorithm, second_shard=ranks)
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:

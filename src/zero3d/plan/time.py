@@ -45,6 +45,7 @@ from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import HOST
@@ -180,15 +181,15 @@ class Passes(NamedTuple):
 
 def _computing_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose forwards and backwards take as long: however states are held and updated."""
+    zero, offload, mesh = _computing_sections(plan.zero.exact, plan.offload.activations, plan.mesh)
     return plan.replace(
-        zero=Zero(exact=plan.zero.exact),
-        offload=Offload(activations=plan.offload.activations),
-        mesh=plan.mesh if plan.mesh.shard is None else replace(plan.mesh, shard=None),
-        optimizer=ADAMW,
-        ema=None,
-        replay=0,
-        asynchronous_saves=False,
+        zero=zero, offload=offload, mesh=mesh, optimizer=ADAMW, ema=None, replay=0, asynchronous_saves=False
     )
+
+
+@lru_cache(maxsize=4096)
+def _computing_sections(exact: bool, inputs: str, mesh: Mesh) -> tuple[Zero, Offload, Mesh]:
+    return Zero(exact=exact), Offload(activations=inputs), replace(mesh, shard=None)
 
 
 @lru_cache(maxsize=4096)
