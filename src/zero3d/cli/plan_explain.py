@@ -20,7 +20,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.rollout import Rollout, split
 from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.what_if import WhatIf, what_if
+from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(plan_text.row_json(row) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
-        print("\n".join(_lines(model, cluster, row, limit, what_if(row, model, cluster, evaluate))))
+        for line in _lines(model, cluster, row, limit):  # as they come: Ctrl-C leaves those that are known
+            print(line, flush=True)
         print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
 
@@ -81,7 +82,7 @@ def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
         Schedule.of(plan.schedule).check_blocks(len(model.blocks), plan.pp, model.name)
 
 
-def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
+def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
@@ -92,6 +93,7 @@ def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
+    knobs = what_if(row, model, cluster, evaluate)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit, cluster), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"

@@ -213,15 +213,42 @@ def part_work(
     kernels: Kernels = KERNELS,
 ) -> PartWork:
     """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    return _part_work(shape, _run(model, plan, cluster, speed, kernels))
+
+
+def works(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels
+) -> tuple[PartWork, ...]:
+    """Return the same of all parts of a model, in order."""
+    return _works(model, _run(model, plan, cluster, speed, kernels))
+
+
+class _Run(NamedTuple):
+    """What the seconds of a part depend on, beside the part. narrow: what products gain by a narrow precision."""
+
+    tokens: int
+    by: Divided
+    gpu: Gpu
+    speed: float
+    narrow: float
+    kernels: Kernels
+
+
+def _run(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels) -> _Run:
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
-    tokens = plan.tokens(model.length)
-    return _part_work(shape, tokens, Divided.of(plan), cluster.gpu, speed, narrow, kernels)
+    return _Run(plan.tokens(model.length), Divided.of(plan), cluster.gpu, speed, narrow, kernels)
+
+
+@lru_cache(maxsize=1024)
+def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
+    alike = {id(shape): shape for shape in digest(model).shapes}
+    found = {key: _part_work(shape, run) for key, shape in alike.items()}
+    return tuple(found[id(shape)] for shape in digest(model).shapes)
 
 
 @lru_cache(maxsize=4096)
-def _part_work(
-    shape: Shape, tokens: int, by: Divided, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
-) -> PartWork:
+def _part_work(shape: Shape, run: _Run) -> PartWork:
+    tokens, by, gpu, speed, narrow, kernels = run
     rates, tp = kernels.rates_of(gpu), by.tp
     operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
