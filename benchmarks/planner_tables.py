@@ -1,6 +1,7 @@
 """Readers of published tables: a row of a CSV -> points, each a prediction beside what was published.
 
-A reader raises KeyError or ValueError for a row it cannot use (a column missing, a word it does not know): skipped.
+A reader raises KeyError or ValueError for a row it cannot use (a column missing, a word it does not know): skipped. It
+raises Unknown for a run whose settings or card are not known: listed with the reason.
 Shapes and clusters that a table leaves to its source stand here, beside the reader that needs them.
 """
 
@@ -20,6 +21,10 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 Row = dict[str, str]
 GIB, MIB = 2**30, 2**20
+
+
+class Unknown(Exception):
+    """Raised for a row that says too little of its run to be predicted; its text is the reason."""
 
 
 class Point(NamedTuple):

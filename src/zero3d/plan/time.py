@@ -422,7 +422,9 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
         }
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
-    weights = WIDTHS[plan.precision].weight * owned
+    weights = (
+        WIDTHS["bf16" if plan.precision == "fp8" else plan.precision].weight * owned
+    )  # products alone are in 8 bits
     besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward
