@@ -189,6 +189,13 @@ OTHER_CONSTANTS = (
         "bytes/s of a node's memory for Adam on the host",
         "a guess; zero3d calibrate measures it",
     ),
+    assumed(
+        "plan",
+        "margin",
+        0.1,
+        "of a device's planned bytes, either way",
+        "the mean error of published memory whose source no constant was fitted on",
+    ),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
     assumed(
@@ -222,6 +229,11 @@ VALUES: Values = {constant.key: constant.value for constant in CONSTANTS}
 def constant(system: str, name: str) -> float:
     """Look up a constant's value."""
     return VALUES[system, name]
+
+
+def source_of(system: str, name: str) -> str:
+    """Return where an assumed constant is from."""
+    return next(each.source for each in CONSTANTS if each.key == (system, name))
 
 
 def of_system(system: str, values: Values = VALUES) -> dict[str, float]:
