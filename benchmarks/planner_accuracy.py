@@ -162,12 +162,17 @@ def score(points: Sequence[Point]) -> list[dict[str, Any]]:
     return scores
 
 
-def left_out(tables: Tables) -> tuple[list[dict[str, Any]], dict[str, dict[Key, float]]]:
-    """Return the scores of each set that constants saw, without it, and the constants' values then."""
+def left_out(tables: Tables) -> tuple[list[Point], dict[str, dict[Key, float]]]:
+    """Return the points of each set that constants saw, predicted without it, and the constants' values then."""
     sets = sorted({point.set for point in tables.points if fitted_on(point.set)})
     values = {name: without(name, tables.predict) for name in sets}
-    points = [point for name in sets for point in tables.predict(Planner(values[name]), {name})]
-    return score(points), values
+    return [point for name in sets for point in tables.predict(Planner(values[name]), {name})], values
+
+
+def margin_of(points: Iterable[Point]) -> float | None:
+    """Return the relative error within which nine in ten points of memory lie, None without any."""
+    memory = [point for point in points if point.kind == "memory"]
+    return errors(memory)["p90"] if memory else None
 
 
 def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -225,7 +230,10 @@ def as_text(
     lines += [
         f"skipped in {name}: {count} rows (columns missing, or nothing to compare)" for name, count in skipped.items()
     ]
-    lines += [f"unknown: {name}: {reason}" for name, reason in (untold or {}).items()]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in (untold or {}).items():
+        reasons.setdefault(reason, []).append(name)
+    lines += [f"unknown: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += [f"no reader: {name}" for name in unknown]
     return "\n".join(lines)
 
@@ -267,11 +275,11 @@ def main() -> int:
     arguments = parser.parse_args()
     tables = Tables(arguments.tables, PUBLISHED)
     others, values = ([], {}) if arguments.fitted_only else left_out(tables)
-    scores = beside(score(tables.points), others)
+    scores = beside(score(tables.points), score(others))
     if arguments.json:
         constants = accounts(tables.predict, values)
         told = {"skipped": tables.skipped, "unknown": tables.unknown, "untold": tables.untold, "rows": tables.counts()}
-        result = {"scores": scores, "means": means(scores), "constants": constants, **told}
+        result = {"scores": scores, "means": means(scores), "margin": margin_of(others), "constants": constants, **told}
         print(json.dumps(result, indent=1))
         return 0
     if arguments.rows:
@@ -279,6 +287,8 @@ def main() -> int:
             off = 100 * (p.predicted / p.actual - 1) if p.actual else 0.0
             print(f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {off:+7.1f}%")
     print(as_text(scores, tables.skipped, tables.unknown, tables.untold, tables.counts()))
+    if (margin := margin_of(others)) is not None:
+        print(f"the planner's margin: nine in ten memories, their set left out, lie within {100 * margin:.1f} %")
     return 0
 
 

@@ -23,7 +23,6 @@ from planner_tables import Point, Row, Unknown, machines, number, whole
 from zero3d.plan.shapes import fused, llama
 from zero3d.plan.spec import ModelSpec, Operations, ParallelPlan, Part, Unit, Weight
 
-SYSTEMS = {"automodel": "torchtitan", "megatron-core": "megatron-core"}  # AutoModel trains with FSDP2, as torchtitan
 DENSE = {"Llama-3.1-8B": (32, 4096, 32, 8, 14336, 128256), "Llama-3.1-70B": (80, 8192, 64, 8, 28672, 128256),
          "Llama-3.1-405B": (126, 16384, 128, 8, 53248, 128256), "Qwen2.5-7B": (28, 3584, 28, 4, 18944, 152064),
          "Qwen2.5-32B": (64, 5120, 40, 8, 27648, 152064)}  # fmt: skip
@@ -138,7 +137,7 @@ def published(row: Row, planner: Planner) -> Iterator[Point]:
                         accumulate=_accumulate(batch, dp // cp, micro), activations=row["recompute"], experts="fast",
                         sequence_parallel=tp > 1 and not row["lora_rank"], virtual=virtual,
                         schedule="interleaved" if virtual > 1 else "1f1b", precision=row["precision"])  # fmt: skip
-    estimate = planner.evaluate(model, machines(row["gpu"], gpus, 50e9), plan, SYSTEMS[row["system"]])
+    estimate = planner.evaluate(model, machines(row["gpu"], gpus, 50e9), plan, row["system"])
     actual = batch * model.length / gpus / number(row, "tokens_per_s_per_gpu")
     yield Point(f"{row['system']}_2026", row["id"], "time", estimate.seconds.mid, actual, unit="s")
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner_accuracy import PUBLISHED, Tables, as_text, beside, means, ranking, score
+from planner_accuracy import PUBLISHED, Tables, as_text, beside, margin_of, means, ranking, score
 from planner_tables import Point
 from planner_tables_recent import MIXTURES, mixture, model_of
 
@@ -77,7 +77,7 @@ def test_recent_runs_are_read_or_said_to_tell_too_little():
     assert set(tables.untold.values()) >= {"the catalogue has no such card and no rate of MXFP8"}
     text = as_text(beside(score(tables.points), []), {}, [], tables.untold, tables.counts())
     assert "rows: 12 read, 0 skipped, 16 unknown" in text
-    assert "unknown: PRL-30B-8K-offload: sequences of a step and recomputation are not told" in text
+    assert "PRL-30B-32K-offload: sequences of a step and recomputation are not told" in text
 
 
 @pytest.mark.parametrize(("name", "weights"), [("Qwen3-30B-A3B", 30_532_122_624), ("DeepSeek-V3", 671_026_419_200)])
@@ -104,6 +104,12 @@ def test_every_source_counts_alike_in_the_means():
     }
     assert told["time"]["left_out"]["mean"] == pytest.approx(0.1)
     assert told["memory"] == {"left_out": None, "fitted": None}
+
+
+def test_the_margin_is_the_error_within_which_nine_in_ten_memories_lie():
+    points = [Point("s", str(i), "memory", 1 + i / 100, 1.0) for i in range(20)]
+    assert margin_of([*points, Point("s", "t", "time", 9.0, 1.0)]) == pytest.approx(0.18)
+    assert margin_of([]) is None
 
 
 def test_each_group_of_runs_counts_alike_in_the_ranking():

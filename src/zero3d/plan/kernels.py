@@ -134,18 +134,22 @@ class Shape(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """How a plan divides a part's work. sources: of rows that experts compute apart, 0 where nothing is dispatched."""
+    """How a plan divides a part's work.
+
+    sources  of rows that experts compute apart, 0 where nothing is dispatched; busy: rows of the busiest over the mean
+    """
 
     tp: int
     sequence_parallel: bool
     ep: int
     sources: int
+    busy: float
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> Divided:
+    def of(cls, plan: ParallelPlan, busy: float = IMBALANCE) -> Divided:
         """Read it off a plan."""
         sources = (plan.ep if plan.mesh.experts == "exact" else 1) if plan.dispatches else 0
-        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources)
+        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources, busy)
 
 
 class Digest(NamedTuple):
@@ -205,11 +209,15 @@ def part_work(
     cluster: ClusterSpec,
     speed: float = 1.0,
     kernels: Kernels = KERNELS,
+    busy: float = IMBALANCE,
 ) -> PartWork:
-    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates.
+
+    busy  rows of the busiest ep rank over those of the mean
+    """
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
     tokens = plan.tokens(model.length)
-    return _part_work(shape, tokens, Divided.of(plan), cluster.gpu, speed, narrow, kernels)
+    return _part_work(shape, tokens, Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels)
 
 
 @lru_cache(maxsize=4096)
@@ -244,7 +252,7 @@ def _experts(stack: Stack, flops: float, by: Divided, rates: tuple[float, float,
     peak, bandwidth, launch = rates
     tp = by.tp if stack.cut and not by.sources else 1
     read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
-    busy = IMBALANCE if by.ep > 1 else 1.0
+    busy = by.busy if by.ep > 1 else 1.0
     forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
     return Work(forward, forward * (2 if stack.trainable else 1))
 

@@ -4,8 +4,8 @@
     |--------------------|----------------------|--- left ---|
     planned x (1 - m)                  planned x (1 + m)
 
-A plan fits where `high` does. m is the mean error of published memory whose source no constant was fitted on
-(constants.py), unless the caller says another.
+A plan fits where `high` does. Nine in ten published memories lie within m, their source left out of the fit
+(constants.py), unless the caller says another m.
 """
 
 from __future__ import annotations
