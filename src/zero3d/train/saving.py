@@ -73,9 +73,9 @@ class Saving:
         self.steps, self.best = begun.steps, best
         try:
             if behind:
-                self._engine.save(self._folder.checkpoints, loop, wait=False)
+                self._engine.save(self._folder.checkpoints, loop, wait=False, to=self._config.to)
             else:
-                self._committed(self._engine.save(self._folder.checkpoints, loop), begun)
+                self._committed(self._engine.save(self._folder.checkpoints, loop, to=self._config.to), begun)
         except CheckpointError as error:
             self._failed(error, begun, must or self._stops)
         else:
