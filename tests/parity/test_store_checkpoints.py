@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,18 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from models import adamw, batch, bits, build, loss_of
-from training import field, metrics, save_model, save_rows, told, train, tree
+from training import field, metrics, save_model, save_rows, train, tree
 
 import zero3d
 from zero3d.checkpoint.copies import Copies, copy_export, located
 from zero3d.checkpoint.examine import examine
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.cli.main import main
-from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, ConfigError
+from zero3d.config import load
+from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, ConfigError, CopyError
+from zero3d.stores.cache import shown
 from zero3d.stores.store import Store
+from zero3d.train.folder import Folder
 
 WRITES = ("put_file", "cp_file", "rm_file", "pipe_file")  # of a file system, each of one object
 
@@ -293,11 +297,15 @@ def test_ranks_upload_their_own_files_and_each_is_fetched_once(ranks, tmp_path, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(ranks, tmp_path_factory):
     made = tmp_path_factory.mktemp("stores")
-    save_model(made / "model")
-    save_rows(made / "rows.npy")
+    ranks(1, save_inputs, made)
     return made
+
+
+def save_inputs(folder):
+    save_model(folder / "model")
+    save_rows(folder / "rows.npy")
 
 
 def in_store(folder, output, bucket, **sections):
@@ -310,20 +318,25 @@ def in_store(folder, output, bucket, **sections):
     return made
 
 
-def test_a_run_whose_folder_is_lost_goes_on_from_the_store(ranks, folder):
-    expected = ranks(1, train, tree(folder, "local"))[0]
-    made = in_store(folder, "lost", "lost-bucket", checkpoint={"export": True})
-    assert ranks(1, train, made, None, 3)[0] == f"step 3 of 5 is saved in {made['output']}/checkpoints/step-3"
-    url = made["checkpoint"]["to"]
+def test_a_run_reads_data_of_a_store_and_leaves_checkpoints_and_the_export_there(ranks, folder):
+    made = in_store(folder, "whole", "whole-bucket", checkpoint={"export": True}, train={"steps": 3})
+    assert field(ranks(1, train, made)[0], "step") == [1, 2, 3]
+    output, url = Path(made["output"]), made["checkpoint"]["to"]
     assert list(Copies(url).look().steps) == [2, 3]
-    shutil.rmtree(made["output"])
-    records = ranks(1, train, made, "auto")[0]
-    assert field(records, "step") == [4, 5]
-    assert field(records, "loss") == field(expected, "loss")[3:]
-    assert list(Copies(url).look().steps) == [4, 5]
-    exported = {path.name: path.read_bytes() for path in (Path(made["output"]) / "hf").iterdir()}
-    assert {path.name: path.read_bytes() for path in (folder / "lost-bucket" / "run" / "hf").iterdir()} == exported
+    exported = {path.name: path.read_bytes() for path in (output / "hf").iterdir()}
+    assert {path.name: path.read_bytes() for path in (folder / "whole-bucket" / "run" / "hf").iterdir()} == exported
     assert "model.safetensors" in exported
+    config = load(made)
+    assert Folder.of(config).resume_from("auto") == output / "checkpoints" / "step-3"
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.to .* has checkpoints already \(step-3\): go on with --resume auto"
+    ):
+        Folder.of(config).refuse_copies(None, overwrite=False)
+    shutil.rmtree(output / "checkpoints" / "step-3")
+    found = Folder.of(config).resume_from("auto")  # the store's is newer
+    assert shown(found) == f"{url}/step-3"
+    assert Folder.of(config).resume_from(f"{url}/step-2").name == "step-2"
+    Folder.of(config).refuse_copies("auto", overwrite=False)
 
 
 @pytest.mark.long
@@ -353,19 +366,33 @@ def test_a_store_that_has_checkpoints_is_not_written_over(ranks, folder):
 
 
 @pytest.mark.long
-def test_a_failing_store_behind_training_is_a_warning_and_the_last_save_must_arrive(ranks, folder):
-    made = in_store(folder, "failing", "failing-bucket", checkpoint={"on_error": "warn"})
-    ((_, error),) = ranks(1, without_puts, made, check=False)
-    assert "no route to host" in error
-    assert complete_steps(Path(made["output"]) / "checkpoints")[-1] == 5
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_store_that_fails_on_the_way_is_a_warning_and_the_last_checkpoint_must_arrive(ranks, folder, behind):
+    name = f"failing-{behind}"
+    made = in_store(folder, name, f"{name}-bucket", checkpoint={"on_error": "warn", "asynchronous": behind})
+    said, error = ranks(1, without_a_store_from_step_4_on, made)[0]
+    assert len(said) == 1
+    assert "the store has no checkpoint of step 4, and training goes on: " in said[0]
+    assert "no route to host): look at the network and try again; " in said[0]
+    assert f"{made['output']}/checkpoints/step-5 is whole." in error
+    assert complete_steps(Path(made["output"]) / "checkpoints") == [4, 5]
+    assert list(Copies(made["checkpoint"]["to"]).look().steps) == [2]
 
 
-def without_puts(made):
-    def fails(*_, **__):
-        raise RuntimeError("no route to host")
+def without_a_store_from_step_4_on(made):
+    """What is warned of, and the error with which the run ends."""
+    put = LocalFileSystem.put_file
 
-    with mock.patch.object(LocalFileSystem, "put_file", fails):
-        return told(made)
+    def fails(self, path, *args, **options):
+        if "step-2" not in path:
+            raise RuntimeError("no route to host")
+        return put(self, path, *args, **options)
+
+    with mock.patch.object(LocalFileSystem, "put_file", fails), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        with pytest.raises(CopyError) as error:
+            train(made)
+    return [str(each.message) for each in caught if "store" in str(each.message)], str(error.value)
 
 
 # --- exports --------------------------------------------------------------------------------------
@@ -426,8 +453,8 @@ def test_ckpt_lists_verifies_shows_exports_and_prunes_a_store(saved, tmp_path, c
     code, verified = ckpt(capsys, "verify", url)
     assert code == 0
     assert [line.partition(" ")[0] for line in verified.splitlines()] == [f"{url}/step-1:", f"{url}/step-2:"]
-    code, shown = ckpt(capsys, "show", f"{url}/step-1")
-    assert shown.startswith(f"{url}/step-1: step 1,")
+    code, told_of_it = ckpt(capsys, "show", f"{url}/step-1")
+    assert told_of_it.startswith(f"{url}/step-1: step 1,")
     code, _ = ckpt(capsys, "export", url, f"{url}/hf", "--config", "none")
     assert code == 0
     assert (tmp_path / "bucket" / "run" / "hf" / "model.safetensors").is_file()

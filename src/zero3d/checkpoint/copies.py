@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST, step_of
-from zero3d.errors import CheckpointError, remedy_of, short
+from zero3d.errors import CheckpointError, CopyError, remedy_of, short
 from zero3d.stores.cache import place_of
 from zero3d.stores.store import Store, Stored
 from zero3d.stores.urls import check_url, is_url
@@ -145,10 +145,10 @@ def _last(names: Iterable[str], last: str) -> list[str]:
 def copy_export(folder: Path, url: str) -> None:
     """Write an exported folder below a URL, file by file; what a loader opens first goes at once and comes last.
 
-    Weights of an earlier export that are no files of this one go, too. Raises CheckpointError.
+    Weights of an earlier export that are no files of this one go, too. Raises CopyError.
     """
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    with told(url, "written", f"; {folder} is whole"):
+    with told(url, "written", folder):
         store = Store(url)
         there = store.objects()
         store.remove(name for name in there if FIRST_READ.fullmatch(name))
@@ -192,13 +192,17 @@ def find_places(url: str) -> dict[int, Path]:
 
 
 @contextmanager
-def told(url: str, action: str, kept: str = "") -> Iterator[None]:
-    """Say of an error of the store what could not be done, and what there is all the same. Raises CheckpointError."""
+def told(url: str, action: str, kept: Path | None = None) -> Iterator[None]:
+    """Say of an error of the store what could not be done. Raises CheckpointError.
+
+    kept  a checkpoint that is whole all the same: CopyError
+    """
     try:
         yield
     except OSError as error:
-        why = f"{error.strerror or error}): {_remedy(error)}{kept}"
-        raise CheckpointError(f"{short(url)} cannot be {action} ({why}.") from error
+        text = f"{short(url)} cannot be {action} ({error.strerror or error}): {_remedy(error)}"
+        raised = CheckpointError(f"{text}.") if kept is None else CopyError(f"{text}; {kept} is whole.")
+        raise raised from error
 
 
 def _remedy(error: OSError) -> str:

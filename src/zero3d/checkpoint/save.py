@@ -150,11 +150,11 @@ def write_all(target: Target, world: Comm, capture: Callable[[], Captured], fact
 
 
 def copy_to_store(folder: Path, url: str, world: Comm) -> None:
-    """Copy a checkpoint below a URL: every rank its own files, then rank 0 the manifest. Raises CheckpointError."""
+    """Copy a checkpoint below a URL: every rank its own files, then rank 0 the manifest. Raises CopyError."""
     place = f"{url.rstrip('/')}/{folder.name}"
 
     def attempt(action: Callable[[Copies], None], mine: bool = True) -> None:
-        with told_of_store(place, "written", f"; {folder} is whole"):
+        with told_of_store(place, "written", folder):
             if mine:
                 action(Copies(url))
 

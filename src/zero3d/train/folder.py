@@ -293,15 +293,16 @@ class Folder:
             self._point_at_best(best if best in steps else None)
         except OSError as error:
             warnings.warn(f"{self.checkpoints / 'best'} could not be set ({error.strerror}).", stacklevel=2)
-        if self.url is not None:
-            self._prune_copies(self.url, last, keep, best)
 
-    def _prune_copies(self, url: str, last: int, keep: int, best: int | None) -> None:
+    def prune_copies(self, last: int, keep: int, best: int | None) -> None:
+        """Leave the same checkpoints in the store; where that cannot be, warn and go on."""
+        if self.url is None:
+            return
         try:
-            with told(url, "pruned"):
-                Copies(url).prune(last, keep, best)
+            with told(self.url, "pruned"):
+                Copies(self.url).prune(last, keep, best)
         except CheckpointError as error:
-            warnings.warn(f"older checkpoints stay: {error}", stacklevel=3)
+            warnings.warn(f"older checkpoints stay: {error}", stacklevel=2)
 
     def _point_at_best(self, step: int | None) -> None:
         link = self.checkpoints / "best"
