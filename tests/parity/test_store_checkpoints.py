@@ -16,7 +16,7 @@ from models import adamw, batch, bits, build, loss_of
 from training import field, metrics, save_model, save_rows, train, tree
 
 import zero3d
-from zero3d.checkpoint.copies import Copies, copy_export, located
+from zero3d.checkpoint.copies import Copies, copy_export, is_whole, located
 from zero3d.checkpoint.examine import examine
 from zero3d.checkpoint.folders import complete_steps
 from zero3d.cli.main import main
@@ -25,6 +25,7 @@ from zero3d.errors import BAD_INPUT, FAULT, CheckpointError, ConfigError, CopyEr
 from zero3d.stores.cache import shown
 from zero3d.stores.store import Store
 from zero3d.train.folder import Folder
+from zero3d.train.resume_hints import ResumeHints
 
 WRITES = ("put_file", "cp_file", "rm_file", "pipe_file")  # of a file system, each of one object
 
@@ -94,6 +95,10 @@ def same(place, folder):
     return all((place / path.name).read_bytes() == path.read_bytes() for path in folder.iterdir())
 
 
+def what_counts_is_all_there(url):
+    return all(len(objects) == 4 for objects in Copies(url).look().objects.values() if is_whole(objects))
+
+
 def killed_everywhere(url, act):
     """Yield after each kill of `act`: before its first write, between any two, and after its last."""
     for after in range(100):
@@ -131,6 +136,7 @@ def test_a_kill_while_a_step_is_saved_again_leaves_one_of_both(saved):
         if event is None:
             upload(url, second)
         else:
+            assert what_counts_is_all_there(url)
             place = located(url)
             found.append(same(place, other))
             assert found[-1] or same(place, second)
@@ -148,6 +154,7 @@ def test_a_kill_while_older_ones_are_pruned_leaves_those_that_stay(saved):
             upload(url, second)
             continue
         look = Copies(url).look()
+        assert what_counts_is_all_there(url)
         assert same(located(url), second)
         assert set(look.steps) in ({1, 2}, {2})
     assert list(look.objects) == ["step-2"]
@@ -335,6 +342,9 @@ def test_a_run_reads_data_of_a_store_and_leaves_checkpoints_and_the_export_there
     shutil.rmtree(output / "checkpoints" / "step-3")
     found = Folder.of(config).resume_from("auto")  # the store's is newer
     assert shown(found) == f"{url}/step-3"
+    assert ResumeHints(Folder.of(config), config, 1).command(found).endswith("--resume auto")
+    elsewhere = ResumeHints(Folder(output), config, 1).command(found)
+    assert elsewhere.endswith(f"--resume {url}/step-3 output=FOLDER")
     assert Folder.of(config).resume_from(f"{url}/step-2").name == "step-2"
     Folder.of(config).refuse_copies("auto", overwrite=False)
 
