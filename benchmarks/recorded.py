@@ -127,6 +127,8 @@ RECIPES = {
             "plan-llava-job",
             tuple(
                 f"{_LLAVA_RUN} zero.stage={stage} train.micro_batch={size} train.batch={size * gpus} mesh.dp={gpus}"
+                f"{packed}"
+                for packed in ("", " model.quantize=nf4")
                 for stage, size, gpus in _LLAVA_SHAPES
             ),
             timed=False,
