@@ -21,6 +21,7 @@ import narrow_wires
 import optimizers
 import pipeline as pipeline_benchmark
 import sequence
+import stream
 from recorded import load
 
 MIB = 2**20
@@ -202,6 +203,28 @@ def sequence_steps() -> str:
         else:
             rows.append([name, seconds([median(found["seconds"])]), seconds([median(found["on_core"])]), held])
     return table(["", "median step, s", "on a core, s", "a rank's memory"], rows)
+
+
+# --- stream.py ------------------------------------------------------------------------------------
+
+
+def streams() -> str:
+    """A stream of weights beside a gather of each parameter, and beside a copy of the bytes."""
+    [run] = results("stream")
+    return table(["a stream of weights", "", "target", ""], [
+        [f"of the {what}", f"{ratio:.2f}x", f"{limit:.2f}x", verdict([ratio], limit)]
+        for what, ratio, limit in stream.ratios(run)
+    ])  # fmt: skip
+
+
+def stream_seconds() -> str:
+    """Seconds until a receiver has everything, and what rank 0 has meanwhile."""
+    [run] = results("stream")
+    rows = [
+        [name, seconds([median(times)]), f"{run['memory'][name] / MIB:,.0f} MiB" if name in run["memory"] else ""]
+        for name, times in run["seconds"].items()
+    ]
+    return table(["", "median, s", "memory of rank 0"], rows)
 
 
 # --- optimizers.py, the demo with each -----------------------------------------------------------
@@ -408,6 +431,8 @@ MEASURED: dict[str, Callable[[], str]] = {
     "experts-layer": experts_layer,
     "sequences": sequences,
     "sequence-steps": sequence_steps,
+    "streams": streams,
+    "stream-seconds": stream_seconds,
     "links-steps": links_steps,
     "links-chosen": links_chosen,
     "links-targets": links_targets,
