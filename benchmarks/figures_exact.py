@@ -153,18 +153,21 @@ MEASURED_LLAVA = {(2, 1): (68, 1.043), (2, 2): (126, 2.11), (3, 2): (30, 2.09)}
 
 
 def plan_llava_job() -> str:
-    """The LoRA job of LLaVA-1.5-7B as planned, beside what a report has measured of it."""
+    """The LoRA job of LLaVA-1.5-7B as planned, with a base of 4 bits, too, beside what a report has measured of it."""
     rows = []
-    for run in results("plan-llava-job"):
+    runs = results("plan-llava-job")
+    half = len(runs) // 2
+    for run, four in zip(runs[:half], runs[half:], strict=True):
         plan, memory = run["plan"], run["memory"]
         size, gpus = plan["micro_batch"], plan["dp"]
         told = MEASURED_LLAVA.get((plan["stage"], gpus))
         planned = [f"{memory[place] / GB:.0f} GB" for place in ("device", "host")]
-        planned.append(f"{size * gpus / run['seconds']['mid']:.2f}")
+        planned.append(f"{four['memory']['device'] / GB:.0f} GB")
+        planned += [f"{size * gpus / each['seconds']['mid']:.2f}" for each in (run, four)]
         measured = (f"{told[0]} GB", f"{told[1]:g}") if told else ("–", "–")
         rows.append([f"{plan['stage']}", f"{gpus}", f"{size}", *planned, *measured])
-    head = ["stage", "GPUs", "batch of a GPU", "a GPU", "the host", "samples/s", "report: memory", "report: samples/s"]
-    return table(head, rows)
+    head = ["stage", "GPUs", "batch of a GPU", "a GPU", "the host", "a GPU, nf4", "samples/s", "samples/s, nf4"]
+    return table([*head, "report: memory", "report: samples/s"], rows)
 
 
 def states_72b() -> str:

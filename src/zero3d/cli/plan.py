@@ -8,31 +8,32 @@ zero3d plan --theory --params 7.5e9 --gpus 64           the ZeRO paper's figures
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zero3d.cli import plan_explain, plan_theory
+from zero3d.cli import plan_theory
 from zero3d.cli.kept_specs import open_spec
 from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, tokens_of
 from zero3d.cli.plan_theory import parse_params
 from zero3d.cli.planned_file import RunFile
-from zero3d.cli.progress import ProgressLine
+from zero3d.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
-from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
 from zero3d.plan.links import Way, crosses, ways
 from zero3d.plan.margin import MARGIN, ends
 from zero3d.plan.rollout import EXAMPLE
-from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
+from zero3d.plan.search import GOALS, LONG, OFFLOADS, Evaluate, Progress, Row, SearchResult, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
 from zero3d.spec.formats import FORMATS
@@ -41,7 +42,6 @@ from zero3d.spec.optimizer import ADAMW, NAMES
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
 MOST = 4096  # tokens of a sequence, where nothing is said
-STOPPED = 130  # exit code of what Ctrl-C ended
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -103,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
         return 0
     if words[:1] == ["explain"]:
+        from zero3d.cli import plan_explain  # with all that opens the file of a run
+
         return plan_explain.run(arguments, words[1:])
     if arguments.rl:
         raise ConfigError("--rl prices one given run: zero3d plan explain train.yaml --gpu h100 --rl " + EXAMPLE)
@@ -134,8 +136,8 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
     sequences = _sequences(arguments, model, cluster, file)
     target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
-    with ProgressLine() as line:
-        result = search(model, cluster, target, evaluate, device_at_least, line.of_search)
+    priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
+    result = _searched(model, cluster, target, priced)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
     if not result.rows:
@@ -145,10 +147,10 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = result.rows[0]
     used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, target.sequences, target.limit, evaluate, target.optimizer)
-    knobs = what_if(best, model, used, evaluate)
-    links = _over_links(model, used, result.rows) if arguments.cluster else ()
-    end = ends(model, used, best.plan, limit, evaluate)
+    rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
+    knobs = what_if(best, model, used, priced)
+    links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
+    end = ends(model, used, best.plan, limit, priced)
     answer = plan_text.Answer(
         model, used, target, result, rungs, knobs, tokens, arguments.price, links, margin_of(arguments.margin), end
     )
@@ -157,6 +159,36 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
     return 0 if result.whole else STOPPED
+
+
+def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate) -> SearchResult:
+    """Search, with a line on how far that is.
+
+    Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with ProgressLine() as line:
+            return search(model, cluster, target, priced, device_at_least, partial(_show, line))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _show(line: ProgressLine, progress: Progress) -> None:
+    """Write how far a search is, where a line is due."""
+    if line.due:
+        line.show(search_text(progress, line.seconds))
+
+
+def search_text(progress: Progress, seconds: float) -> str:
+    """Return a line on a search: how many plans are priced, the time left, and the best plan so far."""
+    text = f"{progress.priced:,} plans priced, {time_left(progress.done, progress.all, seconds)}"
+    if progress.best is None:
+        return f"{text}; none fits yet"
+    best = progress.best
+    return f"{text}; best so far {best.estimate.seconds.mid:.3g} s a step: {plan_text.short(best.plan)}"
 
 
 def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | None = None) -> ModelSpec:
@@ -184,10 +216,10 @@ def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | 
     return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
 
 
-def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row]) -> Sequence[Way]:
+def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:
     """Price the ways to train over the links between nodes, from the best plan whose dp has several ranks on each."""
     plan = next((row.plan for row in rows if crosses(row.plan, cluster)), None)
-    return () if plan is None else ways(model, plan, cluster, evaluate, any_stage=True)
+    return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
 
 
 def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
@@ -219,7 +251,7 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
-            result = search(model, bigger, wanted, evaluate, device_at_least, line.of_search)
+            result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
         if result.rows:
             return bigger.gpus, result.rows[0]
         times *= 2
@@ -243,6 +275,8 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         )
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
+        from zero3d.page.plan_page import plan_page
+
         texts[arguments.html] = plan_page(answer, arguments.top)
     for name, text in texts.items():
         try:

@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         print(json.dumps(plan_text.row_json(row) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
         fitting = Fitting(limit, margin_of(arguments.margin))
-        print("\n".join(_lines(model, cluster, row, fitting)))
+        for line in _lines(model, cluster, row, fitting):  # as they come: Ctrl-C leaves those that are known
+            print(line, flush=True)
         print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
 
@@ -97,7 +98,6 @@ def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
 
 
 def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, fitting: Fitting) -> Iterator[str]:
-    knobs = what_if(row, model, cluster, evaluate)
     plan, estimate = row.plan, row.estimate
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
@@ -108,6 +108,7 @@ def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, fitting: Fitting) -
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
+    knobs = what_if(row, model, cluster, evaluate)
     yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, fitting.limit, cluster), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"

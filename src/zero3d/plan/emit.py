@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch
+from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch, zero_of
 from zero3d.distributed.degrees import FOLDS, Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
@@ -99,7 +99,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     known = {**degrees._asdict(), "schedule": schedule.name, "sequence_parallel": sequence_parallel}
     place = "none" if config.offload.optimizer == AUTO else config.offload.optimizer
     return ParallelPlan(
-        zero=planned(config.zero),
+        zero=planned(zero_of(config, degrees)),
         offload=replace(planned(config.offload), optimizer=place),
         mesh=replace(planned(mesh), **known),
         precision=config.precision,

@@ -23,8 +23,8 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
-from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
+from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
 from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
 from zero3d.plan.network import (
     Group,
@@ -53,9 +53,11 @@ from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
-from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import HOST
-from zero3d.spec.zero import SAME
+from zero3d.spec.zero import SAME, Zero
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -85,7 +87,7 @@ class Pace:
     kernels    what kernels take
     """
 
-    speed: dict[str, float]
+    speed: dict[str, float] = field(hash=False)
     hide_dp: float = 0.0
     hide_tp: float = 0.0
     unit_hops: float = 1.0
@@ -168,13 +170,60 @@ class _Step:
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
     """Time a step of `accumulate` micro-batches on each of dp model-parallel groups, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
+    passes = _passes(model, _computing_key(plan), cluster, pace)
+    parts = dict(passes.parts)
+    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
+    parts["dp"] = _data(step, share, passes.end, plan.accumulate * passes.backward)
+    parts |= _update(step, share, (passes.forward, passes.forward + passes.backward))
+    if plan.replay:
+        kind = plan.schedule if plan.virtual > 1 else "gpipe"
+        once = pipeline_seconds(kind, *passes.by_chunk, 1, plan.pp, passes.hop)
+        parts["replay"] = (once + _besides_replay(step, sum(share), once)) / plan.replay
+    parts["fixed"] = pace.fixed
+    mid = sum(parts.values())
+    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+class Passes(NamedTuple):
+    """Seconds of all forwards and backwards of a step, whatever the data axis does.
+
+    forward, backward  a micro-batch's, of the pipeline rank that works most
+    by_chunk           the same of every chunk, with the waits of a system that waits for hops
+    hop, end           from one chunk to the next, and until the last backward is over
+    parts              what that rank does meanwhile, and its waits
+    """
+
+    forward: float
+    backward: float
+    by_chunk: tuple[list[float], list[float]]
+    hop: float
+    end: float
+    parts: Mapping[str, float]
+
+
+def _computing_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all whose forwards and backwards take as long: however states are held and updated."""
+    zero, offload, mesh = _computing_sections(plan.zero.exact, plan.offload.activations, plan.mesh)
+    return plan.replace(
+        zero=zero, offload=offload, mesh=mesh, optimizer=ADAMW, ema=None, replay=0, asynchronous_saves=False
+    )
+
+
+@lru_cache(maxsize=4096)
+def _computing_sections(exact: bool, inputs: str, mesh: Mesh) -> tuple[Zero, Offload, Mesh]:
+    return Zero(exact=exact), Offload(activations=inputs), replace(mesh, shard=None)
+
+
+@lru_cache(maxsize=4096)
+def _passes(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Passes:
+    """Time the forwards and backwards of a step. plan: a `_computing_key`."""
+    step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
-    alike = {id(shape): shape for shape in known.shapes}
     busy = 1.0 if pace.forced else IMBALANCE
-    works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels, busy) for key, shape in alike.items()}
+    of_parts = works(model, plan, cluster, speed, pace.kernels, busy)
     cut = dealt(model, plan.pp, plan.virtual, pace.weighed)
     timed = {
-        parts: _part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in cut.chunks[chunk]])
+        parts: _part_terms(step, [(known.shapes[i], of_parts[i]) for i in cut.chunks[chunk]])
         for chunk, parts in cut.unlike.items()
     }
     terms = [timed[parts] for parts in cut.alike]
@@ -183,21 +232,11 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
     passing = [f + waits for f in forward], [b + waits for b in backward]
     end = pipeline_seconds(plan.schedule, *passing, plan.accumulate, plan.pp, hop)
-    rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
+    of_rank = [(sum(forward[rank :: plan.pp]), sum(backward[rank :: plan.pp])) for rank in range(plan.pp)]
+    rank = max(range(plan.pp), key=lambda rank: sum(of_rank[rank]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
-    numel = sum(share)
-    parts["dp"] = _data(step, share, end, plan.accumulate * sum(backward[rank :: plan.pp]))
-    hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
-    parts |= _update(step, share, hidden)
-    if plan.replay:
-        kind = plan.schedule if plan.virtual > 1 else "gpipe"
-        once = pipeline_seconds(kind, *passing, 1, plan.pp, hop)
-        parts["replay"] = (once + _besides_replay(step, numel, once)) / plan.replay
-    parts["fixed"] = pace.fixed
-    mid = sum(parts.values())
-    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+    return Passes(*of_rank[rank], passing, hop, end, parts)
 
 
 class Share(NamedTuple):
@@ -322,9 +361,12 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     def collective(
         part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False, pieces: float = 1.0
     ) -> float:
-        """Time a collective of that part of all parameters, or among neighbours who keep second shards, in pieces."""
+        """Time a collective of that part of all parameters, in pieces; inside: among neighbours with second shards.
+
+        Of experts that ep shares out nobody keeps any.
+        """
         total = 0.0
-        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        groups = step.groups.node if inside else step.groups.shard, step.groups.experts
         for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
@@ -346,7 +388,9 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
         if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
+        first = collective(1.0, width) / units  # finds nothing to hide behind
+        others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
+        return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -410,7 +454,8 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
-    alike = replace(plan, micro_batch=1, accumulate=min(2, plan.accumulate), activations="none", tiled_loss=False)
+    accumulate = min(2, plan.accumulate)
+    alike = plan.replace(micro_batch=1, accumulate=accumulate, activations="none", tiled_loss=False)
     choice = _fastest_reduction(model, alike, cluster)
     return plan if choice == plan.zero.reduce_scatter else plan.replace(reduce_scatter=choice)
 
