@@ -138,8 +138,8 @@ def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(t
     )
     words = plan.arguments(plan.variants[1])
     assert words[:3] == ["train", "--json", "--ranks=2"]
-    assert words[3:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
-                         "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
+    assert words[3:] == ["checkpoint.export=false", "checkpoint.verify=false", "checkpoint.to=null", "evaluate.prompt=null",
+                         "checkpoint.export=true", "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
 
 
 # --- results to rows ----------------------------------------------------------------------------

@@ -20,8 +20,9 @@ import yaml
 
 from zero3d.cli import plan_theory
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, format_of, lora_of, number, open_cluster, parse_size, tokens_of
+from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, tokens_of
 from zero3d.cli.plan_theory import parse_params
+from zero3d.cli.planned_file import RunFile
 from zero3d.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
@@ -30,6 +31,7 @@ from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
 from zero3d.plan.links import Way, crosses, ways
+from zero3d.plan.margin import MARGIN, ends
 from zero3d.plan.rollout import EXAMPLE
 from zero3d.plan.search import GOALS, LONG, OFFLOADS, Evaluate, Progress, Row, SearchResult, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="MODEL",
-        help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
+        help="a folder, config.json, preset, module:function or a run's train.yaml; or: explain CONFIG KEY=VALUE ...",
     )
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
@@ -75,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
+    parser.add_argument(
+        "--margin",
+        metavar="M",
+        help=f"of planned memory that must be free beyond it: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+    )
     parser.add_argument(
         "--rl", metavar="WHAT", help=f"of explain: price a step of reinforcement learning and its stream: {EXAMPLE}"
     )
@@ -121,12 +128,14 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
-    quantize = format_of(arguments.quantize)
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
-    tokens = number(arguments.tokens, "--tokens")
-    model = open_model(arguments, path)
-    sequences = _sequences(arguments, model, cluster)
-    target = Target(sequences, limit, arguments.goal, arguments.offload, arguments.optimizer, quantize)
+    file = RunFile.of(path)
+    quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
+    optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
+    limit = limit_of(arguments, cluster)
+    model = open_model(arguments, path, file)
+    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
+    sequences = _sequences(arguments, model, cluster, file)
+    target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
     priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
     result = _searched(model, cluster, target, priced)
     if not result.whole:
@@ -141,8 +150,11 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
     knobs = what_if(best, model, used, priced)
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
-    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price, links)
-    _write(arguments, answer, path)
+    end = ends(model, used, best.plan, limit, priced)
+    answer = plan_text.Answer(
+        model, used, target, result, rungs, knobs, tokens, arguments.price, links, margin_of(arguments.margin), end
+    )
+    _write(arguments, answer, path, file)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
@@ -179,8 +191,11 @@ def search_text(progress: Progress, seconds: float) -> str:
     return f"{text}; best so far {best.estimate.seconds.mid:.3g} s a step: {plan_text.short(best.plan)}"
 
 
-def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
-    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError."""
+def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | None = None) -> ModelSpec:
+    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
+
+    file  a run's, whose model it is
+    """
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
@@ -193,6 +208,8 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
 
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
+    if file is not None:
+        return file.model(length, lora)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize is of frozen layers, and all are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
@@ -205,11 +222,11 @@ def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], pri
     return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
     """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return _typical_batch(model, cluster)
+        return (file.config.train.batch if file else None) or _typical_batch(model, cluster)
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -241,14 +258,16 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
     return None
 
 
-def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
+def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None, file: RunFile | None) -> None:
     """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
     rows = answer.result.rows
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None:
             raise ConfigError("--emit writes a file for `zero3d train`, and got --params, which is no model.")
-        tree = train_config(answer.model, rows[0].plan, path, _tokenizer(path)) | _adapters(arguments.lora)
+        known = file.config.model.path if file else path
+        tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(

@@ -467,7 +467,7 @@ def _why(row: Row, best: Row) -> str:
     reasons = [f"{name} {_signed_seconds(excess)}" for name, excess in worst if excess > 0.002 * theirs.mid]
     saved = best.estimate.memory.allocated - row.estimate.memory.allocated
     if saved > 0.02 * best.estimate.memory.allocated:
-        reasons.append(f"saves {saved / 1e9:.1f} GB")
+        reasons.append(f"saves {saved / (1 << 30):.1f} GiB")
     return ", ".join(reasons) or "as fast"
 
 

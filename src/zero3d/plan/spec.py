@@ -50,7 +50,7 @@ class Weight:
     itemsize   bytes per element where the model keeps it in another dtype than the run's
     stacked    it is [experts, ...], which ep divides
     form       how it is seen as matrices, where Muon would take it
-    matrix     the matrix [out, in] that it has the groups of (models/quantised.py), whose shape is of bytes then
+    matrix     the shape of what it has the groups of, [out, in] or [experts, out, in]: its own shape is of bytes then
     """
 
     name: str
@@ -62,7 +62,7 @@ class Weight:
     blocks: int = 1
     stacked: bool = False
     form: Form | None = None
-    matrix: tuple[int, int] | None = None
+    matrix: tuple[int, ...] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -94,7 +94,7 @@ class Instant:
     """Bytes alive at one instant beyond what was kept.
 
     cut, whole  bytes per token that tp divides, and that are on every tp rank
-    gradients   bytes of parameters' gradients that autograd holds; tp divides them
+    gradients   bytes of parameters' gradients that autograd holds, and of decoded matrices; tp divides them
     """
 
     cut: float

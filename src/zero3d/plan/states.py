@@ -196,7 +196,7 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
     """Return what a rank's device holds of a unit, records apart."""
     leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients_leave and tiers.states}
     away = tuple(category for category, left in leaves.items() if left)
-    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), node_of(plan))
+    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), neighbours_of(unit, plan))
     share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away, second)
     optimizer = OptimizerBytes(0)
     if unit.trainable and not tiers.states:
@@ -228,6 +228,11 @@ def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
         return plan.degrees.second_shard(plan.zero.second_shard, per_node)
     except MeshError as error:
         raise ConfigError(f"zero.{error}") from error
+
+
+def neighbours_of(unit: RankUnit, plan: ParallelPlan) -> int:
+    """Return how many neighbours keep a second shard of a unit together: of experts that ep shares out nobody does."""
+    return 1 if unit.sources and plan.ep > 1 else node_of(plan)
 
 
 def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
