@@ -177,7 +177,7 @@ def test_dp_ranks_share_a_dataset_out_and_tp_ranks_have_the_same_rows(ranks):
 
 @pytest.mark.parametrize(("options", "why"), [
     ({}, "needs DeepSpeed's configuration"),
-    ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is no key of DeepSpeed's"),
+    ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is not a key of DeepSpeed's"),
     ({"config": {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}}}, "train_batch_size is auto, and initialize"),
     ({"config": {"train_batch_size": 1}}, "has no optimizer, and none is given"),
     ({"config": DOCUMENT, "mpu": 3}, r"initialize\(mpu=...\) is not here"),

@@ -74,7 +74,7 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
         f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; slowest term: {slowest}"
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; largest planned part: {slowest}"
     )
     assert about_plans(first)[0] == wanted
     assert about_plans(second) == []  # the first rank alone makes a plan

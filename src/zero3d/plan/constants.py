@@ -159,7 +159,7 @@ KERNEL_CONSTANTS = (
         "kernels",
         "odd_head",
         12.0,
-        "x eager attention whose heads are no multiple of 8",
+        "x eager attention whose heads are not a multiple of 8",
         1.0,
         BLOOM._replace(which="such heads"),
     ),

@@ -2,7 +2,7 @@
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
     step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s;
-                                 slowest term: ...
+                                 largest planned part: ...
 
     compared   on a GPU                                       on a CPU
     memory     most allocated, of the fullest rank            model states, of the fullest rank: its process has
@@ -145,7 +145,7 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
         f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, "
-        f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
+        f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; largest planned part: {slowest}"
     )
 
 

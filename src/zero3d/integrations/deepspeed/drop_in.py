@@ -99,7 +99,7 @@ def init_distributed(dist_backend: str | None = None, *others: Any, **named: Any
     asked = dict(zip(OF_LAUNCHER, others, strict=False)) | named
     for name, value in asked.items():
         if name not in OF_LAUNCHER:
-            raise ConfigError(f"init_distributed({name}=...) is no option of DeepSpeed's: leave it out.")
+            raise ConfigError(f"init_distributed({name}=...) is not an option of DeepSpeed's: leave it out.")
         if name not in IGNORED and value != OF_LAUNCHER[name]:
             raise ConfigError(f"init_distributed({name}=...) is not here: leave it out, and launch with torchrun.")
     start_distributed()
