@@ -46,7 +46,7 @@ def map_file(folder: Path, name: str) -> Mapped:
     """Map a file that lies in a folder. Raises CheckpointError for one elsewhere, and for a pipe or a device."""
     parts = Path(name).parts if name.isprintable() else ()
     if not parts or Path(name).is_absolute() or ".." in parts:
-        raise CheckpointError(f"{folder} names the file {short(ascii(name))}, which is none in it: copy it again.")
+        raise CheckpointError(f"{folder} names the file {short(ascii(name))}, which is not in it: copy it again.")
     path = folder / name
     try:
         real = path.resolve(strict=True)
