@@ -21,6 +21,7 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import open_spec
+from zero3d.train.plan_check import check_line
 from zero3d.train.progress import Progress
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
@@ -62,6 +63,15 @@ def about_plans(lines):
     return [line for line in lines if "plan" in line]
 
 
+@pytest.mark.parametrize(("parts", "told"), [
+    ({"fixed": 0.02, "dp": 0.01}, "fixed overhead"), ({"rest": 0.2, "fixed": 0.02}, "other kernels"), ({"tp": 1.0}, "tp"),
+])  # fmt: skip
+def test_the_largest_part_of_the_planned_step_is_told_in_words(parts, told):
+    memory = SimpleNamespace(states=1000, allocated=1000)
+    estimate = SimpleNamespace(memory=memory, seconds=SimpleNamespace(parts=parts, mid=sum(parts.values())))
+    assert check_line(estimate, 1000, 1.0, None).endswith(f"; largest planned part: {told}")
+
+
 def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_cluster_file(ranks, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: {name: cpu, flops: 5.0e11}\ninside: {bandwidth: 2.0e+9}\n")
@@ -71,10 +81,10 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     estimate = evaluate(spec, place, plan)
     first, second = ranks(2, said, made)
     states = float(engine_bytes(3, 2, "fp32").total) * spec.params
-    slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
+    largest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
         f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; largest planned part: {slowest}"
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; largest planned part: {largest}"
     )
     assert about_plans(first)[0] == wanted
     assert about_plans(second) == []  # the first rank alone makes a plan

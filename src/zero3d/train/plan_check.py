@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from zero3d.sim.model_spec import trace
 from zero3d.train.device_memory import fullest, memory_bytes
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
+SPELT_OUT = MappingProxyType({"fixed": "fixed overhead", "rest": "other kernels"})  # parts whose names say little
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,10 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
     off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
-    slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
+    largest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     return (
-        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, "
-        f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; largest planned part: {slowest}"
+        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, {beside}step "
+        f"{estimate.seconds.mid:.3g} s / {seconds:.3g} s; largest planned part: {SPELT_OUT.get(largest, largest)}"
     )
 
 
