@@ -137,6 +137,23 @@ def test_the_other_stages_precisions_and_degrees_agree_too(zero3d_in_fork, tmp_p
     assert result["paths"]["folder"].endswith("zero3d-demo-2")
 
 
+@pytest.mark.long
+def test_ranks_that_share_sequences_train_as_one_that_has_them_whole(zero3d_in_fork, tmp_path):
+    """README's command, and docs/parallelism.md's beside it, of fewer steps."""
+    losses = []
+    for words in (["mesh.sp=2", "--ranks", "2"], ["--ranks", "1"]):
+        (folder := tmp_path / words[-1]).mkdir()
+        done = zero3d_in_fork(
+            folder, "train", "model.path=demo", *words, "--json", "--steps", "40", "evaluate.batches=1"
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads(done.stdout)["losses"])
+    shared, whole = losses
+    assert shared[0] == whole[0]
+    assert shared[-1] == pytest.approx(whole[-1], abs=0.01)
+    assert whole[-1] < whole[0] - 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -157,6 +174,17 @@ def test_bad_input_is_refused_once_before_anything_is_written(tmp_path, words, s
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_adapters_on_a_base_of_four_bits_run_as_one_types_them(tmp_path):
+    words = ("model.path=demo", "lora.rank=8", "model.quantize=nf4", "--steps", "3", "--ranks", "2", "--json")
+    done = train(tmp_path, *words, "train.micro_batch=2", "evaluate.batches=1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [Path(path).name for path in result["paths"]["exports"]] == ["hf"]
+    assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=0.02)
+    assert "on the base as it was before it was quantised" in done.stderr
 
 
 @pytest.mark.long

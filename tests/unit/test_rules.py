@@ -47,8 +47,6 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "zero.second_shard=node is for gathers", "type zero.release=every_use, or zero.second_shard=null."),
     (Spec(Zero(second_shard="host")),
      "zero.second_shard=host is not a group size", "for the ranks of a host, or zero.second_shard=null."),
-    (Spec(Zero(second_shard=4), mesh=Mesh(ep=2)),
-     "zero.second_shard=4 does not work with mesh.ep=2", "Type zero.second_shard=null, or mesh.ep=1."),
     (Spec(Zero(slow_wire="int8")),
      "zero.slow_wire=int8 says how sums travel", "or the number of ranks of a host, or zero.slow_wire=same."),
     (Spec(Zero(slow_wire="int4", exact=True), mesh=Mesh(shard=2)),

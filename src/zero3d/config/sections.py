@@ -52,13 +52,15 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "format of the frozen linear layers of blocks: nf4 (4 bits, as in QLoRA), nf4-double (with 8-bit scales: "
-        "double quantisation), int8 or fp8 (8 bits); forward and backward decode each matrix when they use it",
+        "format of the frozen linear layers and stacked experts of blocks: nf4 (4 bits, as in QLoRA), nf4-double (with "
+        "8-bit scales: double quantisation), int8 or fp8 (8 bits); forward and backward decode each matrix when they "
+        "use it",
         choices=tuple(formats.FORMATS),
     )
 
 
 ALL_LINEAR = "all-linear"  # of lora.targets
+GAUSSIAN = "gaussian"  # of lora.init
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class Lora:
     dora: bool = key(
         False, "DoRA: adapters change the direction of a matrix's rows, and a magnitude per row is trained, too"
     )
+    init: str | None = key(
+        None, "how A is drawn: gaussian is normal with deviation 1 / rank; by default uniform in +-1 / sqrt(inputs)"
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Data:
 
     train: tuple[DataSource, ...] | tuple[str, ...] = key(
         ("stdlib",),
-        "files or folders; stdlib: the text of Python's standard library; or a list of sources with weights",
+        "files or folders, or URLs of object stores (s3://bucket/corpus); stdlib: the text of Python's standard "
+        "library; or a list of sources with weights",
     )
     validation: float | tuple[DataSource, ...] | tuple[str, ...] = key(
         0.0, "files or folders, or the fraction of documents held out of each source", least=0, most=0.5
@@ -130,6 +136,9 @@ class Data:
         least=1,
     )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
+    cache_limit: str = key(
+        "200GB", "how much of that files of object stores may take; those that were used longest ago go first"
+    )
 
 
 @dataclass(frozen=True)
@@ -318,10 +327,16 @@ class Checkpoint:
     export: bool | str = key(
         True,
         "write the final weights as a Hugging Face folder; for a model with adapters: true and adapter write the "
-        "adapters for PEFT, merged writes full weights with the adapters merged in, both writes both",
+        "adapters for PEFT, merged writes full weights with the adapters merged in, both writes both; on new weights, "
+        "which no folder has, true is merged",
         choices=EXPORTS,
     )
     verify: bool = key(False, "load the export on one rank, as a user would, and compare its held-out loss")
+    to: str | None = key(
+        None,
+        "a URL of an object store (s3://bucket/run) that gets a copy of every checkpoint and of what is exported; "
+        "--resume auto looks there, too",
+    )
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,9 @@ class Mesh:
     sp_mask_budget: int | str = key(
         "4GB",
         "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, if padding, "
-        "packing or a window need one; above it, flex attention computes with masks in blocks on devices that have "
-        "it, and elsewhere the micro-batch is refused",
+        "packing or a window need one; above it, flash attention computes without a mask if it is installed and "
+        "nothing is padded, else flex attention with masks in blocks on devices that have it, and elsewhere the "
+        "micro-batch is refused",
         axis="sp",
         in_plan=False,
     )

@@ -140,12 +140,6 @@ RULES = (
         "host, or {zero.second_shard=null}.",
     ),
     Rule(
-        "zero.second_shard",
-        lambda s: s.zero.second_shard is not None and s.ep > 1,
-        "{zero.second_shard} does not work with {mesh.ep} yet: the ranks that would keep a second shard together hold "
-        "different experts. Type {zero.second_shard=null}, or {mesh.ep=1}.",
-    ),
-    Rule(
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
         "{zero.slow_wire} says how sums travel between copies of shards, and without mesh.shard there are no copies: "
