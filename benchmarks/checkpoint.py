@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, help="an existing folder on the disk to measure (default: temporary)")
     arguments = parser.parse_args(argv)
     if arguments.directory is not None and not arguments.directory.is_dir():
-        parser.error(f"--directory {arguments.directory} is no folder: pass one on the disk to measure")
+        parser.error(f"--directory {arguments.directory} is not a folder: pass one on the disk to measure")
     return arguments
 
 

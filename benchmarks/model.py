@@ -39,7 +39,7 @@ class Shape:
             sizes[key] = int(value)
         shape = cls(**sizes)
         if shape.d % HEAD_SIZE:
-            raise ValueError(f"d={shape.d} is no multiple of the head size {HEAD_SIZE}")
+            raise ValueError(f"d={shape.d} is not a multiple of the head size {HEAD_SIZE}")
         return shape
 
 

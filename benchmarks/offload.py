@@ -88,9 +88,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if min(arguments.rounds, arguments.threads) < 1:
         parser.error("--rounds and --threads are whole numbers from 1")
     if not 0 < arguments.gigabytes < float("inf"):
-        parser.error(f"--gigabytes {arguments.gigabytes:g} is no size: pass a number above 0")
+        parser.error(f"--gigabytes {arguments.gigabytes:g} is not a size: pass a number above 0")
     if arguments.directory is not None and not arguments.directory.is_dir():
-        parser.error(f"--directory {arguments.directory} is no folder: pass one on the disk to measure")
+        parser.error(f"--directory {arguments.directory} is not a folder: pass one on the disk to measure")
     return arguments
 
 

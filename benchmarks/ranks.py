@@ -75,7 +75,7 @@ def command_line(doc: str | None, ranks: int = 2, rounds: int = 5) -> argparse.A
 def positive(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 

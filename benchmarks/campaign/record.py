@@ -114,7 +114,7 @@ def read(path: Path, machine: dict[str, Any]) -> dict[str, Result]:
     try:
         earlier = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"--resume: {path} is no JSON ({error}): give the file of an earlier call") from error
+        raise ValueError(f"--resume: {path} is not JSON ({error}): give the file of an earlier call") from error
     if not isinstance(earlier, dict) or not isinstance(earlier.get("parts"), dict):
         raise ValueError(f"--resume: {path} has no parts: give the file of an earlier call")
     for key, value in machine.items():

@@ -37,7 +37,7 @@ class Unreadable(ValueError):
 
 
 def what_it_is(mode: int) -> str:
-    """Return in words what a file of this mode is that is no regular one."""
+    """Return in words what a file of this mode is that is not a regular one."""
     return ODD.get(stat.S_IFMT(mode), "no regular file")
 
 
@@ -88,7 +88,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """Return the object that a JSON text is. Raises Unreadable."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise Unreadable(f"holds a {type(value).__name__} where an object is wanted")
+        raise Unreadable(f"holds a {type(value).__name__} instead of an object")
     return value
 
 
@@ -102,7 +102,7 @@ def parse_json(text: str | bytes, unique_keys: bool = False) -> Any:
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:
-        raise Unreadable(f"is no JSON: {short(str(error).partition(';')[0])}") from None
+        raise Unreadable(f"is not JSON: {short(str(error).partition(';')[0])}") from None
 
 
 def _size(status: os.stat_result, path: Path) -> int:
@@ -110,7 +110,7 @@ def _size(status: os.stat_result, path: Path) -> int:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
     if kind != stat.S_IFREG:
-        raise Unreadable(f"is {what_it_is(status.st_mode)}, and a regular file is wanted: write its contents to one")
+        raise Unreadable(f"is {what_it_is(status.st_mode)}, not a regular file: write its contents to one")
     return status.st_size
 
 
@@ -126,4 +126,4 @@ def _decode(text: bytes) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise Unreadable(f"is not UTF-8 text: {error.reason} at byte {error.start}") from None

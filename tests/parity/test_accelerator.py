@@ -229,13 +229,13 @@ def refused(what):
 @pytest.mark.parametrize(("what", "words"), [
     ("value", "clip the norm, with accelerator.clip_grad_norm_"),
     ("some", r"clip_grad_norm_ with 1 of \d+ trained parameters"),
-    ("closure", r"optimizer\.step\(closure\) is not here"),
+    ("closure", r"optimizer\.step\(closure\) is not supported"),
     ("apart", r"prepared with its model, in one call: accelerator\.prepare\(model, optimizer\)"),
     ("two", r"2 models and 1 optimizers"),
     ("plugin", r"Accelerator\(fsdp_plugin=\.\.\.\) would shard the model a second time"),
     ("precision", r"mixed_precision='fp8': one of no, bf16, fp16"),
     ("stage", r"Accelerator takes the stage by itself: pass stage=3, not in options"),
-    ("graph", r"accelerator\.backward\(retain_graph=\.\.\.\) is not here"),
+    ("graph", r"accelerator\.backward\(retain_graph=\.\.\.\) is not supported"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(ranks, what, words):
     with pytest.raises(zero3d.ConfigError, match=words):

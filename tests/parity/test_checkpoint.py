@@ -321,7 +321,7 @@ def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
     refused(engine, saved, "parts should be rank-00000.json")
     manifest.write_text(text[: len(text) // 2])
     seal(saved)
-    refused(engine, saved, "is no JSON")
+    refused(engine, saved, "is not JSON")
     manifest.write_text(text)
     (saved / "manifest.sha256").unlink()
     refused(engine, saved, "manifest.sha256 is missing")
@@ -352,7 +352,7 @@ def test_a_row_that_is_missing_is_named(saved):
 def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_hand(saved):
     assert find_damage(saved) is None
     edit(saved, lambda m: m["parameters"].update(more={"shape": [0], "trainable": False, "dtype": "float32"}))
-    assert "manifest.json: parameters have 'more' otherwise than the ranks' parts" in str(find_damage(saved))
+    assert "manifest.json: parameters describe 'more' differently than the ranks' parts" in str(find_damage(saved))
     edit(saved, lambda m: (m["parameters"].pop("more"), m["optimizer"]["scalars"].update(step=1.0)))
     assert "manifest.json: optimizer.scalars is a mapping of 1" in str(find_damage(saved))
 

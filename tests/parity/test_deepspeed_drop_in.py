@@ -177,10 +177,10 @@ def test_dp_ranks_share_a_dataset_out_and_tp_ranks_have_the_same_rows(ranks):
 
 @pytest.mark.parametrize(("options", "why"), [
     ({}, "needs DeepSpeed's configuration"),
-    ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is no key of DeepSpeed's"),
+    ({"config": {"zero_optimization": {"stag": 1}}}, "config: zero_optimization.stag is not a key of DeepSpeed's"),
     ({"config": {"train_batch_size": "auto", "optimizer": {"type": "AdamW"}}}, "train_batch_size is auto, and initialize"),
     ({"config": {"train_batch_size": 1}}, "has no optimizer, and none is given"),
-    ({"config": DOCUMENT, "mpu": 3}, r"initialize\(mpu=...\) is not here"),
+    ({"config": DOCUMENT, "mpu": 3}, r"initialize\(mpu=...\) is not supported"),
     ({"config": DOCUMENT | {"train_batch_size": 7}}, "train.batch 7 is not micro_batch 2 x accumulate 2 x dp 1 = 4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(options, why):
@@ -192,7 +192,7 @@ def test_calls_without_a_counterpart_are_refused():
     engine = deepspeed.initialize(model=hf("llama"), config=DOCUMENT)[0]
     with pytest.raises(AttributeError, match="no 'eigenvalue_enabled' of DeepSpeed's here"):
         engine.eigenvalue_enabled()
-    with pytest.raises(ConfigError, match=r"backward\(retain_graph=True\) is not here"):
+    with pytest.raises(ConfigError, match=r"backward\(retain_graph=True\) is not supported"):
         engine.backward(loss_of(engine, batch(0)), retain_graph=True)
     with pytest.raises(ConfigError, match="enabled: true"):
         engine.compile()

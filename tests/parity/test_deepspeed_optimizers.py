@@ -105,7 +105,7 @@ def test_muon_of_the_json_is_ours_with_deepspeeds_numbers():
     ("SGD", {"lr": "auto"}, "optimizer.params.lr cannot be auto"),
     ("SGD", {"momentum": -1}, "optimizer.params do not suit sgd: Invalid momentum value"),
     ("Muon", {"adam_w_mode": False}, "optimizer.params.adam_w_mode is not of Muon"),
-    ("Lamb", {}, "optimizer.type='Lamb' is refused: it is not here; use AdamW or Muon, or zero3d.Engine"),
+    ("Lamb", {}, "optimizer.type='Lamb' is refused: it is not supported; use AdamW or Muon, or zero3d.Engine"),
 ])  # fmt: skip
 def test_what_an_optimizer_cannot_be_is_one_line(kind, params, why):
     with pytest.raises(ConfigError, match=why):

@@ -446,5 +446,5 @@ def refused_in_steps():
     engine.backward(loss(engine(*summand(0, 0)), summand(0, 0))[0], last=True)
     with pytest.raises(ConfigError, match=r"had 1, and was to have 4. Pass Engine\(accumulate=1\)"):
         engine.step()
-    with pytest.raises(ConfigError, match=r"3 per rank and step is no power of two\. Pass 2 or 4"):
+    with pytest.raises(ConfigError, match=r"3 per rank and step is not a power of two\. Pass 2 or 4"):
         engine.train_batch([summand(0, i) for i in range(3)])

@@ -432,7 +432,7 @@ def test_what_cannot_be_says_why(ranks):
     assert "no plan names any in LlamaForCausalLM" in told[2]
     assert "nothing in Qwen3MoeForCausalLM has that name" in told[3]
     assert "unknown style 'rowwise'" in told[4]
-    assert "that one has other experts: leave replay=2 out" in told[5]
+    assert "the neighbour holds other experts: leave replay=2 out" in told[5]
 
 
 def refusals():

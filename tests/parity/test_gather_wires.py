@@ -360,7 +360,7 @@ def test_ledger_and_arena_equal_the_formulas(ranks, options):
 @pytest.mark.parametrize(("options", "text"), [
     ({"gather_wire": "int8", "release": "every_step"}, "release='every_use'"),
     ({"gather_wire": "fp8"}, "type one of same, int8"),
-    ({"second_shard": 1}, "type 2 or more"),
+    ({"second_shard": 1}, "type 2 or more ranks"),
 ])  # fmt: skip
 def test_what_has_no_gathers_to_change_is_refused(options, text):
     with pytest.raises(ConfigError, match=text):

@@ -101,7 +101,7 @@ def test_a_run_resumes_at_another_stage(ranks, tmp_path):
 
 
 def test_manual_optimization_is_refused(ranks, tmp_path):
-    with pytest.raises(RankFailure, match="ConfigError: manual optimization is not here"):
+    with pytest.raises(RankFailure, match="ConfigError: manual optimization is not supported"):
         ranks(2, fitted, "zero3d_2", tmp_path, 1, None, False, 2)
 
 

@@ -226,7 +226,7 @@ def test_adapters_start_by_seed_and_name_whatever_box_is_read(tmp_path):
     ({"lora": {"rank": 4, "targets": ["qproj", "vproj"]}}, "'qproj' names nothing .* Did you mean q_proj"),
     ({"lora": {"rank": 4, "train_also": ["lm_haed"]}}, "lora.train_also: .* Did you mean lm_head"),
     ({"lora": {"rank": 4, "targets": ["lm_head"], "train_also": ["lm_head"]}}, "all that lm_head names is in"),
-    ({"lora": {"alpha": 4}}, "lora.rank is null"),
+    ({"lora": {"alpha": 4}}, "without lora.rank there are none"),
     ({"freeze": ["tower"]}, "freeze: 'tower' names nothing"),
     ({"freeze": ["model", "lm_head"]}, "nothing is left to train"),
 ])  # fmt: skip

@@ -26,8 +26,8 @@ CASE = Case(stage=2)
 @pytest.mark.parametrize(("offload", "stage", "says"), [
     ({"optimizer": "disk"}, 2, "offload.optimizer=disk needs a folder: type offload.directory=FOLDER"),
     ({"params": "disk"}, 3, "offload.params=disk needs a folder"),
-    ({"params": "host"}, 2, "offload.params=host with stage=2"),
-    ({"optimizer": "host", "gradients": "host"}, 1, "offload.gradients=host with stage=1"),
+    ({"params": "host"}, 2, "offload.params=host needs stage 3, and stage=2"),
+    ({"optimizer": "host", "gradients": "host"}, 1, "offload.gradients=host needs stage 2 or 3, and stage=1"),
     ({"optimizer": "host", "executor": "host"}, 1, "pass one of them with fused=True"),
     ({"optimizer": "host", "moments": "bf16"}, 1, "offload.moments=bf16 rounds the two moments of Adam and AdamW"),
 ])  # fmt: skip

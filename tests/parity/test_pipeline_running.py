@@ -332,7 +332,7 @@ def test_models_and_schedules_that_do_not_fit_are_refused_with_what_to_type(rank
              "pp=2 pipeline stages need a block each, and layers has 1: pass pp=1",
              "Put its blocks in an nn.ModuleList, or pass pp=1",
              "'dualpipe' is unknown: type one of gpipe, 1f1b",
-             "schedule='1f1b' is of a pipeline, and pp is 1: pass mesh=zero3d.Mesh(pp=2)",
-             "schedule='zbv', blocks='layers' are of a pipeline, and pp is 1"]  # fmt: skip
+             "schedule='1f1b' is for a pipeline, and pp is 1: pass mesh=zero3d.Mesh(pp=2)",
+             "schedule='zbv', blocks='layers' are for a pipeline, and pp is 1"]  # fmt: skip
     for texts in ranks(2, build_wrongly):
         assert all(word in text for word, text in zip(words, texts, strict=True)), texts

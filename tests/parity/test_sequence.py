@@ -881,7 +881,7 @@ def net():
     ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "needs a mask of 2.30 kB"),
     ("gemma2", {"sp": 2}, {"sp_mask_budget": 2000, "sizes": {"sliding_window": 7}}, "no backward of it for CPUs"),
     ("llama", {"sp": 2}, {"sp_mask_budget": 1000, "sp_kind": "gather"}, "needs a mask of 1.15 kB"),
-    ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is no size"),
+    ("llama", {"sp": 2}, {"sp_mask_budget": "a lot"}, "is not a size"),
     ("llama", {"sp": 2, "tp": 2}, {"sp_kind": "heads", "sizes": {"num_attention_heads": 2}}, "more than the 2"),
     ("llama", {"sp": 2}, {"given": {"odd": torch.zeros(2, LENGTH)}}, "odd"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip

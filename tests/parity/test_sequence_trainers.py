@@ -320,9 +320,9 @@ def refused(asked, folder):
 
 
 @pytest.mark.parametrize(("asked", "words"), [
-    ({"cp_size": 2}, r"ParallelismConfig(cp_size=2) is not here: the sequence axis is sp_size"),
-    ({"tp_size": 2}, "ParallelismConfig(tp_size=2) is not here"),
-    ({"launch": {"tp_size": 2}}, "ParallelismConfig(tp_size=2) is not here"),
+    ({"cp_size": 2}, r"ParallelismConfig(cp_size=2) is not supported: the sequence axis is sp_size"),
+    ({"tp_size": 2}, "ParallelismConfig(tp_size=2) is not supported"),
+    ({"launch": {"tp_size": 2}}, "ParallelismConfig(tp_size=2) is not supported"),
     ({"sp_size": 3}, "2 / 3 is not whole"),
     ({"sp_size": 2, "dp_shard_size": 2}, "dp_shard_size is 2 / 2 = 1"),
     ({"dp_replicate_size": 2, "dp_shard_size": 2}, "2 x 2 is not 2 / 1 = 2. Pass dp_shard_size=2 / dp_replicate_size"),

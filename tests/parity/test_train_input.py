@@ -63,7 +63,7 @@ CASES = {
     "a line without the keys": (lambda f: text(f, "a.jsonl", GOOD, '{"words": 1}'), "a.jsonl:2: the keys are words;"),
     "a model without weights": (lambda f: without(f, "model.safetensors"), "has no weights (it has none)"),
     "a model without config": (lambda f: without(f, "config.json"), "has no config.json (it has"),
-    "a config that is none": (lambda f: without(f, "config.json", b"{"), "is no config that transformers knows"),
+    "a config that is none": (lambda f: without(f, "config.json", b"{"), "is not a config that transformers knows"),
     "weights that are cut off": (lambda f: without(f, "model.safetensors", b"\x80\0\0\0\0\0\0\0{"), "model.safetensors"),
     "weights of other shapes": (lambda f: with_config(f, intermediate_size=40), "mlp"),
     "weights of another depth": (lambda f: with_config(f, num_hidden_layers=3), "layers.2"),
@@ -237,7 +237,7 @@ COMMANDS = {
     "a used folder": (["output=model"], "output model is used already"),
     "a checkpoint that is not there": (["--resume", "nowhere"], "no checkpoint in nowhere"),
     "a folder that cannot be made": (["output=rows.npy/out"], "cannot be created"),
-    "a broken config": (["model.path=broken"], "is no config that transformers knows"),
+    "a broken config": (["model.path=broken"], "is not a config that transformers knows"),
 }
 QUICK = {"a typo"}
 

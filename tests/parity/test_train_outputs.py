@@ -217,7 +217,7 @@ def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks,
 
 
 @pytest.mark.parametrize(("sections", "why"), [
-    ({"checkpoint": {"export": "merged"}}, "is of a model with adapters, and LlamaForCausalLM has none: type lora.rank=16"),
+    ({"checkpoint": {"export": "merged"}}, "is for a model with adapters, and LlamaForCausalLM has none: type lora.rank=16"),
     ({"checkpoint": {"export": "adapters"}}, "Did you mean adapter"),
     ({"lora": {"rank": 2}, "model": {"init": "random"}, "checkpoint": {"export": "adapter", "verify": True}},
      "loads an adapter on the folder of its base"),

@@ -82,6 +82,6 @@ def test_a_files_schedule_without_a_pipeline_is_said_once_to_have_no_effect(rank
     one["mesh"] |= {"schedule": "zbv", "blocks": "model.layers"}
     first, second = ranks(2, warned, one)
     assert [said.partition(" mesh.pp is 1")[0] for said in first] == [
-        "mesh.schedule=zbv, mesh.blocks=model.layers without effect:"
+        "mesh.schedule=zbv, mesh.blocks=model.layers have no effect:"
     ]
     assert second == []

@@ -251,8 +251,8 @@ def test_a_json_of_deepspeeds_is_honoured(ranks, tmp_path, undecayed, with_sched
     (JSON | {"gradient_clipping": 1.0, "train_batch_size": 64}, "contradicts TrainingArguments: train_batch_size .* is 64 "
      r"there and 8 here; gradient_clipping .* is 1\.0 there and 0\.5 here"),
     (JSON | {"zero_optimisation": {}}, "Did you mean zero_optimization"),
-    (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2 in a Trainer is not here"),
-    ("{broken", "deepspeed= is no JSON"),
+    (JSON | {"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2 in a Trainer is not supported"),
+    ("{broken", "deepspeed= is not JSON"),
     ("nowhere.json", "nowhere.json cannot be read"),
 ])  # fmt: skip
 def test_a_json_that_contradicts_the_arguments_is_refused(tmp_path, tree, words):

@@ -23,6 +23,7 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import open_spec
+from zero3d.train.plan_check import check_line
 from zero3d.train.progress import Progress
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
@@ -64,6 +65,15 @@ def about_plans(lines):
     return [line for line in lines if "plan" in line]
 
 
+@pytest.mark.parametrize(("parts", "told"), [
+    ({"fixed": 0.02, "dp": 0.01}, "fixed overhead"), ({"rest": 0.2, "fixed": 0.02}, "other kernels"), ({"tp": 1.0}, "tp"),
+])  # fmt: skip
+def test_the_largest_part_of_the_planned_step_is_told_in_words(parts, told):
+    memory = SimpleNamespace(states=1000, allocated=1000)
+    estimate = SimpleNamespace(memory=memory, seconds=SimpleNamespace(parts=parts, mid=sum(parts.values())))
+    assert check_line(estimate, 1000, 1.0, None, "the data sheet").endswith(f"; largest planned part: {told}")
+
+
 def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_cluster_file(ranks, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: {name: cpu, flops: 5.0e11}\ninside: {bandwidth: 2.0e+9}\n")
@@ -73,10 +83,11 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     estimate = evaluate(spec, place, plan)
     first, second = ranks(2, said, made)
     states = float(engine_bytes(3, 2, "fp32").total) * spec.params
-    slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
+    largest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
         f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s by the rates of cluster.yaml (user); slowest term: {slowest}"
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s by the rates of cluster.yaml (user); "
+        f"largest planned part: {largest}"
     )
     assert about_plans(first)[0] == wanted
     assert about_plans(second) == []  # the first rank alone makes a plan
@@ -89,7 +100,7 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
 def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_it_took(ranks, tmp_path):
     made = run_of(tmp_path, 10)
     (line,) = about_plans(ranks(1, said, made)[0])
-    assert line.endswith(f"step {MEASURED} s, which no plan says of a CPU without plan.cluster")
+    assert line.endswith(f"step {MEASURED} s, which no plan predicts for a CPU without plan.cluster")
     file, config = f"{made['output']}/profile.json", load(made)
     place = cluster("cpu", 1, 1, file)
     estimate = evaluate(open_spec("demo", config.data.length), place, plan_of(config, 1))

@@ -630,7 +630,7 @@ def test_weights_that_are_not_finite_are_not_streamed(ranks):
     ({"dtype": "int8"}, "dtype='int8': pass 'fp32', 'bf16', 'fp16', 'fp64', or None for that of training"),
     ({"adapters": "both"}, "adapters='both': pass 'merged' or 'alone'"),
     ({"bucket_bytes": "1kB"}, "bucket_bytes=1,000 is less than a bucket has: type 4,096 or more"),
-    ({"bucket_bytes": "many"}, "bucket_bytes 'many' is no size"),
+    ({"bucket_bytes": "many"}, "bucket_bytes 'many' is not a size"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options, message):
     engine = zero3d.Engine(build("net"), precision="fp32")

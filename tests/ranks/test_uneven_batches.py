@@ -72,7 +72,7 @@ def test_a_wait_has_an_end(monkeypatch, given):
 @pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "1e999"])
 def test_a_time_that_is_none_is_refused(monkeypatch, given):
     monkeypatch.setenv(TIMEOUT, given)
-    with pytest.raises(MeshError, match=f"{TIMEOUT}='{given}' is no number of seconds"):
+    with pytest.raises(MeshError, match=f"{TIMEOUT}='{given}' is not a number of seconds"):
         _patience("gloo")
 
 

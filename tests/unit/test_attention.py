@@ -43,7 +43,7 @@ def test_auto_takes_the_first_kernel_that_is_installed_and_for_the_card(installe
     ({"zero": {"exact": True}}, "algorithms are deterministic"), ({"health": {"replay": 5}}, "algorithms are deterministic"),
     ({"train": {"deterministic": True}}, "algorithms are deterministic"),
     ({"installed": ()}, "flash_attention_3 or flash_attention_2 or kernels-community/flash-attn2 would be faster: install"),
-    ({"card": TURING}, "no kernel is for this card"),
+    ({"card": TURING}, "no kernel supports this GPU"),
 ])  # fmt: skip
 def test_what_a_kernel_does_not_do_stays_with_torch_and_a_line_says_why(changed, why):
     name, said = chosen(**{"installed": ["flash_attn"]} | changed)
@@ -54,9 +54,9 @@ def test_what_a_kernel_does_not_do_stays_with_torch_and_a_line_says_why(changed,
 def test_models_that_kernels_do_not_fit_stay_with_torch():
     wide, without = hf("llama"), hf("llama")
     wide.config.head_dim = 512
-    assert "heads are of 512, and kernels take 256 at most" in chosen(["flash_attn"], model=wide).why
+    assert "heads have 512 channels, and kernels support at most 256" in chosen(["flash_attn"], model=wide).why
     without._supports_flash_attn = False
-    assert "has none for flash attention" in chosen(["flash_attn"], model=without).why
+    assert "does not support flash attention" in chosen(["flash_attn"], model=without).why
     assert chosen(["flash_attn"], model=SimpleNamespace()) == (None, "")
 
 
@@ -187,7 +187,7 @@ def test_a_run_computes_with_the_kernel_that_is_installed_and_says_so(folder, re
     assert not any(line.startswith("attention: ") for line in quiet)
     assert not CALLS
     losses, said = run(folder, "kernel", "stand_in")
-    assert "attention: stand_in (model.attn=auto): it is installed; bits are its own" in said
+    assert "attention: stand_in (model.attn=auto): it is installed; its bits differ from torch's" in said
     assert len(CALLS) >= 5 * 4 * 2
     assert losses != plain
     assert losses == pytest.approx(plain, rel=CLOSE)

@@ -179,7 +179,7 @@ def test_sizes_are_decimal(given, nbytes):
 
 @pytest.mark.parametrize("given", ["64GiB", "64 Gb", "-1GB", "", "GB", True, 1.5, None, [], "1e9GB"])
 def test_what_is_no_size_is_refused(given):
-    with pytest.raises(ConfigError, match=r"is no size: type bytes, or a number with kB"):
+    with pytest.raises(ConfigError, match=r"is not a size: type bytes, or a number with kB"):
         parse_size(given, HOST_BUDGET)
 
 
@@ -198,7 +198,7 @@ def test_a_size_that_no_machine_has_is_refused_in_one_short_line(given, setting)
 
 
 def test_a_huge_negative_number_is_no_size():
-    with pytest.raises(ConfigError, match="'a huge number' is no size"):
+    with pytest.raises(ConfigError, match="'a huge number' is not a size"):
         parse_size(-(10**5000), HOST_BUDGET)
 
 

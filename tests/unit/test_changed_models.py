@@ -246,7 +246,7 @@ def test_blocks_that_torch_recomputes_are_not_recomputed_twice():
 
 
 def test_a_compiled_model_without_blocks_says_that_it_is_not_compiled():
-    with pytest.warns(UserWarning, match=r"torch.compile\(Linear\) without effect"):
+    with pytest.warns(UserWarning, match=r"torch.compile\(Linear\) has no effect"):
         engine = engine_of(torch.compile(nn.Linear(3, 3), backend="eager"))
     assert type(engine.module) is nn.Linear
 

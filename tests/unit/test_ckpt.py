@@ -198,7 +198,7 @@ def test_a_checkpoint_under_the_name_of_another_step_and_a_foreign_file_are_told
     code, data, _ = typed(capsys, "verify", copied)
     assert code == FAULT
     by_step = {Path(each["path"]).name: each for each in data["checkpoints"]}
-    assert "named as step 7, and its manifest.json is of step 1" in by_step["step-7"]["faults"][0]["fault"]
+    assert "has the name of step 7, and its manifest.json is of step 1" in by_step["step-7"]["faults"][0]["fault"]
     assert (by_step["step-3"]["faults"], by_step["step-3"]["foreign"]) == ([], ["notes.txt"])
     assert [each["state"] for each in typed(capsys, "ls", copied)[1]["checkpoints"]] == ["whole", "whole", "damaged"]
 
@@ -211,7 +211,7 @@ def test_random_states_that_no_generator_takes_are_found(copied, capsys):
     edit_part(folder, "rank-00000.json", lambda part: part["own"]["rng:torch"].update(shape=[7]))
     code, data, _ = typed(capsys, "verify", folder)
     assert code == FAULT
-    assert "rng:torch is no random state" in data["checkpoints"][0]["faults"][0]["fault"]
+    assert "rng:torch is not a random state" in data["checkpoints"][0]["faults"][0]["fault"]
     assert "Changed" not in data["checkpoints"][0]["faults"][0]["fault"]
 
 

@@ -97,9 +97,9 @@ def test_a_rank_without_its_world_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"RANK": "x"}, "RANK=x: a whole number is wanted: start with torchrun or srun, or unset RANK"),
-        ({"RANK": "-1", "WORLD_SIZE": ""}, "RANK=-1, WORLD_SIZE=: a whole number"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT=x: a whole number"),
+        ({"RANK": "x"}, "RANK=x: must be a whole number: start with torchrun or srun, or unset RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": ""}, "RANK=-1, WORLD_SIZE=: must be a whole number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a whole number"),
         ({"LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_RANK=x, LOCAL_WORLD_SIZE=9"),
         ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks count from 0 to 2 - 1"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: ports end at 65535"),
@@ -115,5 +115,5 @@ def test_what_no_launcher_sets_is_refused(monkeypatch, changed, message):
 
 def test_an_odd_port_of_the_users_own_is_refused_under_srun_too(monkeypatch):
     monkeypatch.setattr(os, "environ", SRUN | {"MASTER_PORT": "x"})
-    with pytest.raises(ConfigError, match=r"^MASTER_PORT=x: a whole number"):
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT=x: must be a whole number"):
         join_environment()

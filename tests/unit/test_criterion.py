@@ -62,11 +62,11 @@ def test_a_waiting_that_no_run_has_written_is_refused_by_name(tmp_path, waiting)
 @pytest.mark.parametrize(
     ("evaluate", "said"),
     [
-        ({"best": "accuracy"}, "evaluate.best=accuracy is a value of evaluate.function, and there is none"),
-        ({"patience": 3}, "evaluate.every is 0, one at the end: type evaluate.every=STEPS"),
+        ({"best": "accuracy"}, "evaluate.best=accuracy would be a value of evaluate.function, which is not set"),
+        ({"patience": 3}, "with evaluate.every=0 there is only one: type evaluate.every=STEPS"),
         (
             {"best": "ema_validation_loss"},
-            "evaluate.best=ema_validation_loss is of averages of the weights: type train.ema",
+            "evaluate.best=ema_validation_loss is a value of averaged weights: type train.ema",
         ),
         ({"patience": 3, "every": 2}, "nothing is held out: type data.validation=0.05"),
     ],

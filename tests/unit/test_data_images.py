@@ -318,7 +318,7 @@ def test_a_dataset_of_ones_own_gives_images_of_pillow_and_so_does_its_copy_in_a_
 
 @pytest.mark.parametrize(("image", "why"), [
     ("none.png", "rows.json:record 1: the image .*none.* does not exist: set data.images"),
-    ("text.png", "is no image"),
+    ("text.png", "is not an image"),
     ("cut.png", "is damaged .*: copy it again"),
     ("huge.png", "has 9000 x 9000 = 81,000,000 pixels, more than 67,108,864"),
 ])  # fmt: skip
@@ -378,7 +378,7 @@ def test_a_folder_without_a_processor_or_with_an_odd_one_is_refused(tmp_path):
 NAMES = [
     ("/etc/passwd", "is not named within"), ("../other.png", "is not named within"), ("a/../../x.png", "is not named within"),
     ("a\0b.png", r"the image a\\x00b\.png is not named within"), ("x" * 5000, r"the image .*xxx\.\.\. does not exist"),
-    ("y/" * 2000, "does not exist"), ("pipe", "is no regular file"), (".", "is no regular file"), ("out.png", r"out\.png is a link to .*, out of"),
+    ("y/" * 2000, "does not exist"), ("pipe", "is not a regular file"), (".", "is not a regular file"), ("out.png", r"out\.png is a link to .*, out of"),
     ("a\nb", "does not exist"),
 ]  # fmt: skip
 
@@ -425,7 +425,7 @@ def test_only_formats_of_pixels_are_opened(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8), "red").save(tmp_path / "c.pdf")
     for image in ("a.eps", "b.png", "c.pdf", {"bytes": (tmp_path / "a.eps").read_bytes()}):
         for read in (size_of, decode):
-            with pytest.raises(BadImage, match="is no image in PNG, JPEG, WEBP"):
+            with pytest.raises(BadImage, match="is not an image in PNG, JPEG, WEBP"):
                 read(tmp_path, image)
     for kind in ("png", "jpg", "webp", "gif", "bmp", "tiff", "ppm"):
         Image.new("RGB", (5, 4), "red").save(tmp_path / f"x.{kind}")

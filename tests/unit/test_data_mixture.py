@@ -174,5 +174,5 @@ def test_a_source_that_cannot_be_is_refused_in_one_line(train, why):
 
 
 def test_a_weight_of_what_is_only_evaluated_is_refused():
-    with pytest.raises(ConfigError, match="a with a weight, and all of it is evaluated: leave it out"):
+    with pytest.raises(ConfigError, match="a a weight, but evaluates all of it: leave the weight out"):
         load({"data": {"validation": [{"path": "a", "weight": 1}]}})

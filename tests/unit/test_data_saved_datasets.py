@@ -56,7 +56,7 @@ def test_a_saved_folder_is_its_files_in_its_order_without_its_bookkeeping(tmp_pa
     with pytest.raises(DataError, match=r"state\.json names data-00001-of-00002\.arrow, which is not there"):
         find_sources([str(folder)])
     (folder / "state.json").write_text("{")
-    with pytest.raises(DataError, match=r"state\.json is no JSON"):
+    with pytest.raises(DataError, match=r"state\.json is not JSON"):
         find_sources([str(folder)])
 
 

@@ -71,9 +71,9 @@ def test_a_byte_order_mark_and_empty_lines_are_no_content(tmp_path):
     ("line", "why"),
     [
         ("{oops", "not JSON"),
-        ("[1, 2]", "this is a list"),
-        ('{"txt": "a"}', "the keys are txt; wanted is text"),
-        ('{"prompt": "a"}', "the keys are prompt; wanted is text"),
+        ("[1, 2]", "found a list"),
+        ('{"txt": "a"}', "the keys are txt; expected text"),
+        ('{"prompt": "a"}', "the keys are prompt; expected text"),
         ('{"text": 3}', "text is a int, not a string"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"messages": []}', "not a list of"),
@@ -108,9 +108,9 @@ def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
         ("nowhere/corpus.txt", {}, r"Neither does its folder"),
         ("corpus.txt/a.txt", {}, r"Neither does its folder"),
         ("link.txt", {}, r"link\.txt is a link to corpus\.tex, which does not exist: make the link anew"),
-        ("pipe.jsonl", {}, r"pipe\.jsonl is a pipe, and a regular file is wanted"),
-        ("/dev/zero", {"format": "text"}, r"/dev/zero is a device, and a regular file is wanted"),
-        ("zero", {"format": "npy"}, r"zero is a device, and a regular file is wanted"),
+        ("pipe.jsonl", {}, r"pipe\.jsonl is a pipe, not a regular file"),
+        ("/dev/zero", {"format": "text"}, r"/dev/zero is a device, not a regular file"),
+        ("zero", {"format": "npy"}, r"zero is a device, not a regular file"),
         ("l" * 300, {}, r"l\.\.\. cannot be read: File name too long|l* cannot be read: File name too long"),
         ("~nobody-of-this-name/a.txt", {}, r"does not exist"),
         ("odd.xyz", {}, r"suffix \.xyz is none of \.txt .*set data\.format"),
@@ -330,7 +330,7 @@ def test_a_pipe_in_a_folder_is_named_where_it_would_be_read(tmp_path):
     os.mkfifo(tmp_path / "control")
     assert texts(tmp_path) == ["a"]
     os.mkfifo(tmp_path / "b.jsonl")
-    with pytest.raises(DataError, match=r"b\.jsonl is a pipe, and a regular file is wanted: write its contents to one"):
+    with pytest.raises(DataError, match=r"b\.jsonl is a pipe, not a regular file: write its contents to one"):
         find_sources([str(tmp_path)])
 
 

@@ -89,8 +89,8 @@ def test_what_is_trained_on_is_known_again_wherever_it_lies(tmp_path):
 @pytest.mark.parametrize(("line", "why"), [
     ('{"text": "ab', r"a\.jsonl:3: not JSON: .* Correct it in the file\."),
     ('{"text": "a\x0bb"}', r"a\.jsonl:3: not JSON: Invalid control character at column 12\. "),
-    ("[1]", r"a\.jsonl:3: one JSON object a line is wanted, and this is a list"),
-    ('{"txt": 1}', r"a\.jsonl:3 gives the keys txt; wanted is"),
+    ("[1]", r"a\.jsonl:3: expected one JSON object per line, found a list"),
+    ('{"txt": 1}', r"a\.jsonl:3 gives the keys txt; expected"),
     ('{"text": 3}', r"a\.jsonl:3: text is a int, not a string\. Correct it in the file"),
     ('{"text": ""}', r"a\.jsonl:3 has no target .* leave it out in the file"),
 ])  # fmt: skip

@@ -58,14 +58,14 @@ def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, typed):
         value[section] = {}
         value = value[section]
     value[last] = 1
-    with pytest.raises(ConfigError, match=re.escape(f"ds.json: {typed} is no key of DeepSpeed's.")) as error:
+    with pytest.raises(ConfigError, match=re.escape(f"ds.json: {typed} is not a key of DeepSpeed's.")) as error:
         read(tmp_path, tree, [])
     if TYPOS[typed]:
         assert f"Did you mean {TYPOS[typed]}?" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("{", "is no JSON"), ("[]", "a JSON object is wanted"), ('{"seed": 1, "seed": 2}', "the key seed is there twice"),
+    ("{", "is not JSON"), ("[]", "it must be a JSON object"), ('{"seed": 1, "seed": 2}', "the key seed is there twice"),
 ])  # fmt: skip
 def test_what_is_no_json_is_one_line(tmp_path, text, why):
     with pytest.raises(ConfigError, match=why):
@@ -175,7 +175,7 @@ def test_a_value_of_another_type_is_named_with_its_key(key, value):
 def test_levels_that_are_written_with_dots_are_told():
     with pytest.raises(ConfigError, match=r"zero_optimization.stage is written as levels: zero_optimization: \{"):
         document_of({"zero_optimization.stage": 3}, "config")
-    with pytest.raises(ConfigError, match=r"zero_optimization.x is no key of DeepSpeed's"):
+    with pytest.raises(ConfigError, match=r"zero_optimization.x is not a key of DeepSpeed's"):
         document_of({"zero_optimization.x": 3}, "config")
 
 
@@ -183,12 +183,12 @@ def test_levels_that_are_written_with_dots_are_told():
 def test_what_is_no_file_of_text_is_one_line(tmp_path, harm):
     path = tmp_path / "ds.json"
     {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "latin": lambda: path.write_bytes(b'{"\xff": 1}')}[harm]()
-    with pytest.raises(ConfigError, match=r"is a pipe|Is a directory|is no UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"is a pipe|Is a directory|is not UTF-8 text"):
         read_document(path)
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("", "is no JSON: it is empty"), (" \n", "is no JSON: it is empty"),
+    ("", "is not JSON: it is empty"), (" \n", "is not JSON: it is empty"),
     ("[" * 100_000, "nested too deeply"), (f'{{"seed": {"1" * 5000}}}', "Exceeds the limit .4300 digits."),
 ], ids=["nothing", "blanks", "deep", "digits"])  # fmt: skip
 def test_what_can_be_no_hjson_is_not_taken_for_it(tmp_path, monkeypatch, text, why):
@@ -203,7 +203,7 @@ def test_hjson_is_read_where_its_library_is_there(tmp_path, monkeypatch):
     path = tmp_path / "ds.json"
     path.write_text("{\n  # mine\n  seed: 3\n}")
     monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(ConfigError, match=r"is no JSON: Expecting .*\. If it is Hjson, type pip install hjson\."):
+    with pytest.raises(ConfigError, match=r"is not JSON: Expecting .*\. If it is Hjson, type pip install hjson\."):
         read_document(path)
     given = []
 
@@ -223,7 +223,7 @@ def test_hjson_is_read_where_its_library_is_there(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "hjson", SimpleNamespace(loads=refuse))
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"is no JSON: .*\. Nor is it Hjson: bad at line 2\."):
+    with pytest.raises(ConfigError, match=r"is not JSON: .*\. Nor is it Hjson: bad at line 2\."):
         read_document(path)
 
 

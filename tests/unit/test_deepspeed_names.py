@@ -125,7 +125,7 @@ def test_ranks_are_started_by_what_the_launcher_says():
     deepspeed.init_distributed("gloo", verbose=False, dist_init_required=True)
     with pytest.raises(ConfigError, match=r"init_distributed\('mpi'\), and ranks talk by gloo here"):
         deepspeed.init_distributed("mpi")
-    with pytest.raises(ConfigError, match=r"init_distributed\(init_method=...\) is not here"):
+    with pytest.raises(ConfigError, match=r"init_distributed\(init_method=...\) is not supported"):
         deepspeed.init_distributed(init_method="tcp://host:1")
 
 

@@ -70,7 +70,7 @@ def test_what_is_null_is_taken_from_the_run():
     ({"name": "WarmupLR", "options": {"warmup_min_lr": None}}, "warmup_min_lr is a number; found null"),
     ({"name": "OneCycle"}, "OneCycle needs cycle_min_lr"),
     ({"name": "LRRangeTest", "options": {"lr_range_test_staircase": 1}}, "is true or false"),
-    ({"name": "cosine", "options": {"total_num_steps": 1}}, "schedule.options are of DeepSpeed's schedules"),
+    ({"name": "cosine", "options": {"total_num_steps": 1}}, "schedule.options are for DeepSpeed's schedules"),
     ({"name": "WarmupLR", "options": {}}, "schedule.options takes"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(section, why):

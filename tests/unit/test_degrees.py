@@ -82,8 +82,8 @@ def test_a_degree_that_is_left_out_is_computed(world, asked, found):
         (4, {"dp": 3}, r"^4 ranks cannot form dp=3 \(= 3 ranks\): leave dp out and it is 4, or start 3 ranks"),
         (6, {"pp": 4, "dp": 2}, r"pp=4 x dp=2 \(= 8 ranks\), nor with another dp, 6 / 4 = 1.5: start 8 ranks\.$"),
         (2, {"pp": 4}, r"^2 ranks cannot form pp=4: dp would be 2 / 4 = 0.5, no whole number. Start a multiple of 4"),
-        (4, {"pp": 0}, "pp=0 is no degree"),
-        (4, {"tp": True}, "tp=True is no degree"),
+        (4, {"pp": 0}, "pp=0 is not a degree"),
+        (4, {"tp": True}, "tp=True is not a degree"),
     ],
 )
 def test_degrees_that_do_not_multiply_show_the_arithmetic(world, asked, message):
@@ -112,7 +112,7 @@ def test_ep_folds_dp_into_neighbours_that_share_experts_out():
 
 
 @pytest.mark.parametrize(("ep", "says"), [
-    (4, "dp=6: 6 / 4 = 1.5 is not whole; pass ep=2 or 3 or 6"), (7, "pass ep=2 or 3 or 6"), (0, "ep=0 is no degree"),
+    (4, "dp=6: 6 / 4 = 1.5 is not whole; pass ep=2 or 3 or 6"), (7, "pass ep=2 or 3 or 6"), (0, "ep=0 is not a degree"),
 ])  # fmt: skip
 def test_an_ep_that_does_not_fold_dp_is_refused(ep, says):
     with pytest.raises(MeshError, match=re.escape(says)):
@@ -196,7 +196,7 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
     assert USUAL[fold.name] == fold.usual, "of a checkpoint that is older than the axis"
     assert fold.name in FREE
-    assert PLAIN[fold.name].endswith("exact=True would not mind") == fold.exact
+    assert PLAIN[fold.name].endswith("exact=True would be bitwise") == fold.exact
     assert (fold.name in EXACT) != fold.exact
 
 
@@ -209,9 +209,9 @@ def test_options_of_an_axis_that_is_not_there_are_named_and_left_out():
     words = ["mesh.ep=2", "mesh.ep_plan={experts: grouped}", "mesh.sequence_parallel=true", "mesh.schedule=zbv"]
     config = load(None, words)
     mesh = SimpleNamespace(degrees=Degrees(1, 2, 1, ep=2), rank=0)
-    with pytest.warns(UserWarning, match="without effect") as told:
+    with pytest.warns(UserWarning, match="has no effect") as told:
         assert _axis_options(config, mesh) == {"ep_plan": {"experts": "grouped"}}
     assert [str(each.message).split(":")[0] for each in told] == [
-        "mesh.schedule=zbv without effect", "mesh.sequence_parallel=True without effect"
+        "mesh.schedule=zbv has no effect", "mesh.sequence_parallel=True has no effect"
     ]  # fmt: skip
     assert {key.axis for key in KEYS.values()} <= {"", *Degrees._fields}

@@ -258,8 +258,8 @@ def test_nccl_matters_where_it_adds(name, value):
     ("fact", "reason"),
     [({"deterministic": "off"}, "deterministic algorithms are off (pass train.deterministic=true)"),
      ({"deterministic": "warnings only"}, "deterministic algorithms are warnings only"),
-     ({"nccl_algorithm": "chosen by NCCL"}, "NCCL adds what ranks have by an algorithm of its choice (NCCL_ALGO=Ring"),
-     ({"backend": "xccl"}, "xccl adds what ranks have, in an order that nobody knows")],
+     ({"nccl_algorithm": "chosen by NCCL"}, "NCCL chooses how it adds the ranks' terms (set NCCL_ALGO=Ring"),
+     ({"backend": "xccl"}, "xccl adds the ranks' terms in an unknown order")],
 )  # fmt: skip
 def test_bits_that_nobody_repeats_are_not_called_bitwise_even_where_nothing_has_changed(fact, reason):
     about = NATIVE | fact
@@ -270,8 +270,8 @@ def test_manifests_from_before_say_nothing_of_gpus():
     assert "deterministic unknown -> on" in resume_guarantee(OLD, HERE)
     on_cpu = OLD | {"kernels": "AVX2"}
     assert resume_guarantee(on_cpu, on_cpu).startswith("bitwise: ")
-    assert resume_guarantee(on_cpu, HERE) == "not bitwise: kernels AVX2 -> NVIDIA H100 (they sum in other orders)"
-    assert resume_guarantee(HERE, on_cpu) == "not bitwise: kernels NVIDIA H100 -> AVX2 (they sum in other orders)"
+    assert resume_guarantee(on_cpu, HERE) == "not bitwise: kernels AVX2 -> NVIDIA H100 (they sum in another order)"
+    assert resume_guarantee(HERE, on_cpu) == "not bitwise: kernels NVIDIA H100 -> AVX2 (they sum in another order)"
 
 
 def test_a_checkpoint_holds_the_facts_and_its_resume_names_what_differs(tmp_path, monkeypatch):

@@ -403,7 +403,7 @@ def test_a_file_that_is_cut_is_refused_and_one_that_is_filled_up_again_is_damage
         whole = slab.nbytes
     os.truncate(slab.path, 3 * BLOCK)
     with pytest.raises(
-        CheckpointError, match=f"rank-00000.states has {3 * BLOCK} bytes where its commit means {whole}"
+        CheckpointError, match=f"rank-00000.states has {3 * BLOCK} bytes, and its commit is for {whole}"
     ):
         open_slab(tmp_path)
     os.truncate(slab.path, whole)
@@ -658,9 +658,9 @@ def test_a_commit_of_another_run_or_model_is_refused_and_nothing_touched(tmp_pat
     committed(tmp_path, 2)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for how, what in (
-        ({"owner": "run 2, rank 0 of 1"}, "is of run 1, rank 0 of 1, and this is run 2, rank 0 of 1: go on from"),
-        ({"records": RECORDS | {"head": 12_289}}, "is of records of other names or sizes"),
-        ({"records": {"embed": 1}}, "is of records of other names or sizes"),
+        ({"owner": "run 2, rank 0 of 1"}, "belongs to run 1, rank 0 of 1, and this is run 2, rank 0 of 1: go on from"),
+        ({"records": RECORDS | {"head": 12_289}}, "has records of other names or sizes"),
+        ({"records": {"embed": 1}}, "has records of other names or sizes"),
     ):
         with pytest.raises(CheckpointError, match=rf"{tmp_path}/rank-00000\.commit {what}"):
             open_slab(tmp_path, **how)
@@ -698,7 +698,7 @@ def test_a_damaged_commit_is_refused(tmp_path, damage):
 
 def test_a_commit_whose_states_are_gone_is_refused(tmp_path):
     (committed(tmp_path, 2) / "rank-00000.states").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00000\.states has 0 bytes where its commit means 131072"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.states has 0 bytes, and its commit is for 131072"):
         open_slab(tmp_path)
 
 

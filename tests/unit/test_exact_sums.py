@@ -183,7 +183,7 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     exact = FACTS | {"leaves": 8}
     assert resume_guarantee(FACTS, FACTS).startswith("bitwise")
     assert resume_guarantee(FACTS, FACTS | {"dp": 2}) == (
-        "not bitwise: dp 4 -> 2 (other sums over ranks; exact=True would not mind)"
+        "not bitwise: dp 4 -> 2 (sums over ranks have other terms; exact=True would be bitwise)"
     )
     assert "dp 4 -> 2" in resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
     assert resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")

@@ -167,7 +167,7 @@ def test_a_feature_that_does_not_train_what_was_frozen_is_named_where_that_is_as
     model = Weighted()
     model.linear.bias.requires_grad_(False)
     engine = zero3d.Engine(model, stage=2, precision="fp32")
-    with pytest.raises(ConfigError, match="does not go together with recorder"):
+    with pytest.raises(ConfigError, match="does not work with recorder"):
         engine.unfreeze("*bias")
 
 

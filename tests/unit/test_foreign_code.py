@@ -153,7 +153,7 @@ def test_what_loads_and_is_no_tokenizer_is_refused(saved, monkeypatch):
     monkeypatch.setattr("zero3d.data.tokenizers.refuse_code_in", lambda folder: None)
     change(saved / "tokenizer_config.json", tokenizer_class="LlamaConfig")
     (saved / "config.json").unlink()
-    with pytest.raises(ConfigError, match="holds a LlamaConfig, which is no tokenizer"):
+    with pytest.raises(ConfigError, match="holds a LlamaConfig, which is not a tokenizer"):
         load_tokenizer(str(saved))
 
 
@@ -166,7 +166,7 @@ def test_code_that_nothing_names_is_no_obstacle(saved, marker):
 @pytest.mark.parametrize("text", ["{", "[" * 50_000, '{"auto_map": "\ud800"'], ids=["cut off", "deep", "surrogate"])
 def test_json_that_is_none_is_an_error_of_ours(saved, text):
     (saved / "tokenizer_config.json").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is (no JSON|nested too deeply|no UTF-8)"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is (not JSON|nested too deeply|not UTF-8)"):
         load_tokenizer(str(saved))
 
 

@@ -106,15 +106,15 @@ def test_a_closed_engine_gives_plain_layers_back_and_a_checkpoint_says_what_it_w
     assert not any(type(module) is Float8Linear for module in model.modules())
     other = engine_of(model, linear=None)
     other.load(tmp_path)
-    assert "not bitwise: linear fp8 -> None (factors of products are rounded otherwise)" in other.resumed
+    assert "not bitwise: linear fp8 -> None (factors of products are rounded differently)" in other.resumed
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [
     (model_of, {"linear": "int8"}, "linear='int8' is unknown: pass 'fp8', or None"),
     (lambda: tiny("llama", hidden_size=24, intermediate_size=40), {}, "no linear layer in repeated blocks whose sizes 16"),
     (lambda: tiny("llama", lora={"target_modules": ["q_proj"]}), {}, "with adapters .* is not built"),
-    (model_of, {"precision": "fp32"}, "linear='fp8' rounds bf16 factors of a product, and precision='fp32' has others"),
-    (model_of, {"gather_budget": "64KB"}, "gather_budget='64KB' gathers a few rows"),
+    (model_of, {"precision": "fp32"}, "linear='fp8' converts bf16 matrices to fp8, and precision='fp32' has no bf16 matrices"),
+    (model_of, {"gather_budget": "64KB"}, "needs whole matrices, and gather_budget='64KB' gathers a few rows"),
 ])  # fmt: skip
 def test_what_cannot_be_in_fp8_is_refused(model, options, words):
     made = model()

@@ -223,7 +223,7 @@ def test_offload_and_muon_refuse_both_at_once(options, words, remedy):
     with pytest.raises(ConfigError, match=f"(?s){words}.*build a new Engine"):
         engine.unfreeze("head*")
     with pytest.raises(
-        ConfigError, match=f"'norm.weight' is frozen after .* {words}.*before the Engine is built, or pass {remedy}"
+        ConfigError, match=f"'norm.weight' was frozen after .* {words}.*before the Engine is built, or pass {remedy}"
     ):
         engine.freeze("norm.*")
     assert engine.module.norm.weight.requires_grad

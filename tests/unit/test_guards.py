@@ -146,7 +146,7 @@ BAD = {
     "rounded": (
         lambda: zero3d.Engine(Net(), exact=True, reduce_dtype="bf16"),
         zero3d.ConfigError,
-        "adds gradients up in fp32",
+        "sums gradients in fp32",
     ),
     "tp": (lambda: zero3d.Mesh(tp=2), zero3d.MeshError, r"dp would be 1 / 2 = 0.5"),
     "pp": (lambda: zero3d.Mesh(dp=1, pp=2), zero3d.MeshError, r"1 rank cannot form pp=2 x dp=1 (= 2 ranks)"),

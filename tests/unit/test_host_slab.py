@@ -68,7 +68,7 @@ def test_nothing_takes_nothing():
 
 
 def test_a_field_that_would_not_be_aligned_is_refused():
-    with pytest.raises(LayoutError, match="would begin at byte 2, which is no multiple of 4"):
+    with pytest.raises(LayoutError, match="would begin at byte 2, which is not a multiple of 4"):
         HostSlab({"states": [record("a", 1)]}, CPU)
 
 

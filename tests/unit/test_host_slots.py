@@ -401,7 +401,7 @@ def test_over_tp_without_recomputation_and_with_slices_of_sequences():
         with pytest.raises(zero3d.ConfigError, match="this model's gradient_checkpointing has torch recompute them"):
             zero3d.Engine(by_torch, **made)
         with pytest.warns(
-            UserWarning, match="sequence_parallel has cut the hidden states between blocks over tp"
+            UserWarning, match="sequence_parallel already cuts the hidden states between blocks over tp"
         ) as at:
             engine = zero3d.Engine(recomputed(tiny("llama"), "full"), sequence_parallel=True, **made)
         assert engine.kept_inputs is None

@@ -196,12 +196,12 @@ def packed(saved):
     (no_tensor, "has a dict where b at [0] is [2]"),
     (odd_dtype, "b has the dtype torch.quint8, which no weight has"),
     (text_for_dtype, "b has the dtype float32, which no weight has"),
-    (path("../other"), "names the file '../other', which is none in it"),
-    (path("a/../../other"), "which is none in it"),
-    (path("/etc/passwd"), "names the file '/etc/passwd', which is none in it"),
-    (path("a\0b"), "which is none in it"), (path(""), "which is none in it"), (path(3), "names no file for b"),
+    (path("../other"), "names the file '../other', which is not in it"),
+    (path("a/../../other"), "which is not in it"),
+    (path("/etc/passwd"), "names the file '/etc/passwd', which is not in it"),
+    (path("a\0b"), "which is not in it"), (path(""), "which is not in it"), (path(3), "names no file for b"),
     (path("missing"), "cannot be read: No such file"), (path("x" * 5000), "cannot be read: File name too long"),
-    (path("."), "which is none in it"),
+    (path("."), "which is not in it"),
     (offset(-1), "for a shape or a place"), (offset(1 << 40), "copy it again"), (offset("a"), "for a shape or a place"),
     (offset(100), "is damaged"),
     (one_place_for_all, "of its own: copy it again"),
@@ -254,7 +254,7 @@ def empty(folder, path):
 
 @pytest.mark.parametrize(("harm", "words"), [
     (link_out, "out of the folder"), (link_to_a_pipe, "out of the folder"), (device, "out of the folder"),
-    (pipe, "is no regular file"), (folder_for_file, "is no regular file"), (circle, "cannot be read"),
+    (pipe, "is not a regular file"), (folder_for_file, "is not a regular file"), (circle, "cannot be read"),
     (empty, "is empty"),
 ])  # fmt: skip
 @pytest.mark.parametrize("file", [FILE, ".metadata"])
@@ -296,12 +296,12 @@ COPIES = (
 @pytest.mark.parametrize(("data", "words"), [
     (TUPLES, "nests more than"), (LISTS, "nests more than"), (MAPPINGS, "nests more than"), (MARKS, "nests more than"),
     (SETS, "nests more than"), (REDUCED, "nests more than"), (MEMO, "a memo of 4,294,967,295 places"), (LONG, "is damaged"),
-    (COPIES, "copies its own containers"), (b"", "is empty"), (b"\x80\x04.", "is damaged"), (b"cos\nsystem\n.", "is no metadata"),
+    (COPIES, "copies its own containers"), (b"", "is empty"), (b"\x80\x04.", "is damaged"), (b"cos\nsystem\n.", "is not metadata"),
     (b"\x80\x04cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "is damaged"),
-    (b"\x80\x04ctorch\nTensor\nJ\xff\xff\xff\x7f\x85R.", "is no metadata"),
+    (b"\x80\x04ctorch\nTensor\nJ\xff\xff\xff\x7f\x85R.", "is not metadata"),
     (b"\x80\x04ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.", "is damaged"),
     (b"\x80\x04ctorch._utils\n_rebuild_tensor_v2\nN}X\x08\x00\x00\x00__name__K\x01s\x86b.", "is damaged"),
-    (pickle.dumps({"a": 1}), "is no metadata"), (pickle.dumps(Metadata(3)), "is no metadata"),
+    (pickle.dumps({"a": 1}), "is not metadata"), (pickle.dumps(Metadata(3)), "is not metadata"),
     (pickle.dumps(Metadata({}, None, {})), "has no weights"),
     (pickle.dumps(Metadata({}, None, {"a": 1})), "is not laid out"),
 ])  # fmt: skip
@@ -484,9 +484,9 @@ def test_only_regular_files_of_deepspeeds_folder_are_opened(tmp_path, capsys, fi
     folder = save_deepspeed(tmp_path / "ds", {"a": Slice(0, 4)}, {"a": (4,)})
     harm(tmp_path, folder / file)
     told = refused(folder, tmp_path, capsys)
-    assert "out of the folder" in told or "is no regular file" in told or "is empty" in told, told
+    assert "out of the folder" in told or "is not a regular file" in told or "is empty" in told, told
 
 
 @pytest.mark.parametrize("source", ["x" * 5000, "~nobody-by-that-name/x", "a\0b"])
 def test_a_source_that_no_folder_can_be_is_told(tmp_path, capsys, source):
-    assert "is no folder" in refused(source, tmp_path, capsys)
+    assert "is not a folder" in refused(source, tmp_path, capsys)

@@ -103,7 +103,7 @@ def test_faults_say_where_they_are():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b'{"a": 1, "a": 2}', "has the key 'a' twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "no UTF-8 text"),
+    (b'{"a": 1, "a": 2}', "has the key 'a' twice"), (b"[" * 100_000, "nested too deep"), (b"\xff", "not UTF-8 text"),
     (b"1" * 10_000, "digits"), (b"", "Expecting value"),
 ])  # fmt: skip
 def test_what_is_no_json_names_its_file(text, message):

@@ -58,7 +58,7 @@ def test_a_host_has_its_ranks_and_no_advice_says_why():
         "rank 1 of 2 (host box) ran out of memory: cgroup /sys/fs/cgroup/a, 2.0 GB\nbefore the first step: 50.0 MB are "
         "left and it falls by 400.0 MB a second; ended before the kernel kills a process\n\n"
     )
-    assert "   nothing on the arena's account yet" in text
+    assert "   nothing allocated by the engine yet" in text
     assert "   rank 0  process 41  900.0 MB\n   rank 1  process 42    1.0 GB\n" in text
     assert text.endswith("no setting to advise: no plan to compare this run with: it cannot be traced")
 

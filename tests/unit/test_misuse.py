@@ -598,15 +598,15 @@ BAD = {
     "a function": (lambda: make(torch.nn.functional.relu), "no torch.nn.Module"),
     "compiled twice": (lambda: make(torch.compile(torch.compile(build("net")))), "pass the module that it was made of"),
     "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
-    "weights of inference": (lambda: make(of_inference()), "build the model outside of it"),
+    "weights of inference": (lambda: make(of_inference()), "build the model outside it"),
     "complex": (lambda: make(nn.Linear(2, 2, dtype=torch.complex64)), "complex"),
     "frozen float8": (
         lambda: make(with_frozen(torch.ones(3).to(torch.float8_e4m3fn))),
-        "parameter 'extra' is torch.float8_e4m3fn, in which nothing can be gathered",
+        "parameter 'extra' is torch.float8_e4m3fn, a dtype that cannot be gathered",
     ),
     "frozen sparse": (
         lambda: make(with_frozen(torch.eye(3).to_sparse())),
-        "parameter 'extra' is sparse (torch.sparse_coo), and an engine takes dense ones alone",
+        "parameter 'extra' is sparse (torch.sparse_coo), and an engine takes only dense tensors",
     ),
     "a sparse buffer": (lambda: make(with_buffer(torch.eye(3).to_sparse())), "buffer 'extra' is sparse"),
     "looks at whole tensors": (

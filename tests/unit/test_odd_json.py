@@ -16,16 +16,16 @@ from zero3d.reading import Unreadable, read_object
 from zero3d.train.folder import Folder
 
 ODD = {  # contents -> what is said of them
-    "nothing": (b"", "is no JSON"),
-    "a list": (b"[1, 2]", "holds a list where an object is wanted"),
-    "a text": (b'"model"', "holds a str where an object is wanted"),
-    "null": (b"null", "holds a NoneType where an object is wanted"),
-    "cut off": (b'{"model_type": "lla', "is no JSON"),
-    "binary": (bytes(range(256)), "is no UTF-8 text"),
-    "zeros": (b"\0" * 100, "is no JSON"),
+    "nothing": (b"", "is not JSON"),
+    "a list": (b"[1, 2]", "holds a list instead of an object"),
+    "a text": (b'"model"', "holds a str instead of an object"),
+    "null": (b"null", "holds a NoneType instead of an object"),
+    "cut off": (b'{"model_type": "lla', "is not JSON"),
+    "binary": (bytes(range(256)), "is not UTF-8 text"),
+    "zeros": (b"\0" * 100, "is not JSON"),
     "deep": (b'{"a":' + b"[" * 100_000, "is nested too deeply"),
-    "digits": (b'{"a": ' + b"9" * 9000 + b"}", "is no JSON: Exceeds the limit"),
-    "half a character": (b'{"a": "\xd8"}', "is no UTF-8 text"),
+    "digits": (b'{"a": ' + b"9" * 9000 + b"}", "is not JSON: Exceeds the limit"),
+    "half a character": (b'{"a": "\xd8"}', "is not UTF-8 text"),
 }
 FILES = ["config.json", "generation_config.json", "model.safetensors.index.json"]
 

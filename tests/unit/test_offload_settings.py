@@ -27,8 +27,8 @@ def test_a_mapping_a_record_and_none_are_the_same_settings():
     ({"optimizer": "cpu"}, rf"offload\.optimizer=cpu is unknown: type one of none, {', '.join(tiers_of('optimizer'))}, auto\."),
     ({"fraction": 0}, r"offload\.fraction='0': type a number above 0, up to 1"),
     ({"fraction": True}, r"offload\.fraction='True': type a number above 0"),
-    ({"directory": 5}, r"offload\.directory='5' is no folder: pass a path"),
-    ({"host_budget": "64 gigabytes"}, r"offload\.host_budget '64 gigabytes' is no size"),
+    ({"directory": 5}, r"offload\.directory='5' is not a folder: pass a path"),
+    ({"host_budget": "64 gigabytes"}, r"offload\.host_budget '64 gigabytes' is not a size"),
     ("host", r"offload='host': pass a mapping such as \{'optimizer': 'host'\}"),
 ])  # fmt: skip
 def test_what_no_setting_can_be_is_refused(given, message):
@@ -37,15 +37,15 @@ def test_what_no_setting_can_be_is_refused(given, message):
 
 
 @pytest.mark.parametrize(("given", "stage", "message"), [
-    ({"params": "host"}, 2, "keeps all weights gathered on the device: type stage=3, or offload.params=none"),
+    ({"params": "host"}, 2, "needs stage 3, and stage=2 keeps all weights gathered on the device: type stage=3, or offload.params=none"),
     ({"gradients": "host", "optimizer": "host"}, 1, "type stage=2 or 3, or offload.gradients=device"),
     ({"optimizer": "disk"}, 3, "offload.optimizer=disk needs a folder: type offload.directory=FOLDER"),
     ({"params": "disk"}, 3, "offload.params=disk needs a folder: type offload.directory=FOLDER"),
     ({"moments": "bf16"}, 3, "offload.optimizer is none: type offload.optimizer=host, or leave offload.moments out"),
     ({"moments": "bf16", "params": "host"}, 3, "or leave offload.moments out"),
     ({"executor": "host"}, 3, "offload.optimizer is none: type offload.optimizer=host, or leave offload.executor out"),
-    ({"moments": "bf16", "optimizer": "auto"}, 3, "type offload.optimizer=host, or offload.moments=fp32"),
-    ({"fraction": 0.5, "optimizer": "auto"}, 3, "which finds the fraction itself: leave it out"),
+    ({"moments": "bf16", "optimizer": "auto"}, 3, "Type offload.optimizer=host, or offload.moments=fp32"),
+    ({"fraction": 0.5, "optimizer": "auto"}, 3, "which chooses the fraction itself: leave offload.fraction=0.5 out"),
 ])  # fmt: skip
 def test_an_engine_refuses_what_it_could_not_do_and_leaves_the_model_alone(given, stage, message):
     model = build("net")
@@ -113,12 +113,12 @@ def test_the_folder_is_that_of_the_output_unless_it_is_named():
 
 
 REFUSED = [  # overrides, the key that is named, what to type
-    (["offload.params=host", "zero.stage=2"], "offload.params=host with zero.stage=2", "zero.stage=3"),
-    (["offload.gradients=host", "zero.stage=1"], "offload.gradients=host with zero.stage=1", "zero.stage=2 or 3"),
+    (["offload.params=host", "zero.stage=2"], "offload.params=host needs stage 3, and zero.stage=2", "zero.stage=3"),
+    (["offload.gradients=host", "zero.stage=1"], "offload.gradients=host needs stage 2 or 3, and zero.stage=1", "zero.stage=2 or 3"),
     (["offload.moments=bf16"], "offload.moments=bf16", "offload.optimizer=host"),
     (["offload.executor=host"], "offload.executor=host", "offload.optimizer=host"),
     (["offload.moments=bf16", "offload.optimizer=auto"], "offload.moments=bf16", "offload.moments=fp32"),
-    (["offload.fraction=.5", "offload.optimizer=auto"], "offload.fraction=0.5", "leave it out"),
+    (["offload.fraction=.5", "offload.optimizer=auto"], "offload.fraction=0.5", "leave offload.fraction=0.5 out"),
     (["offload.host_budget=64 gigs"], "offload.host_budget '64 gigs'", "a number with kB, MB, GB or TB"),
 ]  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_what_needs_a_folder_gets_the_outputs():
 
 
 def test_a_configuration_built_in_python_is_checked_alike():
-    with pytest.raises(zero3d.ConfigError, match=r"offload\.params=host with zero\.stage=1"):
+    with pytest.raises(zero3d.ConfigError, match=r"offload\.params=host needs stage 3, and zero\.stage=1"):
         check(Config(zero=Zero(stage=1), offload=Section(params="host")))
     with pytest.raises(zero3d.ConfigError, match="write 2 instead of '2'"):
         check(Config(zero=Zero(stage="2"), offload=Section(optimizer="host", gradients="host")))

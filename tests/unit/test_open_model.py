@@ -177,7 +177,7 @@ def damaged(tmp_path, how):
         ("integers of experts", "model.layers.0.mlp.experts.3.up_proj.weight is I32 of"),
         ("cut off", "cannot be read as safetensors"),
         ("no config", "has no config.json"),
-        ("unknown architecture", "no config that transformers knows"),
+        ("unknown architecture", "not a config that transformers knows"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path, how, said):

@@ -33,12 +33,12 @@ def test_a_function_that_cannot_be_called_is_refused(path, said):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("own_code:Misspelled", "on_evaluat is no event. Did you mean on_evaluate?"),
-        ("own_code:OfAnotherTrainer", "on_train_begin is no event. Did you mean on_start?"),
-        ("own_code:CamelCase", "onStep is no event. Did you mean on_step?"),
+        ("own_code:Misspelled", "on_evaluat is not an event. Did you mean on_evaluate?"),
+        ("own_code:OfAnotherTrainer", "on_train_begin is not an event. Did you mean on_start?"),
+        ("own_code:CamelCase", "onStep is not an event. Did you mean on_step?"),
         ("own_code:Silent", "has none of the events: give it on_start or on_step or"),
         ("own_code:TakesTooFew", "on_save is called with (engine, folder): too many positional arguments"),
-        ("own_code:raises", "is no class, but a function"),
+        ("own_code:raises", "is not a class, but a function"),
     ],
 )
 def test_a_class_that_would_never_be_called_or_wrongly_is_refused(path, said):

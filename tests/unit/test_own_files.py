@@ -273,7 +273,7 @@ def test_without_a_folder_the_first_rank_of_a_host_says_that_nobody_watches(monk
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         worker.begin_heartbeat({}).step = 1
-    assert capsys.readouterr().err.count("nobody watches the ranks of this host") == 1
+    assert capsys.readouterr().err.count("the watchdog does not watch the ranks of this host") == 1
 
 
 def test_a_temporary_folder_is_private_and_where_none_can_be_made_the_error_says_what_to_type(tmp_path, monkeypatch):
@@ -329,10 +329,10 @@ def test_a_regular_file_is_wanted_of_what_a_user_names_too_and_a_swap_after_the_
 ):
     path = tmp_path / "file"
     ODD[how](path)
-    with pytest.raises((OSError, Unreadable), match=r"regular file is wanted|Is a directory"):
+    with pytest.raises((OSError, Unreadable), match=r"not a regular file|Is a directory"):
         read_bytes(path)
     monkeypatch.setattr("zero3d.reading.check_regular", lambda _: 0)  # as it was a moment ago
-    with pytest.raises((OSError, Unreadable), match=r"regular file is wanted|Is a directory|No such device"):
+    with pytest.raises((OSError, Unreadable), match=r"not a regular file|Is a directory|No such device"):
         read_bytes(path)
 
 
@@ -354,7 +354,7 @@ def test_a_lock_is_never_written_through_a_link_or_into_a_pipe(tmp_path):
     for _ in range(2):
         with pytest.raises(OSError, match=r"symbolic links|it is a pipe"):
             FileLock().acquire(lock)
-        with pytest.raises(ConfigError, match=r"\.lock is no file that a run has locked .*: remove it, or"):
+        with pytest.raises(ConfigError, match=r"\.lock is not a file that a run has locked .*: remove it, or"):
             FolderLock().acquire(tmp_path)
         assert not is_held(lock)
         lock.unlink()

@@ -56,7 +56,7 @@ def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
 
 @pytest.mark.parametrize(("text", "why"), [
     (b"disk: 0", "disk is 0"), (b"across: {bandwidth: -5}", "across.bandwidth is -5"), (b"gpu: {memory: .inf}", "gpu.memory is inf"),
-    (b"host_memory: .nan", "host_memory is nan"), (b"\xff\xfe", "is no UTF-8 text"), (b"gpu: [1,2", "expected ',' or ']'"),
+    (b"host_memory: .nan", "host_memory is nan"), (b"\xff\xfe", "is not UTF-8 text"), (b"gpu: [1,2", "expected ',' or ']'"),
     (b"gpu: b100", "not in the catalogue"), (b"disks: 1", "Did you mean 'disk'?"),
     (b"gpu: {matrix: 010}", "line 1: 010 is read in two ways"), (b"provenance: 3", "provenance=3: expected an object"),
     (b"provenance: {disc: user}", "provenance names disc, no field. Did you mean disk?"), (b"provenance: {disk: 3}", "disk=3: expected text"),
@@ -80,7 +80,7 @@ def test_a_cluster_file_can_name_a_card(plan, tmp_path):
 
 @pytest.mark.parametrize(("words", "why"), [
     (["demo", "--seq", 1024], "sequences of 1,024 tokens are more than the model's 512 positions: pass --seq 512"),
-    (["demo", "--nodes", 0], "--nodes '0' is no number of nodes"), (["demo", "--price", "nan"], "--price nan"),
+    (["demo", "--nodes", 0], "--nodes '0' is not a number of nodes"), (["demo", "--price", "nan"], "--price nan"),
     (["demo", "--goal", "cheapest"], "fastest, fewest-gpus, largest-batch"), (["demo", "--lora", "rank=8"], "--lora r=128"),
     (["demo", "--seq", 128, "--gpus", 8, "--tokens-per-batch", 384], "Pass --tokens-per-batch 1024 (8 sequences"),
     (["demo", "--seq", 128, "--tokens-per-batch", 100], "Type 128 or 256"),
@@ -119,11 +119,11 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     (["--gpus", "two"], "type a whole number from 1"),
     (["--gpus", "3", "--nodes", "2"], "pass --gpus as a multiple of --nodes"),
     (["--seq", "1"], "a sequence has 2 tokens or more"),
-    (["--seq", "long"], "is no whole number"),
+    (["--seq", "long"], "is not a whole number"),
     (["--tokens-per-batch", "1000"], "Type 896 or 1024."),
-    (["--tokens-per-batch", "0"], "is no whole number"),
-    (["--assert-fits", "lots"], "is no size: type 78GB"),
-    (["--quantize", "nf4"], "all are trained: pass --lora r=128, too"),
+    (["--tokens-per-batch", "0"], "is not a whole number"),
+    (["--assert-fits", "lots"], "is not a size: type 78GB"),
+    (["--quantize", "nf4"], "all layers are trained: pass --lora r=128, too"),
     (["--lora", "r=8", "--quantize", "int4"], "pass one of nf4, nf4-double, int8, fp8"),
     (["--lora", "r=0"], "pass the rank of the adapters, such as --lora r=128"),
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
@@ -141,7 +141,7 @@ def test_one_model_is_wanted(plan):
         assert "takes one MODEL, or --params" in refused(plan, *words)
     assert "--lora needs a MODEL" in refused(plan, "--params", "7e9", "--lora", "r=8")
     assert "--quantize needs a MODEL" in refused(plan, "--params", "7e9", "--quantize", "nf4")
-    assert "--params, which is no model" in refused(plan, "--params", "1e8", "--gpus", 1, "--emit", "train.yaml")
+    assert "needs a MODEL, not --params" in refused(plan, "--params", "1e8", "--gpus", 1, "--emit", "train.yaml")
 
 
 def test_an_impossible_goal_is_told_with_the_nearest_and_what_would_do(plan):
@@ -273,7 +273,7 @@ def test_lengths_are_read(text, tokens):
 
 @pytest.mark.parametrize("text", ["k", "0.3k", "-1k", "1g", "nan", "infk"])
 def test_what_is_no_length_is_refused(text):
-    with pytest.raises(ConfigError, match=r"^--seq .* is no whole number from 1: type 4096, 32k \(x 1024\) or 1m"):
+    with pytest.raises(ConfigError, match=r"^--seq .* is not a whole number from 1: type 4096, 32k \(x 1024\) or 1m"):
         tokens_of(text)
 
 

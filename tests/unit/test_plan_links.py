@@ -110,9 +110,9 @@ def test_a_plan_of_two_slow_hosts_prices_all_ways_and_says_which_is_fastest(caps
     words = ["--params", "1.5e9", "--gpu", "a100-80", "--seq", "1024", "--tokens-per-batch", "16384"]
     assert main(["plan", *words, "--cluster", str(EXAMPLE)]) == 0
     said = capsys.readouterr().out
-    assert "Data parallelism over the links between nodes" in said
-    assert "Fastest of what is sent as it is: " in said
-    assert "Fastest of what is sent rounded, too: mesh.shard=8 zero.slow_wire=int4\n" in said
+    assert "Ways to send data-parallel traffic between nodes" in said
+    assert "Fastest with numbers sent unchanged: " in said
+    assert "Fastest with numbers sent unchanged or rounded: mesh.shard=8 zero.slow_wire=int4\n" in said
 
 
 def config(tmp_path, *overrides):
@@ -144,7 +144,7 @@ def test_train_reads_it_into_its_configuration_once_and_workers_are_given_words(
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "local", "said"), [
-    ((), 2, None, "on one host"), ((), 4, 4, "on one host"), ((), 4, 3, "unlike ones"),
+    ((), 2, None, "on one host"), ((), 4, 4, "on one host"), ((), 4, 3, "unequal numbers"),
     (("mesh.tp=2",), 4, None, "no data-parallel axis has several ranks on several hosts"),
 ])  # fmt: skip
 def test_nothing_is_changed_where_no_link_is_between(tmp_path, overrides, ranks, local, said):
@@ -154,9 +154,9 @@ def test_nothing_is_changed_where_no_link_is_between(tmp_path, overrides, ranks,
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
-    (("mesh.shard=2",), "plan.links=auto chooses mesh.shard, and the run has mesh.shard=2: give one of both"),
+    (("mesh.shard=2",), "plan.links=auto chooses mesh.shard, and the run has mesh.shard=2: give only one of them"),
     (("zero.gather_wire=int8",), "chooses zero.gather_wire"),
-    (("plan.cluster=null",), "plan.cluster=FILE of zero3d calibrate"),
+    (("plan.cluster=null",), "plan.cluster=FILE, as zero3d calibrate writes it"),
 ])  # fmt: skip
 def test_what_is_given_twice_or_not_known_is_refused(tmp_path, overrides, said):
     with pytest.raises(ConfigError, match=said):

@@ -124,7 +124,7 @@ def test_weights_off_the_device_leave_none_of_them_there():
 
 
 @pytest.mark.parametrize(("plan", "words"), [
-    ({"stage": 2}, "with zero.stage=2, which keeps all weights gathered on the device: type zero.stage=3"),
+    ({"stage": 2}, "needs stage 3, and zero.stage=2 keeps all weights gathered on the device: type zero.stage=3"),
     ({"stage": 3, "release": "every_step"}, "with release every_step: .* Pass zero.release=every_use"),
 ])  # fmt: skip
 def test_weights_that_stay_gathered_cannot_leave(plan, words):
@@ -332,7 +332,7 @@ def test_the_text_and_the_page_show_every_place(answer):
     assert "disk GB" in text
     assert "Disk GB" in page
     assert "optimizer on disk" in text
-    assert "With all states on the GPU none fits" in text
+    assert "No plan fits with all states on the GPU" in text
     memory = answer.best.estimate.memory
     (line,) = [line for line in text.splitlines() if "states of a rank on the disk" in line]
     assert LARGE.params == 1_015_767_040  # of a half of them twice 12 bytes

@@ -52,9 +52,9 @@ def test_micro_batches_that_do_not_fit_are_told_as_python_and_as_a_file_has_them
 
 def test_without_a_pipeline_there_is_no_schedule_and_with_one_it_is_1f1b_by_default():
     assert Schedule.requested(1, None, None) == Schedule.requested(2, None, "layers") == Schedule.of("1f1b")
-    with pytest.raises(ConfigError, match=r"^schedule='zbv' is of a pipeline, and pp is 1.*leave it out\.$"):
+    with pytest.raises(ConfigError, match=r"^schedule='zbv' is for a pipeline, and pp is 1.*leave it out\.$"):
         Schedule.requested(1, "zbv", None)
-    with pytest.raises(ConfigError, match=r"^blocks='layers' is of a pipeline"):
+    with pytest.raises(ConfigError, match=r"^blocks='layers' is for a pipeline"):
         Schedule.requested(1, None, "layers")
 
 

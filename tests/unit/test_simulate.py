@@ -188,9 +188,9 @@ def test_micro_batches_that_are_not_run_change_nothing(alone, tmp_path, override
 @pytest.mark.parametrize(("words", "said"), [
     (["--rank", "9"], "rank 9 is not there: pp 1 x dp 2 x tp 1 has ranks 0 to 1"),
     (["mesh.tp=3", "mesh.dp=1"], "ConfigError"),
-    (["offload.optimizer=auto"], "offload.optimizer=auto is chosen by the memory of the machine that a run starts on"),
+    (["offload.optimizer=auto"], "offload.optimizer=auto depends on the memory of the machine that a run starts on"),
     (["mesh.pp=3", "mesh.dp=1"], "2 ranks cannot form"),
-    (["model.path=nowhere"], "no folder, no config.json"),
+    (["model.path=nowhere"], "not a folder, a config.json"),
     (["train.batch=3"], "not a multiple of"),
     (["--backend", "smoke"], "pass one of nccl, gloo"),
     (["--nodes", "3"], "2 ranks on 3 nodes: pass --nodes as a divisor of the ranks"),

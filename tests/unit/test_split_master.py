@@ -286,9 +286,9 @@ def test_the_planner_counts_it_and_a_bucket_instead_of_the_scratch_of_casts():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"precision": "fp32"}, r"master='split' keeps .* and precision='fp32' has no such weights: type precision='bf16', or master='fp32'\."),
-    ({"precision": "fp64"}, r"master='split' keeps .* and precision='fp64' has no such weights"),
-    ({"precision": "fp16"}, r"master='split' keeps .* and precision='fp16' has no such weights"),
+    ({"precision": "fp32"}, r"master='split' stores .* and precision='fp32' has no bf16 weights: type precision='bf16', or master='fp32'\."),
+    ({"precision": "fp64"}, r"master='split' stores .* and precision='fp64' has no bf16 weights"),
+    ({"precision": "fp16"}, r"master='split' stores .* and precision='fp16' has no bf16 weights"),
     ({"master": "halves"}, r"master='halves' is unknown: type one of fp32, split\."),
 ])  # fmt: skip
 def test_what_cannot_be_split_is_refused_before_anything_is_allocated(options, message):
@@ -299,13 +299,13 @@ def test_what_cannot_be_split_is_refused_before_anything_is_allocated(options, m
 
 
 def test_a_plan_that_cannot_be_split_is_refused():
-    with pytest.raises(zero3d.ConfigError, match=r"zero\.master=split keeps .* and precision=fp16"):
+    with pytest.raises(zero3d.ConfigError, match=r"zero\.master=split stores .* and precision=fp16"):
         states(model_of(), ParallelPlan(master="split", precision="fp16"))
 
 
 def test_a_configuration_that_cannot_be_split_is_refused_before_workers_start():
     with pytest.raises(
         zero3d.ConfigError,
-        match=r"zero\.master=split keeps .* precision=fp16 has no such weights: type precision=bf16, or",
+        match=r"zero\.master=split stores .* precision=fp16 has no bf16 weights: type precision=bf16, or",
     ):
         zero3d.config.load(None, ["zero.master=split", "precision=fp16"])

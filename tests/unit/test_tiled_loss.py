@@ -138,7 +138,7 @@ def test_a_label_outside_of_the_vocabulary_is_an_error():
     defer_logits(model)
     ids = batch(0)
     for label in (64, -1):
-        with pytest.raises(DataError, match=f"label {label} is no token of a vocabulary of 64"):
+        with pytest.raises(DataError, match=f"label {label} is not a token of a vocabulary of 64"):
             model(input_ids=ids, labels=torch.full_like(ids, label))
 
 
@@ -148,7 +148,7 @@ def adapted_head():
 
 @pytest.mark.parametrize(("model", "options", "match"), [
     (lambda: tiny("llama"), {"loss": lambda output, batch: None}, "leave one of them out"),
-    (net, {}, "Net computes none or another one"),
+    (net, {}, "Net has no loss or another one"),
     (adapted_head, {}, "leave adapters off the head"),
 ])  # fmt: skip
 def test_an_engine_refuses_tiled_loss_where_there_is_no_such_loss(model, options, match):
@@ -183,8 +183,8 @@ def test_a_loss_is_in_tiles_where_logits_take_more_than_the_budget_and_a_line_sa
 
 
 @pytest.mark.parametrize(("model", "tp", "why"), [
-    (net, 1, "whole: .* but .*Net computes none or another one"), (adapted_head, 1, "leave adapters off the head"),
-    (lambda: tiny("llama"), 2, "over tp: type train.tiled_loss=true"),
+    (net, 1, "not in tiles: .* but .*Net has no loss or another one"), (adapted_head, 1, "leave adapters off the head"),
+    (lambda: tiny("llama"), 2, "but mesh.tp is 2: type train.tiled_loss=true"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_in_tiles_stays_whole_and_a_line_says_why(model, tp, why):
     with pytest.MonkeyPatch.context() as patch:

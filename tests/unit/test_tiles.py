@@ -96,9 +96,9 @@ def test_nothing_is_told_where_nothing_is_gathered_or_everything_fits():
 
 @pytest.mark.parametrize(("budget", "options", "match"), [
     (90, {}, r"gather_budget=90 bytes is less than one row of embed.weight, 96 bytes \(24 numbers\): type 96 or"),
-    ("64 pounds", {}, "gather_budget '64 pounds' is no size: type bytes, or a number with kB, MB, GB or TB"),
-    (True, {}, "gather_budget .True. is no size"),
-    (1000, {"release": "every_step"}, "keeps all that were gathered until the step ends: leave one of them out"),
+    ("64 pounds", {}, "gather_budget '64 pounds' is not a size: type bytes, or a number with kB, MB, GB or TB"),
+    (True, {}, "gather_budget .True. is not a size"),
+    (1000, {"release": "every_step"}, "keeps everything gathered until the step ends: leave one of them out"),
 ])  # fmt: skip
 def test_a_budget_that_cannot_be_kept_is_refused(budget, options, match):
     with pytest.raises(ConfigError, match=match):
@@ -110,12 +110,12 @@ def test_a_compiled_block_is_refused(activations):
     model = net()
     compile_blocks(model, backend="eager")
     recompute(model, activations)
-    with pytest.raises(ConfigError, match=r"layers.0.up gather its weight tile by tile, and it is compiled"):
+    with pytest.raises(ConfigError, match=r"weight of layers.0.up in tiles, and the module is compiled"):
         engine(model, 3000)
 
 
 def test_a_file_says_the_budget_as_a_number_or_a_text():
     for written, read in ((4096, 4096), ("64MB", "64MB"), ("1e6", 1_000_000), (None, None)):
         assert config.load({"zero": {"gather_budget": written}}).zero.gather_budget == read
-    with pytest.raises(ConfigError, match=r"zero.gather_budget.* 'much' is no size: type bytes"):
+    with pytest.raises(ConfigError, match=r"zero.gather_budget.* 'much' is not a size: type bytes"):
         config.load({"zero": {"gather_budget": "much"}})

@@ -308,7 +308,9 @@ def check_streams(file: str, tensors: Mapping[str, Tensor], python_rng: Field, d
         try:
             attempt()
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{file}: {name} is no random state ({quote(str(error))}). {USE_ANOTHER}") from None
+            raise CheckpointError(
+                f"{file}: {name} is not a random state ({quote(str(error))}). {USE_ANOTHER}"
+            ) from None
 
 
 def _attempts(

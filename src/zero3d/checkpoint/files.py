@@ -51,7 +51,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         raise CheckpointError(f"{path} {_problem(error)}. {USE_ANOTHER}") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise CheckpointError(f"{path} is no regular file. {USE_ANOTHER}")
+        raise CheckpointError(f"{path} is not a regular file. {USE_ANOTHER}")
     with os.fdopen(handle, "rb") as file:
         try:
             yield file

@@ -60,8 +60,8 @@ class HostCopy:
         """Take the memory: once, or again where an optimizer has made more states at its first step."""
         if budget is not None and padded(needed) > budget.nbytes:
             raise OutOfBudget(
-                f"saving behind training takes {decimal(padded(needed))} of the host's memory on this rank, for a copy "
-                f"of what it saves, and it may take {decimal(budget.nbytes)}: {budget}. Save while training waits "
+                f"saving in the background takes {decimal(padded(needed))} of host memory on this rank, for a copy of "
+                f"the states, and the rank may take {decimal(budget.nbytes)}: {budget}. Save while training waits "
                 "(checkpoint.asynchronous=false), or use more hosts."
             )
         self._memory, self.nbytes = torch.empty(0, dtype=torch.uint8), 0  # what is there goes first

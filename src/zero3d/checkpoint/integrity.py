@@ -71,7 +71,7 @@ def header(path: Path) -> dict[str, TensorSpec]:
 
 
 def check_size(path: Path) -> None:
-    """Refuse a file of tensors that is no regular one, or has not the size that its header says; reads only that.
+    """Refuse a file of tensors that is not a regular one, or has not the size that its header says; reads only that.
 
     One that is in a store alone was as long as the file that was uploaded: nothing is fetched. Raises CheckpointError.
     """

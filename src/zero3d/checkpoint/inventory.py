@@ -90,8 +90,8 @@ def check_name(manifest: Manifest) -> None:
     step = step_of(manifest.folder)
     if step is not None and step != manifest.step:
         raise CheckpointError(
-            f"{manifest.folder} is named as step {step}, and its {MANIFEST} is of step {manifest.step}: rename it, if "
-            "it was renamed; else use another step-N."
+            f"{manifest.folder} has the name of step {step}, and its {MANIFEST} is of step {manifest.step}: rename it, "
+            "if it was renamed; else use another step-N."
         )
 
 

@@ -20,7 +20,7 @@ def to_json(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    raise TypeError(f"a {type(value).__name__} is no plain value")
+    raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
 def from_json(value: Any, like: Any) -> Any:

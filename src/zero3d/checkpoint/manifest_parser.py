@@ -224,7 +224,8 @@ class Contents:
         for name, parameter in part.parameters.items():
             if self.parameters.setdefault(name, parameter) != parameter:
                 raise CheckpointError(
-                    f"{part.source}: parameters have {quote(name)} otherwise than other ranks' parts. {USE_ANOTHER}"
+                    f"{part.source}: parameters describe {quote(name)} differently than other ranks' parts. "
+                    f"{USE_ANOTHER}"
                 )
         if part.scalars and self.scalars and part.scalars != self.scalars:
             raise CheckpointError(f"{part.source}: scalars are not those of other ranks' parts. {USE_ANOTHER}")
@@ -270,7 +271,8 @@ def check_contents(contents: Contents, manifest: Manifest) -> None:
     for name in {**manifest.parameters, **contents.parameters}:
         if contents.parameters.get(name) != manifest.parameters.get(name):
             raise CheckpointError(
-                f"{manifest.fields.file}: parameters have {quote(name)} otherwise than the ranks' parts. {USE_ANOTHER}"
+                f"{manifest.fields.file}: parameters describe {quote(name)} differently than the ranks' parts. "
+                f"{USE_ANOTHER}"
             )
     if contents.scalars != manifest.value("optimizer")["scalars"]:
         manifest.fields.entry("optimizer").entry("scalars").refuse("those of the ranks' parts")

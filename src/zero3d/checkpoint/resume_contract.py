@@ -34,25 +34,25 @@ IMPORTED = "imported"  # from whom, of a checkpoint that another trainer wrote
 EMA = "ema"  # decay of averages; nothing where there are none
 ALWAYS = {
     "tp": "matrix products have other shapes",
-    "pp": "other sums are made on one rank",
+    "pp": "a rank sums other terms",
     "precision": "",
-    "wire": "gradients are rounded otherwise on their way",
-    "torch": "its kernels may sum in other orders",
-    "kernels": "they sum in other orders",
-    "threads": "sums are cut among them",
-    "moments": "moments are rounded otherwise from here on",
-    "gradient_dtype": "gradients are rounded otherwise on the host",
-    "updates": "another kernel updates",
+    "wire": "gradients are rounded differently on their way",
+    "torch": "its kernels may sum in another order",
+    "kernels": "they sum in another order",
+    "threads": "sums are divided among them",
+    "moments": "moments are rounded differently from here on",
+    "gradient_dtype": "gradients are rounded differently on the host",
+    "updates": "another kernel computes updates",
     "tiled_loss": "its sums are taken in another order",
     "gather_budget": "sums over tiles are taken in another order",
-    "gather_wire": "weights are rounded otherwise on their way",
-    "slow_wire": "sums of gradients are rounded otherwise between copies of shards",
-    "slow_rounding": "sums of gradients are rounded otherwise between copies of shards",
-    "compiled": "fused kernels round otherwise",
-    "attention": "its kernels round otherwise",
+    "gather_wire": "weights are rounded differently on their way",
+    "slow_wire": "sums of gradients are rounded differently between copies of shards",
+    "slow_rounding": "sums of gradients are rounded differently between copies of shards",
+    "compiled": "fused kernels round differently",
+    "attention": "its kernels round differently",
     "sp_kind": "gradients of keys and values are summed in another order",
     "sp_masks": "other kernels attend where a mask would be larger",
-    "linear": "factors of products are rounded otherwise",
+    "linear": "factors of products are rounded differently",
 }
 USUAL = {
     "moments": "fp32",
@@ -73,10 +73,10 @@ USUAL = {
 }  # where none is said
 ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
 PLAIN = {
-    "dp": "other sums over ranks; exact=True would not mind",
+    "dp": "sums over ranks have other terms; exact=True would be bitwise",
     "algorithm": "",
-    **{fold.name: f"{fold.bits}{'; exact=True would not mind' * fold.exact}" for fold in FOLDS},
-    "experts": "a product of all sources sums in another order",
+    **{fold.name: f"{fold.bits}{'; exact=True would be bitwise' * fold.exact}" for fold in FOLDS},
+    "experts": "one product of all sources sums in another order",
 }
 EXACT = {
     "leaves": "micro-batches of a step over all ranks",
@@ -94,7 +94,7 @@ DEVICE = {
     "cuda": SUMS,
     "cudnn": SUMS,
     "narrow_sums": SUMS,
-    "fp32": "products are rounded otherwise",
+    "fp32": "products are rounded differently",
 }
 NCCL = {
     "backend": SUMS,
@@ -167,9 +167,9 @@ def _never(live: Mapping[str, Any]) -> Iterator[str]:
     if live.get("deterministic", "on") != "on":
         yield f"deterministic algorithms are {live['deterministic']} (pass train.deterministic=true)"
     if _backend_adds(live) and live["backend"] not in ("nccl", "gloo"):
-        yield f"{live['backend']} adds what ranks have, in an order that nobody knows"
+        yield f"{live['backend']} adds the ranks' terms in an unknown order"
     if _backend_adds(live) and live.get("nccl_algorithm") == "chosen by NCCL":
-        yield "NCCL adds what ranks have by an algorithm of its choice (NCCL_ALGO=Ring, before the first process group)"
+        yield "NCCL chooses how it adds the ranks' terms (set NCCL_ALGO=Ring before the first process group)"
 
 
 def _change(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], why: str = "") -> str:

@@ -158,7 +158,7 @@ def _warn_of_unverified(note: Note, world: Comm, verified: bool) -> None:
     if world.rank == 0 and not all(of_ranks):
         warnings.warn(
             f"step {note.step} in {note.path.parent} was written by an older zero3d, without checksums of its records: "
-            "nobody can say whether they are what was written. Checkpoints have checksums, and so has the next step.",
+            "damage to them would go unnoticed. Checkpoints have checksums, and so has the next step.",
             stacklevel=5,
         )
 
@@ -171,7 +171,7 @@ def _manifest(note: Note, engine: EngineState) -> Manifest:
 
 def _check(note: Note, engine: EngineState) -> None:
     if note.entries["layout"] != _layout(engine):
-        raise CheckpointError(f"{note.path} is of other parameters than this model's: {_remedy(note)}")
+        raise CheckpointError(f"{note.path} has states of other parameters than this model's: {_remedy(note)}")
     manifest = _manifest(note, engine)
     check_run(manifest, engine)
     live, saved = engine.buffers, header(note.tensors)

@@ -21,7 +21,7 @@ DEFAULT = "cluster.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
-    parser.add_argument("--out", metavar="FILE", default=DEFAULT, help="what is written (default %(default)s)")
+    parser.add_argument("--out", metavar="FILE", default=DEFAULT, help="file to write (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print what was written")
 
 

@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from zero3d.checkpoint.stored_states import StoredStates
 
 ACTIONS = {
-    "ls": "the checkpoints of a folder: step, time, mesh, size, format, and whether they are whole",
-    "verify": "check every byte and every box of checkpoints; exit code 1 where one is damaged",
-    "show": "what a checkpoint holds; of one tensor statistics of its values",
-    "diff": "which tensors of two checkpoints differ, and by how much; exit code 1 where one does",
+    "ls": "list the checkpoints of a folder: step, time, mesh, size, format, and whether they are whole",
+    "verify": "check every byte and every box of checkpoints; exit code 1 if one is damaged",
+    "show": "show what a checkpoint holds, or statistics of one tensor's values",
+    "diff": "say which tensors of two checkpoints differ, and by how much; exit code 1 if any does",
     "export": "write the weights of a checkpoint as a Hugging Face folder",
-    "import": "write what DeepSpeed or torch.distributed.checkpoint has saved as a checkpoint of ours",
-    "prune": "remove older checkpoints; shows what would go until --yes is given",
+    "import": "convert a checkpoint of DeepSpeed or torch.distributed.checkpoint into one of zero3d",
+    "prune": "remove older checkpoints; without --yes, only show which",
 }
 FOLDER = "a run's output, its checkpoints, or one step-N"
 COPIES = "a URL of copies (checkpoint.to)"
-STEP = "a step-N, or a folder or URL of which the newest is meant"
+STEP = "a step-N, or a folder or URL, which means its newest step"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,28 +83,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made["diff"].add_argument("second", metavar="B", help=STEP)
     export = made["export"]
     export.add_argument("step", metavar="STEP", help=STEP)
-    export.add_argument("folder", metavar="FOLDER", help="what is written: a new or empty folder, or a URL")
+    export.add_argument("folder", metavar="FOLDER", help="the folder to write, new or empty, or a URL")
     export.add_argument(
         "--config",
         metavar="PATH",
         help="the model's config.json or folder, a preset, or a run's config.yaml (default: that of the run's folder); "
-        "none: weights and buffers alone, under the model's own names",
+        "none: only weights and buffers, under the model's own names",
     )
     export.add_argument(
         "--as",
         dest="kind",
         choices=("adapter", "merged", "whole"),
-        help="of a model with adapters: what PEFT loads (default), or plain weights with the adapters inside",
+        help="for a model with adapters: the adapters for PEFT (default), or full weights with the adapters merged in",
     )
     export.add_argument(
-        "--base", metavar="FOLDER", help="where the frozen weights are that the checkpoint left out, if they were moved"
+        "--base", metavar="FOLDER", help="the folder of frozen weights that the checkpoint left out, if it was moved"
     )
-    export.add_argument("--ema", action="store_true", help="the averages of the weights that train.ema has kept")
+    export.add_argument("--ema", action="store_true", help="export the averages of the weights (train.ema)")
     ckpt_import.declare(made["import"])
     prune = made["prune"]
-    prune.add_argument("--keep", type=int, metavar="K", help="how many of the newest whole ones stay, beside the best")
-    prune.add_argument("--leftovers", action="store_true", help="remove what killed saves have left, too")
-    prune.add_argument("--yes", action="store_true", help="remove it; without it nothing is removed")
+    prune.add_argument(
+        "--keep", type=int, metavar="K", help="how many of the newest whole checkpoints stay, beside the best"
+    )
+    prune.add_argument("--leftovers", action="store_true", help="also remove leftovers of killed saves")
+    prune.add_argument("--yes", action="store_true", help="remove them; without --yes nothing is removed")
     for each in made.values():
         each.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -130,7 +132,7 @@ def given(folder: str) -> Path:
     """Return a folder that was typed. Raises CheckpointError where there is none."""
     path = os.path.expanduser(folder)
     if not os.path.isdir(path):  # a Path's own raises for long names
-        found = "is no folder" if os.path.exists(path) else "is not there"
+        found = "is not a folder" if os.path.exists(path) else "is not there"
         raise CheckpointError(f"{short(folder)} {found}: type {FOLDER}.")
     return Path(path)
 

@@ -24,7 +24,7 @@ from zero3d.train.exported_folder import copy_processor, save_tokenizer
 NONE = "none"
 CONFIG = "config.yaml"
 WHAT = "--config PATH (the model's config.json or folder, a preset, or a run's config.yaml)"
-ALONE = f"--config {NONE} for the weights alone, under the names that they have in the model"
+ALONE = f"--config {NONE} for the weights alone, under the model's own names"
 
 
 class Asked(NamedTuple):

@@ -16,7 +16,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder that DeepSpeed has saved (stages 1 to 3, universal), or torch.distributed.checkpoint",
+        help="a folder saved by DeepSpeed (stages 1 to 3, universal) or by torch.distributed.checkpoint",
     )
     parser.add_argument("folder", metavar="FOLDER", help="where the checkpoint is written, as FOLDER/step-N")
     parser.add_argument(
@@ -31,7 +31,7 @@ def imported(source: str, folder: str, weights_only: bool) -> dict[str, Any]:
 
     path = Path(os.path.expanduser(source))
     if not os.path.isdir(path):
-        raise CheckpointError(f"{short(source)} is no folder: type that of a checkpoint of DeepSpeed's or torch's.")
+        raise CheckpointError(f"{short(source)} is not a folder: type that of a checkpoint of DeepSpeed's or torch's.")
     try:
         of_deepspeed = deepspeed.found(path)
         folders = dcp.found(path) if of_deepspeed is None else []

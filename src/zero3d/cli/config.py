@@ -16,14 +16,18 @@ from zero3d.config.keys import KEYS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their words."""
     actions = parser.add_subparsers(dest="action", metavar="show|explain|schema|import-deepspeed", required=True)
-    show = _action(actions, "show", "the resolved configuration as YAML; what differs from the defaults is marked")
+    show = _action(actions, "show", "print the resolved configuration as YAML, and mark what differs from the defaults")
     show.add_argument("words", nargs="*", metavar="CONFIG, KEY=VALUE", help="a YAML file, then overrides")
-    meaning = _action(actions, "explain", "what a key or a section means; without one, all keys")
+    meaning = _action(actions, "explain", "explain a key or a section; without one, all keys")
     meaning.add_argument("key", nargs="?", metavar="KEY", help="such as zero.stage or zero")
-    _action(actions, "schema", "JSON Schema of the file, for editors")
-    theirs = _action(actions, "import-deepspeed", "DeepSpeed's JSON as a file for zero3d train, with comments")
+    _action(actions, "schema", "print a JSON Schema of the file, for editors")
+    theirs = _action(
+        actions, "import-deepspeed", "convert a DeepSpeed JSON into a file for zero3d train, with comments"
+    )
     theirs.add_argument("document", metavar="JSON", help="a configuration of DeepSpeed's")
-    theirs.add_argument("words", nargs="*", metavar="CONFIG, KEY=VALUE", help="whose values are meant by auto")
+    theirs.add_argument(
+        "words", nargs="*", metavar="CONFIG, KEY=VALUE", help="a YAML file and overrides, whose values replace auto"
+    )
 
 
 def _action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:

@@ -26,16 +26,23 @@ RUN = "run"  # the row of a dead run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument("--disk", metavar="FOLDER", default=".", help="the disk to examine (default: this folder)")
-    parser.add_argument("--interface", metavar="NAME", default="", help="network interface that ranks shall use")
+    parser.add_argument("--interface", metavar="NAME", default="", help="network interface for the ranks")
     parser.add_argument(
         "--hosts", metavar="A,B", default="", help="other hosts that must answer, each NAME or NAME:PORT"
     )
-    parser.add_argument("--port", type=int, default=0, help="where rank 0 shall listen (default: MASTER_PORT, if set)")
-    parser.add_argument("--cluster", metavar="FILE", help="rates to compare with, as `zero3d calibrate` writes them")
     parser.add_argument(
-        "--run", metavar="OUTPUT", dest="output", help="read the watchdog's file of a run, and nothing else"
+        "--port", type=int, default=0, help="port on which rank 0 will listen (default: MASTER_PORT, if set)"
     )
-    parser.add_argument("--only", metavar="NAME,...", default="", help="some probes of the table alone")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="file of rates to compare with, as `zero3d calibrate` writes it"
+    )
+    parser.add_argument(
+        "--run",
+        metavar="OUTPUT",
+        dest="output",
+        help="show what the watchdog of a run has written, and examine nothing else",
+    )
+    parser.add_argument("--only", metavar="NAME,...", default="", help="run only these probes")
     parser.add_argument("--json", action="store_true", help="print a line of JSON")
 
 

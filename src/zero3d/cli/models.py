@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--families",
         action="store_true",
-        help="every language model type of transformers, with its usual sizes: minutes",
+        help="answer for every language model type of transformers, with its usual sizes; takes minutes",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -83,7 +83,7 @@ def _bare(name: str) -> nn.Module:
     near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
-        f"{short(name)!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}), not module:function and no "
+        f"{short(name)!r} is not a folder, a config.json, a preset ({', '.join(PRESETS)}), module:function or a "
         f"model_type of the installed transformers.{hint} zero3d downloads nothing."
     )
 

@@ -56,15 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
     parser.add_argument("--gpus", help="how many GPUs (default: 64; or nodes x GPUs of a node)")
-    parser.add_argument("--gpu", help="which: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
-    parser.add_argument("--nodes", help="machines they are in (default: full ones)")
-    parser.add_argument("--cluster", metavar="FILE", help="what is known of the cluster, as YAML or JSON of calibrate")
+    parser.add_argument("--gpu", help="which GPU: v100-32, a100-80, h100, a6000, ... (default: a100-80)")
+    parser.add_argument("--nodes", help="number of machines (default: as many as the GPUs fill)")
+    parser.add_argument("--cluster", metavar="FILE", help="file that describes the cluster: YAML, or JSON of calibrate")
     parser.add_argument(
         "--seq", help=f"tokens of a sequence: 4096, 32k (x 1024), 1m (x 1024^2) (default: the model's, at most {MOST})"
     )
     parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
-    parser.add_argument("--price", type=float, metavar="P", help="of a GPU-hour, in any currency")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour, in any currency")
     parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
     parser.add_argument(
         "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
@@ -73,24 +73,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         default="auto",
-        help=f"how far states may leave the GPU: {', '.join(OFFLOADS[1:])}, or auto, where nothing fits otherwise",
+        help=f"how far states may leave the GPU: {', '.join(OFFLOADS[1:])}, or auto: only if nothing fits otherwise",
     )
     parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
-    parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
+    parser.add_argument("--assert-fits", metavar="SIZE", help="exit code 1 if no plan fits this memory of a GPU: 78GB")
     parser.add_argument(
         "--margin",
         metavar="M",
-        help=f"of planned memory that must be free beyond it: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+        help=f"share of planned memory that must stay free: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
     )
     parser.add_argument(
-        "--rl", metavar="WHAT", help=f"of explain: price a step of reinforcement learning and its stream: {EXAMPLE}"
+        "--rl", metavar="WHAT", help=f"for explain: estimate a step of reinforcement learning and its stream: {EXAMPLE}"
     )
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
     parser.add_argument("--emit", metavar="FILE", help="write the best plan as a file for zero3d train")
     parser.add_argument(
         "--emit-deepspeed", metavar="FILE", help="write the best plan without a pipeline as DeepSpeed JSON"
     )
-    parser.add_argument("--html", metavar="FILE", help="write all of it as a page, with charts")
+    parser.add_argument("--html", metavar="FILE", help="write the result as an HTML page with charts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -211,7 +211,7 @@ def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | 
     if file is not None:
         return file.model(length, lora)
     if arguments.quantize and lora is None:
-        raise ConfigError("--quantize is of frozen layers, and all are trained: pass --lora r=128, too.")
+        raise ConfigError("--quantize packs frozen layers, and all layers are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
 
@@ -231,7 +231,7 @@ def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: Cluster
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
         raise ConfigError(
-            f"--tokens-per-batch {arguments.tokens_per_batch} is no multiple of sequences of {model.length}: "
+            f"--tokens-per-batch {arguments.tokens_per_batch} is not a multiple of sequences of {model.length}: "
             f"{int(tokens)} / {model.length} = {tokens / model.length:.4g}. Type {near} or {near + model.length}."
         )
     return sequences
@@ -264,7 +264,7 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None:
-            raise ConfigError("--emit writes a file for `zero3d train`, and got --params, which is no model.")
+            raise ConfigError("--emit writes a file for `zero3d train`, which needs a MODEL, not --params.")
         known = file.config.model.path if file else path
         tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
         tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
@@ -286,12 +286,12 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         print(f"written: {name}", file=sys.stderr)
     if arguments.emit_deepspeed and flat.plan != rows[0].plan:
         print(
-            f"DeepSpeed's JSON has no pipelines, so it is of another plan: {plan_text.short(flat.plan)}",
-            file=sys.stderr,
+            f"DeepSpeed's JSON has no pipelines, so it has another plan: {plan_text.short(flat.plan)}", file=sys.stderr
         )
     if arguments.emit_deepspeed and flat.plan.activations != "none":
         print(
-            f"It cannot say activations: {flat.plan.activations}, without which the plan may not fit", file=sys.stderr
+            f"It has no key for activations: {flat.plan.activations}, without which the plan may not fit",
+            file=sys.stderr,
         )
 
 

@@ -39,7 +39,7 @@ def number(text: str | None, option: str) -> float | None:
     try:
         return float(parse_params(text))
     except ConfigError as error:
-        raise ConfigError(f"{option} {short(text)!r} is no whole number from 1: type 4096, 4e6 or 4M.") from error
+        raise ConfigError(f"{option} {short(text)!r} is not a whole number from 1: type 4096, 4e6 or 4M.") from error
 
 
 def tokens_of(text: str) -> int:
@@ -50,7 +50,9 @@ def tokens_of(text: str) -> int:
     except ValueError:
         tokens = 0.0
     if not (0 < tokens < 1 << 40 and tokens == int(tokens)):
-        raise ConfigError(f"--seq {short(text)!r} is no whole number from 1: type 4096, 32k (x 1024) or 1m (x 1024^2).")
+        raise ConfigError(
+            f"--seq {short(text)!r} is not a whole number from 1: type 4096, 32k (x 1024) or 1m (x 1024^2)."
+        )
     return int(tokens)
 
 
@@ -63,7 +65,7 @@ def parse_size(text: str) -> float:
     except (ValueError, KeyError):
         value = 0.0
     if not 0 < value < 1e18:
-        raise ConfigError(f"{short(text)!r} is no size: type 78GB, 72.5GiB or 800MB.")
+        raise ConfigError(f"{short(text)!r} is not a size: type 78GB, 72.5GiB or 800MB.")
     return value
 
 

@@ -40,7 +40,7 @@ def parse_params(text: str) -> int:
     except ArithmeticError:
         value = Decimal("NaN")
     if not value.is_finite() or not 0 < value <= MOST_PARAMS or value != value.to_integral_value():
-        raise ConfigError(f"--params {short(text)!r} is no number of parameters: type 7.5e9, 7.5B or 1500M.")
+        raise ConfigError(f"--params {short(text)!r} is not a number of parameters: type 7.5e9, 7.5B or 1500M.")
     return int(value)
 
 
@@ -49,7 +49,7 @@ def parse_gpus(text: str, option: str = "--gpus") -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and int(text) > 0):
         unit = option.removeprefix("--").replace("gpus", "GPUs")
         raise ConfigError(
-            f"{option} {short(text)!r} is no number of {unit}: type a whole number from 1, such as {option} 64."
+            f"{option} {short(text)!r} is not a number of {unit}: type a whole number from 1, such as {option} 64."
         )
     return int(text)
 

@@ -32,12 +32,16 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     }
     said = [in_file(key, value) for key, value in given.items() if value not in (None, SAME)]
     if said:
-        raise ConfigError(f"{asked} chooses {said[0].partition('=')[0]}, and the run has {said[0]}: give one of both.")
+        raise ConfigError(
+            f"{asked} chooses {said[0].partition('=')[0]}, and the run has {said[0]}: give only one of them."
+        )
     assert config.plan.cluster is not None  # config/problems.py
     inside = local or int(read_file(config.plan.cluster).get("per_node", ranks))
     words = [f"plan.links={GIVEN}"]
     if ranks <= inside or ranks % inside:
-        return words, [f"{asked}: {ranks} ranks are on one host, or on unlike ones; nothing is changed"]
+        return words, [
+            f"{asked}: {ranks} ranks are on one host, or hosts have unequal numbers of ranks; nothing is changed"
+        ]
     hardware, plan = (
         cluster_of_these(config, ranks, ranks // inside, asked, f"plan.links={GIVEN}"),
         plan_of(config, ranks),

@@ -49,7 +49,7 @@ def _check_numbers(environment: Mapping[str, str]) -> None:
     """Refuse what no launcher sets. Raises ConfigError."""
     odd = [f"{name}={short(environment[name])}" for name in NUMBERS if _number(environment, name, "0") is None]
     if odd:
-        raise ConfigError(f"{', '.join(odd)}: a whole number is wanted: {ALONE}")
+        raise ConfigError(f"{', '.join(odd)}: must be a whole number: {ALONE}")
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if rank >= world:
         raise ConfigError(f"RANK={rank} with WORLD_SIZE={world}: ranks count from 0 to {world} - 1: {ALONE}")

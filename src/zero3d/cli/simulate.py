@@ -28,15 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="a YAML file (default: the demo), overrides"
     )
-    parser.add_argument("--ranks", type=int, help="size of the world (default: as zero3d train would start here)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are in, evenly (default: 1)")
-    parser.add_argument("--rank", type=int, help="simulate this rank alone (default: one of every class)")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: as many as zero3d train would start here)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines, with equally many ranks on each (default: 1)")
+    parser.add_argument("--rank", type=int, help="simulate only this rank (default: one of every class)")
     parser.add_argument("--backend", default="nccl", help="whose collectives: nccl (default), or gloo as on CPU ranks")
     parser.add_argument(
-        "--every-micro-batch", action="store_true", help="run also those that repeat others: slower, the same bytes"
+        "--every-micro-batch",
+        action="store_true",
+        help="also run micro-batches that repeat others: slower, the same bytes",
     )
     parser.add_argument("--trace", metavar="FILE", help="write memory and actions over time for Perfetto")
-    parser.add_argument("--html", metavar="FILE", help="write all of it as a page, with charts")
+    parser.add_argument("--html", metavar="FILE", help="write the result as an HTML page with charts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -100,7 +102,7 @@ def as_text(simulation: Simulation) -> Iterator[str]:
 
     yield (
         f"{simulation.model}, stage {simulation.stage}, {simulation.precision}: {simulation.degrees} = "
-        f"{simulation.degrees.world} ranks with {simulation.backend}, none of which is there"
+        f"{simulation.degrees.world} ranks with {simulation.backend}, none of which is started"
     )
     yield (
         f"a step: batch {simulation.batch} = micro_batch {simulation.micro_batch} x accumulate "

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts", type=int, metavar="K", help="after a fault start all ranks again, K times in all (default: 0)"
     )
     parser.add_argument(
-        "--deepspeed", metavar="JSON", help="a configuration of DeepSpeed's, whose auto values are those of CONFIG"
+        "--deepspeed", metavar="JSON", help="a DeepSpeed JSON; CONFIG gives the values that are auto in it"
     )
     parser.add_argument("--stage", help="short for zero.stage=")
     parser.add_argument("--steps", help="short for train.steps=")

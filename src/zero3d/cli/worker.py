@@ -37,8 +37,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc malloc.h
 MMAP_BYTES, TRIM_BYTES = 32 << 20, 1 << 30  # 32 MiB is the most that glibc accepts for mmap
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 UNWATCHED = (
-    "nobody watches the ranks of this host, so health.timeout has no effect: neither /dev/shm nor the temporary folder "
-    "takes a folder for them, or somebody else has taken its name (ls -ld /dev/shm/zero3d-watch-*)"
+    "the watchdog does not watch the ranks of this host, so health.timeout has no effect: it can create its folder "
+    "neither in /dev/shm nor in the temporary folder, or another user has its name (ls -ld /dev/shm/zero3d-watch-*)"
 )
 STARTING = "start-up"  # the phase until training announces others
 # What ranks of one attempt and one host have alike, beside their parent.

@@ -100,7 +100,7 @@ def as_markdown() -> str:
     """Return tables of all keys, one per section: docs/config.md holds them."""
     lines: list[str] = []
     for section in ("", *SECTIONS):
-        about = _about(section) if section else "Of the whole run."
+        about = _about(section) if section else "Keys of the whole run."
         lines += [f"### {f'`{section}`' if section else 'Top level'}", "", about, ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         for key in (key for name, key in KEYS.items() if name.rpartition(".")[0] == section):

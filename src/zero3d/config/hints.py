@@ -97,20 +97,20 @@ def nearest(word: str, known: Collection[str], cutoff: float = LIKE_CHOICE) -> s
 def unknown(name: str, keys: Collection[str], sections: Collection[str]) -> str:
     """Return the message for a dotted key that does not exist."""
     if len(name) > LONGEST or not name.isprintable():
-        return f"{short(name)} is no key. See all keys: zero3d config explain"
+        return f"unknown key {short(name)}. See all keys: zero3d config explain"
     if name in keys:  # written with its dot inside a file
         section, _, field = name.partition(".")
         return f"{name} is written as two levels in a file: {section}: {{{field}: ...}}"
     parent, _, field = name.rpartition(".")
     other = FOREIGN.get(name) or FOREIGN.get(field.lower().replace("-", "_"))
     if other:
-        return f"{name} is no key. Here it is {other}."
+        return f"unknown key {name}. Here it is {other}."
     if parent in keys:
-        return f"{name} is no key: {parent} is a value, not a section."
+        return f"unknown key {name}: {parent} is a value, not a section."
     meant = candidates(name, keys, sections)
     if meant:
-        return f"{name} is no key. Did you mean {' or '.join(meant)}?"
-    return f"{name} is no key. See all keys: zero3d config explain"
+        return f"unknown key {name}. Did you mean {' or '.join(meant)}?"
+    return f"unknown key {name}. See all keys: zero3d config explain"
 
 
 def candidates(name: str, keys: Collection[str], sections: Collection[str]) -> list[str]:

@@ -98,9 +98,7 @@ class Key:
         meant = number_meant(value.strip()) if isinstance(value, str) else None
         hint = f" Did you mean {near}?" if near else f" {meant[0].upper()}{meant[1:]}." if meant else ""
         if str in self.types and not self.choices and isinstance(value, (bool, int, float)):
-            hint = (
-                f" Put it in quotes, for YAML reads it as a {'truth value' if isinstance(value, bool) else 'number'}."
-            )
+            hint = f" Put it in quotes: YAML reads it as a {'truth value' if isinstance(value, bool) else 'number'}."
         return f"{self.name} takes {self.wants}; found {describe_value(value)}.{hint}"
 
 

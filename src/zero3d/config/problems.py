@@ -48,7 +48,8 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
         yield "plan.write_back", text
     if config.plan.links != GIVEN and config.plan.cluster is None:
         text = (
-            f"plan.links={config.plan.links} is by what is known of links: type plan.cluster=FILE of zero3d calibrate."
+            f"plan.links={config.plan.links} needs a description of the links: type plan.cluster=FILE, as zero3d "
+            "calibrate writes it."
         )
         yield "plan.links", text
     for key, size in (
@@ -85,7 +86,7 @@ def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
         return
     for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora", "init"):
         if getattr(choice, name) != getattr(plain, name):
-            text = f"lora.{name} is of adapters, and lora.rank is null, so there are none: type lora.rank=16, too."
+            text = f"lora.{name} is for adapters, and without lora.rank there are none: type lora.rank=16, too."
             yield f"lora.{name}", text
 
 
@@ -94,7 +95,9 @@ def data_problems(config: Config) -> Iterator[tuple[str, str]]:
     data = config.data
     for source in data.validation if isinstance(data.validation, tuple) else ():
         if isinstance(source, DataSource) and source.weight is not None:
-            text = f"data.validation has {short(source.path)} with a weight, and all of it is evaluated: leave it out."
+            text = (
+                f"data.validation gives {short(source.path)} a weight, but evaluates all of it: leave the weight out."
+            )
             yield "data.validation", text
     if data.group_by_length and data.packing:
         text = (
@@ -107,12 +110,12 @@ def evaluation_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of section `evaluate` that this run cannot have, and why."""
     choice = config.evaluate
     if choice.function is None and not choice.best.startswith(HELD_OUT):
-        text = f"evaluate.best={choice.best} is a value of evaluate.function, and there is none: type"
+        text = f"evaluate.best={choice.best} would be a value of evaluate.function, which is not set: type"
         yield "evaluate.best", f"{text} evaluate.function=module:function, or evaluate.best={HELD_OUT[0]}."
     if choice.patience is None:
         return
     if choice.every == 0:
-        text = f"evaluate.patience={choice.patience} counts evaluations, and evaluate.every is 0, one at the end:"
+        text = f"evaluate.patience={choice.patience} counts evaluations, and with evaluate.every=0 there is only one:"
         yield "evaluate.patience", f"{text} type evaluate.every=STEPS, too."
     if choice.best.startswith(HELD_OUT) and not config.data.validation:
         text = f"evaluate.patience={choice.patience} waits for a better {choice.best}, and nothing is held out: type"
@@ -123,7 +126,7 @@ def average_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield why averages of weights cannot be evaluated."""
     best = config.evaluate.best
     if config.train.ema is None and best.startswith("ema_"):
-        yield "evaluate.best", f"evaluate.best={best} is of averages of the weights: type train.ema=0.999, too."
+        yield "evaluate.best", f"evaluate.best={best} is a value of averaged weights: type train.ema=0.999, too."
 
 
 def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -133,10 +136,12 @@ def schedule_problems(config: Config) -> Iterator[tuple[str, str]]:
         key = "schedule.name" if choice.options is None else "schedule.options"
         yield from ((key, f"schedule.options: {why}") for why in option_problems(choice.name, choice.options or {}))
     elif choice.options is not None:
-        text = f"schedule.options are of DeepSpeed's schedules, and schedule.name is {choice.name}: type schedule.name="
+        text = (
+            f"schedule.options are for DeepSpeed's schedules, and schedule.name is {choice.name}: type schedule.name="
+        )
         yield "schedule.options", f"{text}{' or '.join(OPTIONS)}, or leave them out."
     if choice.name == "inverse_sqrt" and choice.warmup == 0:
-        text = "schedule.name=inverse_sqrt falls with the root of warm-up steps over steps, and schedule.warmup is 0:"
+        text = "schedule.name=inverse_sqrt falls as sqrt(warm-up / step), and schedule.warmup is 0:"
         yield "schedule.name", f"{text} type schedule.warmup=0.01, or a number of steps."
     shares = choice.warmup < 1 and choice.decay < 1
     if choice.name == "wsd" and shares and choice.warmup + choice.decay > 1:

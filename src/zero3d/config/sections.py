@@ -40,20 +40,21 @@ class Model:
     init: str = key("weights", "from the folder's weights, or random from its config", choices=("weights", "random"))
     attn: str | None = key(
         "auto",
-        "implementation of attention, as transformers names it: eager, sdpa, flash_attention_2, flash_attention_3, "
-        "flex_attention, or a kernel of the Hub as owner/name; auto: on a GPU a flash kernel that is installed and "
-        "fits, else sdpa, as a run says; null: transformers' own choice",
+        "implementation of attention, by its name in transformers: eager, sdpa, flash_attention_2, flash_attention_3, "
+        "flex_attention, or a kernel of the Hub as owner/name; auto: an installed flash kernel that fits the GPU, "
+        "else sdpa, and the run prints its choice; null: transformers' own choice",
     )
     linear: str | None = key(
         None,
-        "fp8: linear layers of blocks multiply in fp8, by torchao, on cards with such products; a run says which do",
+        "fp8: linear layers of blocks multiply in fp8 by torchao, on GPUs that support it; the run prints which "
+        "layers do",
         choices=("fp8",),
     )
     quantize: str | None = key(
         None,
-        "what frozen linear layers and stacked experts of the blocks are held in: nf4 (4 bits, as in QLoRA), "
-        "nf4-double (with scales in 8 bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is "
-        "multiplied by, in forward and in backward",
+        "format of the frozen linear layers and stacked experts of blocks: nf4 (4 bits, as in QLoRA), nf4-double (with "
+        "8-bit scales: double quantisation), int8 or fp8 (8 bits); forward and backward decode each matrix when they "
+        "use it",
         choices=tuple(formats.FORMATS),
     )
 
@@ -66,23 +67,28 @@ GAUSSIAN = "gaussian"  # of lora.init
 class Lora:
     """Low-rank adapters (PEFT's LoRA) beside frozen weights; without a rank there are none."""
 
-    rank: int | None = key(None, "of the adapters: each adds rank x (inputs + outputs) parameters to a matrix", least=1)
+    rank: int | None = key(
+        None, "rank of the adapters; an adapter has rank x (inputs + outputs) parameters; null: no adapters", least=1
+    )
     alpha: float | None = key(
         None, "adapters' outputs are multiplied by alpha / rank; by default twice the rank", above=0
     )
     targets: tuple[str, ...] | None = key(
         None,
-        "matrices that get one, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts "
-        "(gate_up_proj); "
-        "all-linear: every linear layer of the language model's blocks; by default those that PEFT has for this kind "
-        "of model, else all-linear",
+        "matrices that get an adapter, as names or patterns of modules (q_proj, *.mlp.*) or of stacked experts "
+        "(gate_up_proj); all-linear: every linear layer of the language model's blocks; by default PEFT's choice for "
+        "this type of model, else all-linear",
     )
-    dropout: float = key(0.0, "share of an adapter's inputs that is dropped", least=0, below=1)
+    dropout: float = key(0.0, "probability with which an adapter's inputs are dropped", least=0, below=1)
     train_also: tuple[str, ...] | None = key(
-        None, "modules or parameters that are trained whole beside them, as names or patterns: multi_modal_projector"
+        None,
+        "modules or parameters that are trained in full beside the adapters, as names or patterns: "
+        "multi_modal_projector",
     )
     rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)")
-    dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
+    dora: bool = key(
+        False, "DoRA: adapters change the direction of a matrix's rows, and a magnitude per row is trained, too"
+    )
     init: str | None = key(
         None, "how A is drawn: gaussian is normal with deviation 1 / rank; by default uniform in +-1 / sqrt(inputs)"
     )
@@ -90,12 +96,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class Data:
-    """What it is trained on."""
+    """What the model is trained on."""
 
     train: tuple[DataSource, ...] | tuple[str, ...] = key(
         ("stdlib",),
-        "files or folders, or URLs of object stores (s3://bucket/corpus); stdlib is the text of Python's standard "
-        "library; or sources, drawn from by their weights",
+        "files or folders, or URLs of object stores (s3://bucket/corpus); stdlib: the text of Python's standard "
+        "library; or a list of sources with weights",
     )
     validation: float | tuple[DataSource, ...] | tuple[str, ...] = key(
         0.0, "files or folders, or the fraction of documents held out of each source", least=0, most=0.5
@@ -105,26 +111,29 @@ class Data:
     length: int = key(1024, "tokens per sequence", least=2)
     packing: bool | str = key(
         True,
-        "put several documents into a sequence, none of which sees another; best_fit cuts none that fits into one",
+        "put several documents into one sequence, where they do not see each other; best_fit: without cutting a "
+        "document that fits into a sequence",
         choices=("best_fit",),
     )
     images: str | None = key(
-        None, "the folder in which the data's images are; by default that of the data; needs a vision-language model"
+        None, "folder of the data's images; by default the folder of the data; needs a vision-language model"
     )
     group_by_modality: bool = key(
-        True, "with images: those of a step's sequences have images all, or none, but the last ones of an epoch"
+        True, "with images: the sequences of a step all have images, or none has, except for the last steps of an epoch"
     )
     group_by_length: bool = key(
         False, "without packing: sequences of similar length in each batch, and batches in random order"
     )
     streaming: bool = key(
-        False, "without packing: tokens are made when a batch needs them, and none are kept; a record is a sequence"
+        False, "without packing: tokenize records when a batch needs them, and store no tokens; a record is a sequence"
     )
-    shuffle: bool = key(True, "another order in every epoch")
+    shuffle: bool = key(True, "a new order in every epoch")
     skip_bad_lines: bool = key(False, "leave out lines that do not parse, and count them")
     workers: int = key(0, "processes per rank that prepare batches", least=0)
     processes: int | None = key(
-        None, "processes per host that tokenize; by default by its cores and the size of the data", least=1
+        None,
+        "processes per host that tokenize; by default as many as its cores and the size of the data suggest",
+        least=1,
     )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
     cache_limit: str = key(
@@ -134,89 +143,91 @@ class Data:
 
 @dataclass(frozen=True)
 class Train:
-    """How long, and in which portions: batch = micro_batch x accumulate x dp, in sequences."""
+    """How long a run trains, and its batch: batch = micro_batch x accumulate x dp, in sequences."""
 
     steps: int | None = key(None, "optimizer steps; or give epochs", least=1)
-    epochs: float | None = key(None, "passes over the training data; by default 1 where steps are not given", above=0)
+    epochs: float | None = key(None, "passes over the training data; by default 1 if steps are not given", above=0)
     batch: int | None = key(None, "sequences per step over all ranks", least=1)
     micro_batch: int | None = key(None, "sequences per rank in one forward", least=1)
     accumulate: int | None = key(None, "micro-batches per rank and step", least=1)
     compile: bool = key(False, "torch.compile the blocks")
     ema: float | None = key(
         None,
-        "decay of an exponential moving average of the weights, which is evaluated beside them and exported in their "
-        "place, such as 0.999",
+        "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated beside the "
+        "weights and exported in their place",
         above=0,
         below=1,
     )
     expert_bias_rate: float = key(
         0.0,
-        "by how much a step moves the bias of a mixture's routers that have one (DeepSeek-V3, GLM-4-MoE) against "
-        "experts with more tokens than the mean, such as 0.001; 0 leaves it as it was loaded",
+        "by how much a step changes the bias of routers that have one (DeepSeek-V3, GLM-4-MoE): down for experts with "
+        "more tokens than the mean, up for the others, such as 0.001; 0 leaves the bias as it was loaded",
         least=0,
     )
     tiled_loss: bool | str = key(
         "auto",
-        "compute the loss of the next token tile by tile, without logits of the whole vocabulary: equal up to "
-        "rounding; auto: where logits of a micro-batch take more than 4 GB, and tp is 1, as a run says",
+        "compute the next-token loss in tiles, without logits of the whole vocabulary, equal up to rounding; auto: if "
+        "logits of a micro-batch take more than 4 GB and tp is 1, and the run prints its choice",
         choices=("auto",),
     )
     deterministic: bool | str = key(
         "auto",
-        "on accelerators, algorithms that give the same bits in every run, and an error where there is none; "
-        "auto: with zero.exact and with health.replay",
+        "on accelerators, use only algorithms that give the same bits in every run, and end with an error at an "
+        "operation that has none; auto: with zero.exact and with health.replay",
         choices=("auto",),
     )
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW or Muon, its groups, and clipping."""
+    """The optimizer, its parameter groups, and clipping."""
 
     name: str = key(
         ADAMW, "; ".join(f"{row.name}: {row.text}" for row in OPTIMIZERS.values() if row.text), choices=NAMES
     )
     lr: float = key(3e-4, "peak learning rate", above=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two averages", least=0, below=1)
-    eps: float = key(1e-8, "added to the root of v", above=0)
-    weight_decay: float = key(0.1, "per step, times the learning rate", least=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of Adam's two averages", least=0, below=1)
+    eps: float = key(1e-8, "added to the square root of v", above=0)
+    weight_decay: float = key(0.1, "decay of weights per step, multiplied by the learning rate", least=0)
     no_decay: str | None = key(
-        None, "parameters without weight decay, as name patterns; by default those of one dimension: norms and biases"
+        None, "parameters without weight decay, as name patterns; by default one-dimensional ones: norms and biases"
     )
     groups: tuple[Mapping[str, str | float], ...] | None = key(
         None,
         "parameters with a learning rate or weight decay of their own, as {match: NAME, lr: NUMBER, weight_decay: "
-        "NUMBER}, with Muon also name: adamw or muon; "
-        "the first group that matches counts, and the schedule is the same for all",
+        "NUMBER}, with Muon also name: adamw or muon; the first group that matches counts, and all follow the same "
+        "schedule",
     )
     muon: Mapping[str, float | str | bool | None] | None = key(
         None,
-        "of Muon, where that is the name: lr of matrices (optimizer.lr), momentum (0.95), nesterov (true), ns_steps "
-        "(5), adjust_lr (original, or match_rms_adamw, by default, with which AdamW's lr and weight decay carry over)",
+        "options of Muon: lr of matrices (by default optimizer.lr), momentum (0.95), nesterov (true), ns_steps (5), "
+        "adjust_lr (original, or by default match_rms_adamw, with which AdamW's lr and weight decay can be kept)",
     )
     split: Mapping[str, str] | None = key(
         None,
-        "of Muon: matrices that are fused in a parameter, as {NAME: STYLE} before what the model's own plan says: "
-        "none, equal:2, sizes:256,64,64 or in_turn:64,64,64 along the outputs",
+        "for Muon: how a parameter that fuses matrices is split along its outputs, as {NAME: STYLE}, instead of the "
+        "model's own plan: none, equal:2, sizes:256,64,64 or in_turn:64,64,64",
     )
-    clip_norm: float | None = key(1.0, "largest global gradient norm; null does not clip", above=0)
+    clip_norm: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over the run; mesh.schedule is a pipeline's."""
+    """The learning rate over the run; a pipeline's schedule is mesh.schedule."""
 
     name: str = key(
         "cosine",
-        "its shape after warm-up; wsd stays at the peak until the decay, inverse_sqrt falls from the end of warm-up "
-        "on; or one of DeepSpeed's, with its own warm-up",
+        "shape of the learning rate after warm-up; wsd stays at the peak until the final decay, inverse_sqrt falls "
+        "from the end of warm-up; or one of DeepSpeed's schedules, with its own warm-up",
         choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt", *OPTIONS),
     )
     options: Mapping[str, float | str | bool | None] | None = key(
-        None, "of DeepSpeed's schedules, under their names there (total_num_steps); those left out are as there"
+        None,
+        "options of DeepSpeed's schedules, by their names there (total_num_steps); those left out have DeepSpeed's "
+        "defaults",
     )
-    warmup: float = key(0.0, "steps of warm-up, or below 1 the fraction of all steps", least=0)
-    decay: float = key(0.1, "wsd only: the last steps, or below 1 the fraction of all steps", above=0)
+    warmup: float = key(0.0, "steps of warm-up; below 1, a fraction of all steps", least=0)
+    decay: float = key(0.1, "wsd only: steps of the final decay; below 1, a fraction of all steps", above=0)
     final: float = key(0.1, "cosine, linear, wsd: the last learning rate as a fraction of the peak", least=0, most=1)
 
 
@@ -236,36 +247,38 @@ class Health:
 
     nonfinite: str = key(
         "skip",
-        "go on after such a step, or stop at the first with exit code 1 (then every step's gradients are looked at)",
+        "skip a step whose gradients are NaN or infinite and go on, or stop at the first one with exit code 1 (stop "
+        "looks at every step's gradients)",
         choices=("skip", "stop"),
     )
     max_skips: int = key(
         20,
-        "so many in a row, or a whole run of fewer steps, end it with exit code 1 and the first unit's name",
+        "after so many of these steps in a row, or in a shorter run if no step was applied, end with exit code 1 and "
+        "the first unit's name",
         least=1,
     )
     min_ranks: int | None = key(
         None,
-        "where ranks are lost, go on with as few as this: dp shrinks, train.batch stays and accumulation grows; by "
-        "default a run needs all; give train.batch and train.micro_batch; mesh.dp is then the largest dp",
+        "if ranks are lost, go on with as few as this: dp shrinks, train.batch stays and accumulation grows; needs "
+        "train.batch and train.micro_batch, and mesh.dp is then the largest dp; by default a run needs all its ranks",
         least=1,
     )
     timeout: float = key(
         300.0,
-        "seconds in which a rank shows no sign of life before the watchdog says who waits for whom and ends the run "
-        "with exit code 1; longer than the longest forward or backward of a unit; 0: never, as with a debugger",
+        "seconds without a sign of life from a rank, after which the watchdog says who waits for whom and ends the "
+        "run with exit code 1; must be longer than the longest forward or backward of a unit; 0: never, for debuggers",
         least=0,
     )
     slow_timeout: float = key(
         3600.0,
-        "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles, and moves no "
-        "bytes to or from a disk; 0: never",
+        "the same while any rank starts, reads data, saves, loads, evaluates, exports or compiles, and moves no bytes "
+        "to or from a disk; 0: never",
         least=0,
     )
     replay: int = key(
         0,
-        "every so many steps a neighbour computes one micro-batch of each rank once more; where a bit of a gradient "
-        "differs, the step is not applied and the run ends with the culprit's name; 0 never. Turns on "
+        "every so many steps, a neighbour computes one micro-batch of each rank again; if a bit of a gradient "
+        "differs, the step is not applied, and the run ends and names the rank; 0: never; turns on "
         "train.deterministic",
         least=0,
     )
@@ -273,49 +286,52 @@ class Health:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The held-out loss, values of one's own, and what follows from them."""
+    """The held-out loss, values of your own, the best checkpoint, and early stopping."""
 
-    every: int = key(0, "steps between evaluations; 0 evaluates at the end only", least=0)
+    every: int = key(0, "steps between evaluations; 0: only at the end", least=0)
     batches: int | None = key(
-        None, "micro-batches per rank (zero.exact: of all ranks); by default all of the held-out data", least=1
+        None, "micro-batches per rank (with zero.exact: over all ranks); by default all held-out data", least=1
     )
     function: str | None = key(
-        None, "module:function(engine, step), called on every rank at each evaluation, which returns {name: number}"
+        None, "module:function(engine, step), called on every rank at each evaluation; returns {name: number}"
     )
     best: str = key(
-        "validation_loss", "the value by which the best checkpoint is chosen: the held-out loss, or one of the function"
+        "validation_loss",
+        "the value that decides which checkpoint is the best: the held-out loss, or a value of the function",
     )
-    highest: bool = key(False, "the best is the highest, as of an accuracy; else the lowest")
+    highest: bool = key(False, "the highest value is the best, as for an accuracy; else the lowest")
     patience: int | None = key(
-        None, "evaluations in a row without a new best after which the run ends early, as complete", least=1
+        None, "end the run early, as complete, after so many evaluations in a row without a new best value", least=1
     )
     prompt: str | None = key(None, "a text that the trained model continues at the end")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What can be resumed, and what is left at the end."""
+    """Checkpoints during a run, and the export at its end."""
 
-    every: int = key(0, "steps between checkpoints; 0 saves at the end only", least=0)
-    keep: int = key(2, "how many of the last ones are kept", least=1)
-    best: bool = key(True, "keep also the one with the best evaluation (evaluate.best)")
+    every: int = key(0, "steps between checkpoints; 0: only at the end", least=0)
+    keep: int = key(2, "how many of the newest checkpoints are kept", least=1)
+    best: bool = key(True, "keep also the checkpoint with the best evaluation (evaluate.best)")
     asynchronous: bool = key(
-        False, "write those on the way behind training, from a copy of the states in the host's memory"
+        False,
+        "write checkpoints in the background while training goes on, from a copy of the states in host memory; a run "
+        "waits for its last one",
     )
     on_error: str | None = key(
         None,
-        "what follows where one on the way cannot be written: a warning, or the run's end; by default a warning behind "
-        "training, else the end. The last one of a run, and that of a stop, must be written",
+        "if a checkpoint cannot be written: print a warning and go on, or end the run; by default warn if it is "
+        "written in the background, else end; the last checkpoint of a run, and one at a stop, must be written",
         choices=ON_ERROR,
     )
     export: bool | str = key(
         True,
-        "write the final weights as a Hugging Face folder; of a model with adapters: true and adapter write them for "
-        "PEFT, merged writes plain weights with them inside, both writes both; on new weights, which no folder has, "
-        "true is merged",
+        "write the final weights as a Hugging Face folder; for a model with adapters: true and adapter write the "
+        "adapters for PEFT, merged writes full weights with the adapters merged in, both writes both; on new weights, "
+        "which no folder has, true is merged",
         choices=EXPORTS,
     )
-    verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")
+    verify: bool = key(False, "load the export on one rank, as a user would, and compare its held-out loss")
     to: str | None = key(
         None,
         "a URL of an object store (s3://bucket/run) that gets a copy of every checkpoint and of what is exported; "
@@ -325,15 +341,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Log:
-    """What people look at; metrics.jsonl is always written."""
+    """What is printed, and which trackers get the values; metrics.jsonl is always written."""
 
     every: int | None = key(
-        None, "steps between lines where there is no terminal; by default about 20 lines a run", least=1
+        None, "steps between printed lines if there is no terminal; by default about 20 lines a run", least=1
     )
     to: tuple[str, ...] | None = key(
         None, "trackers that get every step's values and the run's configuration, from rank 0", choices=TRACKERS
     )
-    project: str = key("zero3d", "the project that they show the run in")
+    project: str = key("zero3d", "the project that trackers show the run in")
     tensorboard: bool = key(False, "short for tensorboard in log.to: event files in OUTPUT/tensorboard")
     wandb: str | None = key(None, "short for wandb in log.to, and the project there: Weights & Biases")
 
@@ -359,19 +375,20 @@ class Profile:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `zero3d plan` says of this run, beside what its third step takes."""
+    """The run's third step beside its plan, and settings for slow links chosen by the plan."""
 
     cluster: str | None = key(
-        None, "what is known of the cluster, as zero3d calibrate writes it; by default the data sheet of the device"
+        None, "file that describes the cluster, as zero3d calibrate writes it; by default the data sheet of the device"
     )
     write_back: bool = key(
-        False, "correct gpu.matrix and gpu.flash in that file until the plan's step takes what the third step took"
+        False,
+        "correct gpu.matrix and gpu.flash in that file until the planned step takes as long as the third step took",
     )
     links: str = key(
         GIVEN,
-        "what a run does about slow links between hosts: what this file gives, or the fastest by plan.cluster: auto "
-        "chooses mesh.shard or zero.second_shard, narrow also zero.gather_wire and zero.slow_wire, which round what is "
-        "sent; zero3d train chooses, and prints why",
+        "how to use slow links between hosts: given, as this file says; auto, the fastest of mesh.shard and "
+        "zero.second_shard by plan.cluster; narrow, also with zero.gather_wire and zero.slow_wire, which round what "
+        "is sent; zero3d train prints what it chooses and why",
         choices=(GIVEN, "auto", NARROW),
     )
 
@@ -383,11 +400,12 @@ class Config:
     output: str | None = key(
         None, "a new folder for everything the run writes; by default the first free zero3d-NAME-N"
     )
-    seed: int = key(0, "of data order, dropout and random weights", least=0, most=2**32 - 1)
-    precision: str = key("bf16", "what the model computes in; masters are fp32", choices=PRECISIONS)
+    seed: int = key(0, "seed of data order, dropout and random weights", least=0, most=2**32 - 1)
+    precision: str = key("bf16", "dtype in which the model computes; masters are fp32", choices=PRECISIONS)
     activations: str = key(
         "none",
-        "recomputation in backward: every:K in segments of K blocks, selective of attention only",
+        "recomputation in the backward: full, of every block; every:K, of segments of K blocks; selective, of "
+        "attention only",
         choices=("none", "full", "selective", "every:K"),
     )
     freeze: tuple[str, ...] | None = key(

@@ -97,7 +97,7 @@ def refuse_shrinking(config: Config) -> str | None:
     if train.batch % train.micro_batch:
         return (
             f"health.min_ranks lets dp shrink, in the end to 1, and train.batch {train.batch} / train.micro_batch "
-            f"{train.micro_batch} = {train.batch / train.micro_batch:.4g} is no whole number: type "
+            f"{train.micro_batch} = {train.batch / train.micro_batch:.4g} is not a whole number: type "
             f"train.batch={-(-train.batch // train.micro_batch) * train.micro_batch}."
         )
     return None

@@ -97,7 +97,7 @@ def read_yaml(path: Path, example: str = "zero: {stage: 2}") -> Mapping[Any, Any
         problem = re.sub(r"\S{61,}", lambda long: short(long[0]), f"{error.problem or error.context}")
         raise ConfigError(f"{path}: {line}{problem}.") from None
     except (yaml.YAMLError, ValueError) as error:  # characters that are none, a number of a million digits
-        raise ConfigError(f"{path} is no YAML file: {str(error).splitlines()[0].partition(';')[0]}.") from None
+        raise ConfigError(f"{path} is not a YAML file: {str(error).splitlines()[0].partition(';')[0]}.") from None
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):

@@ -208,7 +208,7 @@ def _is_folder(place: Path) -> bool:
 
 
 def _check_readable(place: Path) -> None:
-    """Raise DataError for what is no regular file, IsADirectoryError for a folder."""
+    """Raise DataError for what is not a regular file, IsADirectoryError for a folder."""
     try:
         check_regular(place)
     except IsADirectoryError:

@@ -132,7 +132,7 @@ def _opened(folder: Path, image: Any) -> tuple[Any, str]:
     except Image.DecompressionBombError as error:
         raise BadImage(f"{name} is larger than any decoder takes ({short(str(error))}): make it smaller") from error
     except Exception as error:  # of a damaged file decoders raise anything
-        raise BadImage(f"{name} is no image in {', '.join(FORMATS)}: copy it again, or leave it out") from error
+        raise BadImage(f"{name} is not an image in {', '.join(FORMATS)}: copy it again, or leave it out") from error
     return _small(opened, name)
 
 
@@ -148,7 +148,7 @@ def _source(folder: Path, image: str | Mapping[str, Any]) -> tuple[Path | BytesI
         )
     path = folder / name
     if len(name) > LONGEST or not os.path.isfile(path):
-        why = "is no regular file" if os.path.exists(path) else "does not exist"
+        why = "is not a regular file" if os.path.exists(path) else "does not exist"
         raise BadImage(f"the image {folder / short(name)} {why}: set data.images to the folder of the images")
     # Folders may be links, as those of LLaVA's data often are; an image that is one stays within its own.
     if path.is_symlink() and not any(path.resolve().is_relative_to(each.resolve()) for each in (folder, path.parent)):

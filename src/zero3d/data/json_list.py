@@ -53,7 +53,7 @@ def _items(more: Callable[[int], str]) -> Iterator[Any]:
             return
         if not first:
             if text[at : at + 1] != ",":
-                raise ValueError(f"a comma or ] is wanted, and {text[at : at + 1]!r} is there")
+                raise ValueError(f"expected a comma or ], found {text[at : at + 1]!r}")
             at += 1
         first = False
         while True:

@@ -88,7 +88,7 @@ class OwnData:
         """Return an item. Raises DataError where the object has none, or no mapping."""
         item = self._try(lambda: self._items[index], f" at index {index:,} of {self.count:,}")
         if not isinstance(item, Mapping):
-            raise DataError(f"{self.place(index)} gives a {type(item).__name__}; wanted is {WANTED}.")
+            raise DataError(f"{self.place(index)} gives a {type(item).__name__}; expected {WANTED}.")
         return item
 
     @property
@@ -179,15 +179,15 @@ class OwnSamples:
             return ids, ids, Pictures()
         labels = whole_numbers(item["labels"], f"labels of {place}")
         if len(labels) != len(ids):
-            raise DataError(f"{place} gives {len(labels):,} labels for {len(ids):,} input_ids: one for each is wanted.")
+            raise DataError(f"{place} gives {len(labels):,} labels for {len(ids):,} input_ids: expected one for each.")
         odd = labels[(labels != IGNORED) & ((labels < 0) | (labels >= (self._vocabulary or 1 << 32)))]
         if len(odd):
-            raise DataError(f"{place} gives the label {int(odd[0]):,}: a token id is wanted, or {IGNORED}.")
+            raise DataError(f"{place} gives the label {int(odd[0]):,}: expected a token id, or {IGNORED}.")
         return ids, labels, Pictures()
 
     def _encoded(self, item: Mapping[str, Any], place: str) -> tuple[Ints, Ints, Pictures]:
         if not any(key in item for key in (*KEYS, "conversations")):
-            raise DataError(f"{place} gives the keys {', '.join(map(short, item)) or 'none'}; wanted is {WANTED}.")
+            raise DataError(f"{place} gives the keys {', '.join(map(short, item)) or 'none'}; expected {WANTED}.")
         record = record_of(item, place)
         if isinstance(record, BadRecord):
             raise DataError(f"{place}: {record.why.removesuffix('.')}. Correct it in the {self._own.where}.")
@@ -228,12 +228,12 @@ def whole_numbers(value: Any, what: str) -> Ints:
         array: NDArray[Any] = numpy.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors of a device
         raise DataError(
-            f"{what} is a {type(value).__name__} that makes no array; wanted are whole numbers [n]."
+            f"{what} is a {type(value).__name__} that makes no array; expected whole numbers [n]."
         ) from None
     if not array.size:
         raise DataError(f"{what} is empty.")
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{what} is {array.dtype} of shape {list(array.shape)}; wanted are whole numbers [n].")
+        raise DataError(f"{what} is {array.dtype} of shape {list(array.shape)}; expected whole numbers [n].")
     return array.astype(numpy.int64)
 
 

@@ -209,7 +209,7 @@ def parse_line(raw: bytes, place: str) -> dict[str, Any] | BadRecord:
     except RecursionError:
         return BadRecord("not a record: nested too deeply", place)
     if not isinstance(value, dict):
-        return BadRecord(f"one JSON object a line is wanted, and this is a {type(value).__name__}", place)
+        return BadRecord(f"expected one JSON object per line, found a {type(value).__name__}", place)
     return value
 
 
@@ -220,7 +220,7 @@ def _list(path: Path, passed: Passed) -> Iterator[Record]:
         if isinstance(value, dict):
             yield from _in_pieces(record_of(value, place))
         else:
-            yield BadRecord(f"a list of JSON objects is wanted, and this is a {type(value).__name__}", place)
+            yield BadRecord(f"expected a list of JSON objects, found a {type(value).__name__}", place)
 
 
 def _rows(source: Source, passed: Passed) -> Iterator[Record]:
@@ -300,7 +300,7 @@ def record_of(value: Mapping[str, Any], place: str) -> Record:
 def wanted_keys(keys: Any) -> str:
     """Say what keys there are and which are wanted."""
     names = ", ".join(map(short, list(keys)[:SHOWN])) or "none"
-    return f"the keys are {names}; wanted is text, or prompt and completion, or messages, or image and conversations."
+    return f"the keys are {names}; expected text, or prompt and completion, or messages, or image and conversations."
 
 
 def _bad_text(value: Any) -> str | None:

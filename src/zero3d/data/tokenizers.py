@@ -134,7 +134,7 @@ def load_tokenizer(name: str | None, model: str | None = None) -> Tokenizer:
             raise
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _none_in(folder, why) from error
-    raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is no tokenizer: set data.tokenizer.")
+    raise ConfigError(f"{folder} holds a {type(inner).__name__}, which is not a tokenizer: set data.tokenizer.")
 
 
 def check_tokenizer(name: str | None, model: str | None) -> None:

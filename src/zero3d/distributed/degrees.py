@@ -131,7 +131,7 @@ class Degrees(NamedTuple):
         given, folds = {"pp": pp, "dp": dp, "tp": tp}, {"ep": ep, "sp": sp, "shard": shard}
         for name, degree in {**given, **folds}.items():
             if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-                raise MeshError(f"{name}={degree!r} is no degree: pass a whole number from 1.")
+                raise MeshError(f"{name}={degree!r} is not a degree: pass a whole number from 1.")
         missing = [name for name, degree in given.items() if degree is None]
         computed = "dp" if dp is None else missing[0] if len(missing) == 1 else None
         known = {name: degree or 1 for name, degree in given.items()}
@@ -290,7 +290,7 @@ class Degrees(NamedTuple):
         """Return how many neighbours on dp each host has. Raises MeshError where hosts differ, or nobody knows."""
         if per_host is None:
             raise MeshError(
-                "second_shard='node' is of the ranks of a host, and no launcher says how many there are: pass a number."
+                "second_shard='node' means the ranks of a host, and no launcher says how many there are: pass a number."
             )
         if per_host >= self.world or per_host % (self.dp * self.tp) == 0:
             return self.dp

@@ -100,9 +100,9 @@ def warn_of_exact(device: torch.device) -> None:
     """Warn where exact sums over ranks are asked for and the device's kernels need not repeat their own."""
     if device.type != "cpu" and mode() != "on":
         warnings.warn(
-            f"exact=True on {device.type} with deterministic algorithms {mode()}: sums over ranks have one order, and "
-            "kernels may still add in another each time. Call zero3d.make_deterministic() before anything else, in a "
-            "file leave train.deterministic out.",
+            f"exact=True on {device.type} with deterministic algorithms {mode()}: sums over ranks have a fixed order, "
+            "but kernels may still add in another order each time. Call zero3d.make_deterministic() before anything "
+            "else, in a file leave train.deterministic out.",
             stacklevel=3,
         )
 

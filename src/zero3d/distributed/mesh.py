@@ -294,7 +294,9 @@ def _patience(backend: str) -> timedelta:
     with suppress(ValueError, OverflowError):
         if (seconds := float(given)) > 0:
             return timedelta(seconds=seconds)
-    raise MeshError(f"{TIMEOUT}={given[:40]!r} is no number of seconds above 0, for which ranks wait for each other.")
+    raise MeshError(
+        f"{TIMEOUT}={given[:40]!r} is not a number of seconds above 0, for which ranks wait for each other."
+    )
 
 
 def _launched() -> Launched:

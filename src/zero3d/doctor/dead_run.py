@@ -131,7 +131,7 @@ def read_run(path: Path) -> DeadRun:
 def of_tree(tree: Mapping[str, Any]) -> DeadRun:
     """Make data of the file's object. Raises Unreadable for another version, and where it says nothing."""
     if tree.get("version") != VERSION:
-        raise Unreadable(f"is of version {words(tree.get('version')) or 'none'}, and {VERSION} is read here")
+        raise Unreadable(f"is of version {words(tree.get('version')) or 'none'}, and only {VERSION} is read here")
     if not any((words(tree.get("kind")), words(tree.get("cause")), _objects(tree.get("ranks")))):
         raise Unreadable("says nothing of a run: no kind, no cause, no ranks")
     ranks = [_rank(entry) for entry in _objects(tree.get("ranks")) if _whole(entry.get("rank")) is not None]

@@ -67,7 +67,7 @@ def frozen_entry(nbytes: int) -> list[MemoryEntry]:
 def describe_memory(entries: Sequence[MemoryEntry]) -> str:
     """Return what is held in one line; the rest of what is allocated is activations and what is not the engine's."""
     held = [f"{entry.category} {decimal(entry.measured)} ({entry.place})" for entry in entries if entry.measured]
-    return f"held by the engine: {', '.join(held) or 'nothing'}; all else is activations and tensors of others"
+    return f"held by the engine: {', '.join(held) or 'nothing'}; everything else is activations and other tensors"
 
 
 class Accounts:

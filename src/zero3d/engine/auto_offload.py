@@ -110,7 +110,7 @@ def decide_executor(
     if offload.executor != AUTO or offload.optimizer == "none":
         return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
     if not on_host:
-        choice = ExecutorChoice(DEVICE, "the host has torch's fused Adam and AdamW, without amsgrad, alone")
+        choice = ExecutorChoice(DEVICE, "the host can update only torch's fused Adam and AdamW without amsgrad")
     elif mesh.on_cpu:
         choice = ExecutorChoice(HOST, "the device is a CPU: the same bits, in one pass over memory")
     else:

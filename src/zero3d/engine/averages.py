@@ -132,7 +132,7 @@ def _check(decay: float, optimizer: ShardedOptimizer) -> None:
         raise ConfigError(f"ema={decay}: the decay of an average of weights lies between 0 and 1: pass ema=0.999.")
     if any(state_names(optimizer.torch, group) is None for group in optimizer.torch.param_groups):
         raise ConfigError(
-            f"ema={decay} keeps averages among the states of Adam and AdamW without amsgrad, Muon and AdamW8bit, and "
-            f"the optimizer is {type(optimizer.torch).__name__}, which may take them for its own: pass ema=None, or "
+            f"ema={decay} stores averages among the states of the optimizer, which works for Adam and AdamW without "
+            f"amsgrad, Muon and AdamW8bit, and this is {type(optimizer.torch).__name__}: pass ema=None, or "
             "one of these."
         )

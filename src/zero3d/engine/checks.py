@@ -45,8 +45,8 @@ def check_model(model: nn.Module, weights: Source | None) -> None:
     if is_guarded(model) or any(map(is_dtensor, parameters.values())):
         raise ConfigError(
             f"this {type(model).__name__} is already sharded (by another Engine, one that failed, FSDP or "
-            "DTensor): pass it to one Engine, or close the other first: engine.close(), of a Trainer "
-            "trainer.accelerator.close_engine(), gives a model that is cut over dp alone back."
+            "DTensor): pass it to one Engine only, or close the other first: engine.close() (with a Trainer: "
+            "trainer.accelerator.close_engine()) gives back a model that is cut over dp alone."
         )
     if not any(p.requires_grad for p in parameters.values()):
         raise ConfigError(
@@ -79,7 +79,7 @@ def _refuse_untrainable(model: nn.Module) -> None:
     for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         if sparse := next(((name, t.layout) for name, t in named if t.layout is not torch.strided), None):
             raise ConfigError(
-                f"{what} {sparse[0]!r} is sparse ({sparse[1]}), and an engine takes dense ones alone: replace it by "
+                f"{what} {sparse[0]!r} is sparse ({sparse[1]}), and an engine takes only dense tensors: replace it by "
                 "its to_dense(), or make it a plain attribute of its module."
             )
     for name, p in model.named_parameters():
@@ -90,13 +90,13 @@ def _refuse_untrainable(model: nn.Module) -> None:
             )
         if p.dtype.is_floating_point and p.dtype.itemsize == 1:
             raise ConfigError(
-                f"parameter {name!r} is {p.dtype}, in which nothing can be gathered or trained: load the model "
-                "dequantized, or make this one a buffer, which no engine casts."
+                f"parameter {name!r} is {p.dtype}, a dtype that cannot be gathered or trained: load the model "
+                "dequantized, or make it a buffer, which an engine does not cast."
             )
         if p.is_inference():
             raise ConfigError(
-                f"parameter {name!r} was made under torch.inference_mode(), which autograd refuses for ever: build the "
-                "model outside of it, or copy it: model.load_state_dict({k: v.clone() for k, v in ...})."
+                f"parameter {name!r} was made under torch.inference_mode(), whose tensors autograd never accepts: "
+                f"build the model outside it, or copy it: model.load_state_dict({{k: v.clone() for k, v in ...}})."
             )
 
 
@@ -105,8 +105,8 @@ def check_experts(model: nn.Module, mesh: Mesh, exact: bool) -> None:
     stacked = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
     if mesh.ep > 1 and exact and stacked:
         raise ConfigError(
-            f"{stacked[0]} has LoRA on stacked experts, and with ep={mesh.ep} a rank adds up its gradients of all "
-            "sources at once, in an order that exact=True knows nothing of: leave ep, exact or these adapters out."
+            f"{stacked[0]} has LoRA on stacked experts. With ep={mesh.ep} a rank sums its gradients of all sources in "
+            "one product, and exact=True needs them apart: leave ep, exact or these adapters out."
         )
 
 
@@ -129,8 +129,8 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
             )
     if partition and sequence and mesh.rank == 0:
         warnings.warn(
-            "partition_activations without effect: sequence_parallel has cut the hidden states between blocks over tp "
-            "already. Leave one of them out.",
+            "partition_activations has no effect: sequence_parallel already cuts the hidden states between blocks over "
+            "tp. Leave one of them out.",
             stacklevel=6,
         )
 

@@ -100,7 +100,7 @@ class Freezing:
         if hindering:
             what, remedy = hindering[0]
             raise ConfigError(
-                f"parameter {frozen!r} is frozen after the engine was built, which does not go together with "
+                f"parameter {frozen!r} was frozen after the engine was built, which does not work with "
                 f"{what}: freeze it before the Engine is built, or pass {remedy}."
             )
 
@@ -126,6 +126,6 @@ class Freezing:
             anew = "export the model, and build a new Engine on that."
             fixed = self._runtime.tiers or any(feature.instead_of_it for feature in self._features)
             raise ConfigError(
-                f"parameter {name!r} was frozen when the engine was built, and unfreezing such a one does not go "
-                f"together with {why}: {anew if fixed else later}"
+                f"parameter {name!r} was frozen when the engine was built, and unfreezing it does not work "
+                f"with {why}: {anew if fixed else later}"
             )

@@ -86,6 +86,6 @@ def _warn_of_replaced(disk: DiskSlab, step: int) -> None:
         of_others = f"step {step} of another model, mesh or placement, or a damaged one"
         what = "a step whose commit cannot be read" if step == UNKNOWN else of_others
         warnings.warn(
-            f"{disk.directory} had {what}: its files are replaced, and only  a checkpoint can be gone on from.",
+            f"{disk.directory} had {what}: its files are replaced, so a run can go on only from a checkpoint.",
             stacklevel=5,
         )

@@ -81,7 +81,7 @@ def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], Measure
     executor = decide_executor(base, kinds.on_host, states, measure)
     if executor.name == HOST and not kinds.on_host:
         raise ConfigError(
-            f"offload.executor=host has torch's fused Adam and AdamW with fp32 moments, and the optimizer is "
+            f"offload.executor=host works with torch's fused Adam and AdamW and fp32 moments, and the optimizer is "
             f"{kinds.kind.__name__}(fused={kinds.fused}), whose states are {kinds.described}: pass one of them with "
             "fused=True, without amsgrad and not in fp64, or offload.executor=device."
         )

@@ -33,8 +33,8 @@ def check_tiled_loss(model: nn.Module, loss: Callable[..., Any] | None) -> None:
     inner = inner_model(model)
     if not has_causal_loss(inner):
         raise ConfigError(
-            f"tiled_loss=True computes Hugging Face's loss of the next token (ForCausalLMLoss), and "
-            f"{type(inner).__name__} computes none or another one: pass tiled_loss=False (train.tiled_loss=false)."
+            f"tiled_loss=True computes Hugging Face's next-token loss (ForCausalLMLoss), and "
+            f"{type(inner).__name__} has no loss or another one: pass tiled_loss=False (train.tiled_loss=false)."
         )
     if loss is not None:
         raise ConfigError(
@@ -117,7 +117,7 @@ def tile_layers(chunks: Mapping[int, nn.Module], budget: Budget, tied: Collectio
                 continue
             if first.name.startswith(compiled):
                 raise ConfigError(
-                    f"gather_budget has {first.name} gather its weight tile by tile, and it is compiled: pass "
+                    f"gather_budget gathers the weight of {first.name} in tiles, and the module is compiled: pass "
                     "train.compile=false, or leave gather_budget out."
                 )
             tiles |= _tile(p, users, p.shape[1] * width, budget.nbytes)

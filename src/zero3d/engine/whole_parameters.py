@@ -120,8 +120,9 @@ class WholeParameters:
         if anywhere:
             names = [f"parameter {name!r}" for found in resized for name in found]
             raise LayoutError(
-                f"{names[0] if names else 'a parameter on another rank'} was given another shape, and an engine's keep "
-                "theirs: it has its old values again. Resize it after engine.close(), or before the Engine is built."
+                f"{names[0] if names else 'a parameter on another rank'} was given another shape, which an engine's "
+                "parameters cannot have: its old values are back. Resize it after engine.close(), or before the Engine "
+                "is built."
             )
 
     def take_resized(self, units: Sequence[Unit]) -> dict[str, Tensor]:

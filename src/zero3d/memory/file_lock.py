@@ -80,7 +80,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _open(path: Path, flags: int = 0) -> int:
-    """Open a lock's file, not behind a link: who has it writes there. Raises OSError for what is no regular file."""
+    """Open a lock's file, not behind a link: who has it writes there. Raises OSError for what is not a regular file."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, MODE)
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):

@@ -101,10 +101,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         listed = read_object(index).get("weight_map")
     except Unreadable as error:
-        raise ConfigError(f"{index} is no index of safetensors files: it {error}.") from error
+        raise ConfigError(f"{index} is not an index of safetensors files: it {error}.") from error
     if not isinstance(listed, dict) or not listed:
-        raise ConfigError(f"{index} is no index of safetensors files: it has no weight_map of names.")
+        raise ConfigError(f"{index} is not an index of safetensors files: it has no weight_map of names.")
     for file in listed.values():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
-            raise ConfigError(f"{index} names {short(repr(file))}, which is no file in its own folder.")
+            raise ConfigError(f"{index} names {short(repr(file))}, which is not a file in its own folder.")
     return listed

@@ -1,7 +1,7 @@
 """Folders of models and tokenizers are data: what their JSON files name as code is refused by name and never run.
 
     auto_map             classes in .py files of the folder, or of a repository ("owner/name--file.Class")
-    tokenizer_class      a class that a .py file of the folder defines, or one of transformers that is no tokenizer:
+    tokenizer_class      a class that a .py file of the folder defines, or one of transformers that is not a tokenizer:
                          AutoProcessor would go on to whatever else the folder names
     attn_implementation  kernels of a repository ("owner/name")
 
@@ -107,7 +107,7 @@ def _is_defined(name: str, folder: Path) -> bool:
 
 
 def _is_no_tokenizer(name: str) -> bool:
-    """Return whether transformers has the class, by a name with "Fast" or without, and it is no tokenizer."""
+    """Return whether transformers has the class, by a name with "Fast" or without, and it is not a tokenizer."""
     import transformers
 
     plain = re.sub("(Fast)+$", "", name)

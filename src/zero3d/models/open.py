@@ -118,7 +118,7 @@ def read_config(path: Path) -> Any:
         with no_foreign_code():
             return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # odd values fail wherever they are first used
-        raise ConfigError(f"{file} is no config that transformers knows: {_in_one_line(error)}") from error
+        raise ConfigError(f"{file} is not a config that transformers knows: {_in_one_line(error)}") from error
 
 
 def _check_sizes(config: Mapping[str, Any], file: Path) -> None:

@@ -69,7 +69,7 @@ def config_json(file: Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except Unreadable as error:
-        raise ConfigError(f"{file} is no config that transformers knows: it {error}.") from error
+        raise ConfigError(f"{file} is not a config that transformers knows: it {error}.") from error
 
 
 def named_positions(model: Model) -> int | None:
@@ -96,6 +96,6 @@ def no_model(path: str) -> ConfigError:
     near = nearest(path, PRESETS)
     hint = f" Did you mean {near!r}?" if near else ""
     return ConfigError(
-        f"model.path {short(path)!r} is no folder, no config.json, no preset ({', '.join(PRESETS)}) and not "
+        f"model.path {short(path)!r} is not a folder, a config.json, a preset ({', '.join(PRESETS)}) or "
         f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
     )

@@ -236,7 +236,7 @@ def _check(labels: Tensor, counted: Tensor, vocab_size: int) -> None:
     except (IndexError, RuntimeError) as error:  # on the CPU; an accelerator stops, as it does in torch's own loss
         found = int(within[(within < 0) | (within >= vocab_size)][0])
         raise DataError(
-            f"label {found} is no token of a vocabulary of {vocab_size}: labels are 0 to {vocab_size - 1}, and "
+            f"label {found} is not a token of a vocabulary of {vocab_size}: labels are 0 to {vocab_size - 1}, and "
             f"{IGNORED} where there is no target."
         ) from error
 

@@ -124,7 +124,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 _wrap_forward(original, of_child)
     if (compiled := next(filter(None, map(_compile_of, around)), None)) and not _compile_blocks(model, compiled):
         warnings.warn(
-            f"torch.compile({type(model).__name__}) without effect: the model has no list of blocks to compile one "
+            f"torch.compile({type(model).__name__}) has no effect: the model has no list of blocks to compile one "
             "by one. Compile parts of it: model.part = torch.compile(model.part).",
             stacklevel=2,
         )

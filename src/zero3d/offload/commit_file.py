@@ -92,10 +92,12 @@ def read(path: Path, owner: str, records: str) -> Commit | None:
     if checksum != sha256_of(entries) or not known:
         raise CheckpointError(f"{path} is damaged, or of another version of zero3d: {_remedy(path)}")
     if entries["owner"] != owner:
-        raise CheckpointError(f"{path} is of {short(entries['owner'])}, and this is {short(owner)}: {_remedy(path)}")
+        raise CheckpointError(
+            f"{path} belongs to {short(entries['owner'])}, and this is {short(owner)}: {_remedy(path)}"
+        )
     if entries["records"] != records:
         raise CheckpointError(
-            f"{path} is of records of other names or sizes, as another model, mesh or placement has: {_remedy(path)}"
+            f"{path} has records of other names or sizes, as of another model, mesh or placement: {_remedy(path)}"
         )
     return Commit(entries["step"], entries["slot"], entries["before"], *sums)
 

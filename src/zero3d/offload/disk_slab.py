@@ -159,7 +159,7 @@ class DiskSlab:
             there = self.path.stat().st_size if self.path.exists() else 0
             if self._commit is not None and there != self.nbytes:
                 raise CheckpointError(
-                    f"{self.path} has {there} bytes where its commit means {self.nbytes}: go on from a checkpoint in "
+                    f"{self.path} has {there} bytes, and its commit is for {self.nbytes}: go on from a checkpoint in "
                     f"another folder (offload.directory=FOLDER), or remove {self.directory}."
                 )
             if self._commit is None:

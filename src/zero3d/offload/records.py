@@ -33,7 +33,7 @@ class Record(NamedTuple):
         for dtype, elements in self.fields:
             if start % dtype.itemsize:
                 raise LayoutError(
-                    f"record {self.name}: a field of {dtype} would begin at byte {start}, which is no multiple of "
+                    f"record {self.name}: a field of {dtype} would begin at byte {start}, which is not a multiple of "
                     f"{dtype.itemsize}: put wider fields first, or cut records at multiples of 16 elements."
                 )
             found.append(memory[start : start + elements * dtype.itemsize].view(dtype))

@@ -199,8 +199,8 @@ class Tiers:
         hooks = optimizer.torch._optimizer_step_pre_hooks, optimizer.torch._optimizer_step_post_hooks
         if any(hooks):
             warnings.warn(
-                "the optimizer has step hooks: where states leave the device they are called once a bucket, and never "
-                "where the host updates.",
+                "the optimizer has step hooks: with states off the device they are called once per bucket, and never "
+                "if the host computes the updates.",
                 stacklevel=6,
             )
         # Of weights behind a ring that one serves gathers and updates, from one thread.

@@ -202,9 +202,9 @@ def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
         )
     yield from columns(table, "><<<<>>" + ">" * len(apart) + ">>><")
     if rows and rows[0].plan.offload.states and target.offload == "auto":
-        yield "   With all states on the GPU none fits: those of these plans leave it."
+        yield "   No plan fits with all states on the GPU: in these plans states leave it."
     elif rows and rows[0].plan.offload.activations_leave:
-        yield "   With the inputs of recomputed blocks on the GPU none fits: those of these plans wait on the host."
+        yield "   No plan fits with the inputs of recomputed blocks on the GPU: in these plans they wait on the host."
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 
 
@@ -233,8 +233,8 @@ def _way(row: Row) -> tuple[str, ...]:
 
 def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
     """Yield lines: what each way to train sends between nodes of several GPUs, how long it takes, and the fastest."""
-    yield "Data parallelism over the links between nodes, every way from the best plan that has any:"
-    table = [("way", "settings", "GPU GiB", "step s", "of it dp", "sent as it is")]
+    yield "Ways to send data-parallel traffic between nodes, each with the best plan that has any:"
+    table = [("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")]
     for way in links:
         memory, seconds = way.estimate.memory, way.estimate.seconds
         full = memory.device > limit or bool(memory.lacks(cluster))
@@ -242,9 +242,9 @@ def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Ite
         said = "does not fit" if full else "rounded" if way.rounds else "yes"
         table.append((way.name, " ".join(as_words(way.settings)) or "-", *cells, said))
     yield from columns(table, "<<>>><")
-    for narrow, what in ((False, "as it is"), (True, "rounded, too")):
+    for narrow, what in ((False, "unchanged"), (True, "unchanged or rounded")):
         best = fastest(links, cluster, limit, narrow)
-        yield f"   Fastest of what is sent {what}: {' '.join(as_words(best.settings)) or 'flat'}"
+        yield f"   Fastest with numbers sent {what}: {' '.join(as_words(best.settings)) or 'flat'}"
 
 
 def held_apart(rows: Sequence[Row]) -> list[str]:

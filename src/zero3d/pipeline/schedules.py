@@ -61,7 +61,7 @@ class Schedule(NamedTuple):
         passed = [f"{key}={value!r}" for key, value in options.items() if value is not None]
         if pp == 1 and passed:
             raise ConfigError(
-                f"{', '.join(passed)} {'is' if len(passed) == 1 else 'are'} of a pipeline, and pp is 1: pass "
+                f"{', '.join(passed)} {'is' if len(passed) == 1 else 'are'} for a pipeline, and pp is 1: pass "
                 "mesh=zero3d.Mesh(pp=2) or more (mesh.pp in a file), or leave it out."
             )
         return cls.of(name)

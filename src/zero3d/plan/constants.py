@@ -140,7 +140,7 @@ KERNEL_CONSTANTS = (
         "kernels",
         "odd_head",
         9.5,
-        "x eager attention whose heads are no multiple of 8",
+        "x eager attention whose heads are not a multiple of 8",
         4.0,
         BLOOM._replace(which="such heads"),
     ),

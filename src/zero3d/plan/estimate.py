@@ -31,14 +31,14 @@ TEXT = "text alone was traced: an image adds its tokens to the sequence, and the
 SEEN = re.compile(r"with an image of [\d,]+ tokens")
 BEYOND = re.compile(r"beyond its ([\d,]+) positions")
 UNEVEN = (
-    f"experts: bytes are of tokens that fall on all alike, seconds of {IMBALANCE:g} x the mean on the busiest ep rank, "
-    "an assumption: zero3d compare prints a run's expert load"
+    f"experts: bytes assume equally many tokens on all experts, seconds {IMBALANCE:g} x the mean on the busiest ep "
+    "rank; zero3d compare prints a run's expert load"
 )
 TILED = (
-    "train.tiled_loss=auto computes the next token's loss in tiles here: {:.1f} GB of logits are in this plan, and not "
-    "in the run"
+    "train.tiled_loss=auto computes the next-token loss in tiles here: this plan counts {:.1f} GB of logits that the "
+    "run does not hold"
 )
-UNPACKED = "one document a sequence: data.packing=true keeps more in every block, a mask and repeated key-value heads"
+UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
 
 
 class Priced(Estimate):

@@ -48,7 +48,7 @@ class Kernels:
     flash_backward  of flash attention, of its forward
     launch          seconds per kernel, where the device waits for the host
     fp8             matrix products in 8 bits over those in 16, quantising included
-    odd_head        eager attention whose heads are no multiple of 8 misses the tensor cores
+    odd_head        eager attention whose heads are not a multiple of 8 misses the tensor cores
     cards           rates by the start of a card's name
     """
 

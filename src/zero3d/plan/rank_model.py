@@ -76,7 +76,7 @@ def model_chunks(model: ModelSpec, plan: ParallelPlan) -> list[list[Part]]:
     if plan.pp == 1:
         return [list(model.parts)]
     if not model.chain:
-        raise ConfigError(f"{model.name} is no chain of blocks, so that no pipeline can cut it: pass pp=1.")
+        raise ConfigError(f"{model.name} is not a chain of blocks, so that no pipeline can cut it: pass pp=1.")
     Schedule.of(plan.schedule).check(plan.accumulate, plan.pp)
     return _cut(model, plan.pp, plan.schedule)
 

@@ -191,7 +191,7 @@ def resized(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
     """Return the same machines, fewer or more of them; less than a node is one node with fewer GPUs."""
     per_node = min(gpus, cluster.per_node)
     if gpus % per_node:
-        raise ConfigError(f"{gpus} GPUs are no whole number of nodes of {per_node}.")
+        raise ConfigError(f"{gpus} GPUs are not a whole number of nodes of {per_node}.")
     return replace(cluster, nodes=gpus // per_node, per_node=per_node)
 
 
@@ -352,9 +352,9 @@ def _degrees(
             elif pp > len(model.blocks):
                 account.reject(f"more pipeline stages than {len(model.blocks)} blocks")
             elif pp > 1 and not model.chain:
-                account.reject("the model is no chain of blocks, which no pipeline can cut")
+                account.reject("the model is not a chain of blocks, which no pipeline can cut")
             elif all(sequences % (dp // sp) for sp in shares(model, dp, tp)):
-                account.reject(f"{sequences} sequences a step are no multiple of dp")
+                account.reject(f"{sequences} sequences a step are not a multiple of dp")
             else:
                 yield pp, dp, tp
 

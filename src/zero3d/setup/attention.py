@@ -107,10 +107,11 @@ def choose_attention(config: Config, model: nn.Module, card: tuple[int, int] | N
     for kernel in fitting:
         if kernel.installed:
             return Attention(
-                kernel.name, f"attention: {kernel.name} (model.attn=auto): it is installed; bits are its own"
+                kernel.name,
+                f"attention: {kernel.name} (model.attn=auto): it is installed; its bits differ from torch's",
             )
     names = " or ".join(kernel.name for kernel in fitting)
-    missing = f"{names} would be faster: {fitting[0].install}" if fitting else "no kernel is for this card"
+    missing = f"{names} would be faster: {fitting[0].install}" if fitting else "no kernel supports this GPU"
     return Attention(None, f"attention: torch's own (model.attn=auto): {missing}")
 
 
@@ -123,9 +124,9 @@ def _why_not(config: Config, model: Any) -> str | None:
         f"kernels compute in {' or '.join(HALVES)}, and precision is {config.precision}": config.precision
         not in HALVES,
         "algorithms are deterministic": fixed,
-        "mesh.sp shares out torch's own": (config.mesh.sp or 1) > 1,
-        f"{type(model).__name__} has none for flash attention": not getattr(model, "_supports_flash_attn", False),
-        f"its heads are of {head}, and kernels take {LARGEST_HEAD} at most": head > LARGEST_HEAD,
+        "mesh.sp works with torch's own": (config.mesh.sp or 1) > 1,
+        f"{type(model).__name__} does not support flash attention": not getattr(model, "_supports_flash_attn", False),
+        f"its heads have {head} channels, and kernels support at most {LARGEST_HEAD}": head > LARGEST_HEAD,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -78,8 +78,8 @@ def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
             options |= of_axis
         elif unused and mesh.rank == 0:
             warnings.warn(
-                f"{', '.join(unused)} without effect: mesh.{axis} is 1, so there is no {what}; pass mesh.{axis}=2 or "
-                "more for one.",
+                f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect: mesh.{axis} is 1, so there is "
+                f"no {what}; pass mesh.{axis}=2 or more for one.",
                 stacklevel=3,
             )
     return options

@@ -166,7 +166,7 @@ def check_export(config: Config, opened: Opened) -> None:
     adapted = has_adapters(model)
     if isinstance(kind, str) and not adapted:
         raise ConfigError(
-            f"checkpoint.export={kind} is of a model with adapters, and {type(model).__name__} has none: type "
+            f"checkpoint.export={kind} is for a model with adapters, and {type(model).__name__} has none: type "
             "lora.rank=16, or checkpoint.export=true."
         )
     if not (kind and config.checkpoint.verify):
@@ -174,8 +174,8 @@ def check_export(config: Config, opened: Opened) -> None:
     alone = kind == "adapter" or (kind is True and has_base(config.model))
     if adapted and alone and (opened.folder is None or config.model.init == "random"):
         raise ConfigError(
-            "checkpoint.verify loads an adapter on the folder of its base, and model.path is none with weights: type "
-            "checkpoint.export=merged, or checkpoint.verify=false."
+            "checkpoint.verify loads an adapter on the folder of its base, and model.path is not a folder with "
+            "weights: type checkpoint.export=merged, or checkpoint.verify=false."
         )
     check_verify(model)
 

@@ -53,9 +53,13 @@ def choose_loss(config: Config, model: nn.Module, mesh: Mesh) -> LossChoice:
         return LossChoice(False)
     told = f"{tokens:,} tokens x {words:,} logits take {decimal(nbytes)}, more than {decimal(LOGITS_BUDGET)}"
     if mesh.tp > 1:
-        return LossChoice(False, f"train.tiled_loss=auto: whole: {told}, over tp: type train.tiled_loss=true for tiles")
+        return LossChoice(
+            False,
+            f"train.tiled_loss=auto: not in tiles: {told}, but mesh.tp is {mesh.tp}: type train.tiled_loss=true for "
+            "tiles",
+        )
     try:
         check_tiled_loss(model, own_loss(model))
     except ConfigError as error:
-        return LossChoice(False, f"train.tiled_loss=auto: whole: {told}, but {error}")
+        return LossChoice(False, f"train.tiled_loss=auto: not in tiles: {told}, but {error}")
     return LossChoice(True, f"train.tiled_loss=auto: in tiles: {told}; equal to a whole loss up to rounding")

@@ -68,9 +68,9 @@ def simulate(
         raise ConfigError(f"backend {backend!r} is unknown: pass one of {', '.join(BACKENDS)}.")
     if config.offload.optimizer == AUTO:
         raise ConfigError(
-            "offload.optimizer=auto is chosen by the memory of the machine that a run starts on, which is not there: "
-            f"pass offload.optimizer={', '.join(PLACES[:-1])} or {PLACES[-1]}. `zero3d plan explain` says which of "
-            "them fits a card."
+            "offload.optimizer=auto depends on the memory of the machine that a run starts on, and a simulation has "
+            f"none: pass offload.optimizer={', '.join(PLACES[:-1])} or {PLACES[-1]}. `zero3d plan explain` says which "
+            "of them fits a card."
         )
     if nodes < 1 or world % nodes:
         raise ConfigError(f"{world} ranks on {nodes} nodes: pass --nodes as a divisor of the ranks, from 1.")

@@ -18,79 +18,79 @@ SP_KINDS = ("auto", "heads", "gather")
 class Mesh:
     """Degrees; their product is the number of ranks."""
 
-    dp: int | None = key(None, "data-parallel degree; computed where left out", least=1)
+    dp: int | None = key(None, "data-parallel degree; computed if left out", least=1)
     tp: int | None = key(None, "tensor-parallel degree", least=1)
     pp: int | None = key(None, "pipeline-parallel degree", least=1)
-    ep: int | None = key(None, "neighbours on dp that share the experts of a mixture out; divides dp", least=1)
+    ep: int | None = key(None, "neighbours on dp over which a mixture's experts are distributed; divides dp", least=1)
     sp: int | None = key(
         None,
-        "neighbours on dp that have a part of each sequence, for contexts too long for one of them; divides dp "
-        "(mesh.sequence_parallel is another thing, Megatron's over tp)",
+        "neighbours on dp that share each sequence, for contexts too long for one rank; divides dp (not "
+        "mesh.sequence_parallel, which is Megatron's method over tp)",
         least=1,
     )
     shard: int | None = key(
         None,
-        "neighbours on dp over which states are cut, which are repeated over dp / shard: with the ranks of a host, "
-        "parameters are gathered inside it, and only sums of gradients pass between hosts; divides dp; left "
-        "out, it is all of dp",
+        "neighbours on dp over which states are sharded, with a copy of all shards on every such group: if these are "
+        "the ranks of a host, parameters are gathered inside it, and only sums of gradients pass between hosts; "
+        "divides dp; by default all of dp",
         least=1,
     )
     sp_kind: str = key(
         "auto",
-        "how attention is shared out over sp: by heads of whole sequences, or by rows, to which keys and values are "
-        "gathered; auto: heads where that has the bits of one rank, else what sends less",
+        "how sp divides attention: by heads of whole sequences, or by rows, for which keys and values are gathered "
+        "(gather); auto: heads if that gives the bits of one rank, else what sends less",
         choices=SP_KINDS,
         axis="sp",
         said="attention by {}",
     )
     sp_mask_budget: int | str = key(
         "4GB",
-        "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, where padding, "
-        "packing or a window make attention need one; beyond it flash attention computes without one where it is "
-        "installed and nothing is padded, else flex attention in blocks of masks, on devices that have these, and "
-        "elsewhere the micro-batch is refused",
+        "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, if padding, "
+        "packing or a window need one; above it, flash attention computes without a mask if it is installed and "
+        "nothing is padded, else flex attention with masks in blocks on devices that have it, and elsewhere the "
+        "micro-batch is refused",
         axis="sp",
         in_plan=False,
     )
     experts: str = key(
         "exact",
-        "how a rank computes its experts over ep: exact, a product for each rank whose tokens came, with the bits of "
-        "ep 1; fast, one product of all",
+        "how a rank computes its experts under ep: exact, the tokens of each source rank in a product of their own, "
+        "with the bits of ep 1; fast, all in one product",
         choices=EXPERTS,
         said="sources in one product",
     )
     ep_plan: Mapping[str, str] | None = key(
         None,
-        "which modules and parameters are experts, as names and styles that win over the model's own plan",
+        "which modules and parameters are experts, as names and styles that override the model's own plan",
         axis="ep",
         in_plan=False,
     )
     schedule: str | None = key(
         None,
-        "order of a pipeline's forwards and backwards, 1f1b by default (the learning rate's is the section schedule)",
+        "order of a pipeline's forwards and backwards, by default 1f1b (the learning rate has the section schedule)",
         choices=SCHEDULES,
         axis="pp",
     )
     tp_plan: Mapping[str, str] | None = key(
         None,
-        "tensor-parallel styles by module name pattern, which win over the model's own plan",
+        "tensor-parallel styles by module name pattern, which override the model's own plan",
         axis="tp",
         in_plan=False,
     )
     sequence_parallel: bool = key(
         False,
-        "cut activations between blocks over tp, too, along the sequence (mesh.sp cuts them everywhere, over dp)",
+        "cut activations between blocks along the sequence over tp, too (mesh.sp cuts them everywhere, over dp)",
         axis="tp",
         said="sequence parallel",
     )
     partition_activations: bool = key(
         False,
-        "keep inputs of recomputed blocks in parts over tp, and gather them before they are recomputed",
+        "keep the inputs of recomputed blocks in parts over tp, and gather them before recomputation",
         said="inputs over tp",
     )
     blocks: str | None = key(
         None,
-        "the list of blocks that a pipeline cuts, such as model.layers; by default found",
+        "the list of blocks that a pipeline cuts, such as model.layers; by default it is found",
         axis="pp",
         in_plan=False,
     )

@@ -49,13 +49,13 @@ class Offload:
     )
     params: str = key(
         "none",
-        "where weights are that nothing needs now (zero.stage 3)",
+        "where weights are while nothing uses them (stage 3)",
         choices=("none", *tiers_of(PARAMS)),
         said="parameters on {}",
     )
     gradients: str = key(
         "auto",
-        "where reduced gradients wait for the update: host at stages 2 and 3",
+        "where reduced gradients wait for the update; host at stages 2 and 3 only",
         choices=(AUTO, DEVICE, *tiers_of(GRADIENTS)),
         said="gradients on {}",
     )
@@ -67,31 +67,35 @@ class Offload:
         said="inputs on {}",
     )
     fraction: float = key(
-        1.0, "share of the optimizer's bytes that leaves the device: whole records, last-needed first", above=0, most=1
+        1.0,
+        "share of the optimizer states' bytes that leaves the device: whole records, those needed last first",
+        above=0,
+        most=1,
     )
     directory: str | None = key(
-        None, "a folder on a local disk for what is on one; by default OUTPUT/offload", in_plan=False
+        None, "a folder on a local disk for what is kept on a disk; by default OUTPUT/offload", in_plan=False
     )
     moments: str = key(
         "fp32",
-        "in which Adam's are kept off the device; bf16 ones are rounded at random, and the training is not bitwise "
-        "the same",
+        "dtype of Adam's moments off the device; bf16 ones are rounded at random, and training is not bitwise the same",
         choices=("fp32", "bf16"),
         said="{} moments",
     )
     gradient_dtype: str = key(
         "fp32",
-        "in which gradients wait on the host; bf16 ones are rounded after every micro-batch, and the training is not "
+        "dtype of gradients that wait on the host; bf16 ones are rounded after every micro-batch, and training is not "
         "bitwise the same",
         choices=("fp32", "bf16"),
         said="{} gradients",
     )
     executor: str = key(
-        "auto", "updates states on the device, through which they pass, or on the host", choices=(AUTO, DEVICE, HOST)
+        "auto",
+        "where offloaded states are updated: on the device, through which they pass, or on the host",
+        choices=(AUTO, DEVICE, HOST),
     )
     host_budget: int | str | None = key(
         None,
-        "bytes that all ranks of a host may take together, or a text such as 64GB (decimal units); by default what is "
+        "bytes that all ranks of a host may use together, or a text such as 64GB (decimal units); by default what is "
         "available",
         in_plan=False,
     )
@@ -124,7 +128,7 @@ class Offload:
                 "device (none of them: offload.optimizer=none)."
             )
         if not isinstance(self.directory, (str, Path, NoneType)):
-            raise ConfigError(f"offload.directory={short(self.directory)!r} is no folder: pass a path.")
+            raise ConfigError(f"offload.directory={short(self.directory)!r} is not a folder: pass a path.")
         budget = None if self.host_budget is None else parse_size(self.host_budget, HOST_BUDGET)
         directory = None if self.directory is None else str(self.directory)
         return replace(self, host_budget=budget, directory=directory)

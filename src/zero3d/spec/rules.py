@@ -50,7 +50,7 @@ def _of_states_that_stay(name: str, value: str) -> Rule:
     return Rule(
         f"offload.{name}",
         lambda s: getattr(s.offload, name) == value and s.offload.optimizer == "none",
-        f"{{offload.{name}}} is of optimizer states off the device, and offload.optimizer is none: type "
+        f"{{offload.{name}}} is for optimizer states off the device, and offload.optimizer is none: type "
         f"{{offload.optimizer=host}}, or leave offload.{name} out.",
     )
 
@@ -70,14 +70,14 @@ def _of_stage_3(key: str, asked: Callable[[Spec], bool], without: str) -> tuple[
         Rule(
             key,
             lambda s: asked(s) and s.zero.stage != 3,
-            f"{{{key}}} is about parameters that are gathered for each use, which is stage 3, and this is "
-            f"{{zero.stage}}: type {{zero.stage=3}}, or {without}.",
+            f"{{{key}}} is for parameters that are gathered for each use, as at stage 3, and this is {{zero.stage}}: "
+            f"type {{zero.stage=3}}, or {without}.",
         ),
         Rule(
             key,
             lambda s: asked(s) and s.zero.stage == 3 and s.zero.release == "every_step",
-            f"{{{key}}} is about gathers after the first one of a step, and {{zero.release}} leaves one alone, into "
-            f"the storage that has this rank's weights: type {{zero.release=every_use}}, or {without}.",
+            f"{{{key}}} is for gathers after the first one of a step, and with {{zero.release}} there is no other: "
+            f"type {{zero.release=every_use}}, or {without}.",
         ),
     )
 
@@ -90,14 +90,14 @@ RULES = (
     Rule(
         "zero.master",
         lambda s: s.zero.master == "split" and s.precision != "bf16",
-        "{zero.master} keeps masters as bf16 weights and 16-bit remainders, and {precision} has no such weights: type "
-        "{precision=bf16}, or {zero.master=fp32}.",
+        "{zero.master} stores masters as bf16 weights plus 16-bit remainders, and {precision} has no bf16 weights: "
+        "type {precision=bf16}, or {zero.master=fp32}.",
     ),
     Rule(
         "zero.reduce",
         lambda s: s.zero.reduce == "every_micro_batch" and s.zero.stage < 2,
-        "{zero.reduce} keeps only a gradient shard, which is stage 2; {zero.stage} holds whole gradients: type "
-        "{zero.stage=2}, or {zero.reduce=every_step}.",
+        "{zero.reduce} keeps only a shard of the gradients, as stages 2 and 3 do; {zero.stage} keeps whole gradients: "
+        "type {zero.stage=2}, or {zero.reduce=every_step}.",
     ),
     Rule(
         "zero.reduce_dtype",
@@ -107,19 +107,19 @@ RULES = (
     Rule(
         "zero.reduce_dtype",
         lambda s: s.zero.exact and s.precision not in ("fp32", "fp64") and s.zero.reduce_dtype != "fp32",
-        "{zero.exact} adds gradients up in fp32, and {zero.reduce_dtype} asks for less: leave it out. Gradients of one "
-        "micro-batch travel in the compute dtype all the same.",
+        "{zero.exact} sums gradients in fp32, and {zero.reduce_dtype} asks for fewer bits: leave {zero.reduce_dtype} "
+        "out. Gradients of a single micro-batch are sent in the compute dtype anyway.",
     ),
     Rule(
         "zero.reduce",
         lambda s: s.zero.exact and s.pp > 1 and s.zero.reduce == "every_micro_batch",
-        "{zero.exact} in a pipeline ({mesh.pp}) sums a rank's micro-batches before those of others: leave "
-        "{zero.reduce} out.",
+        "{zero.exact} in a pipeline ({mesh.pp}) first sums each rank's own micro-batches, and {zero.reduce} would "
+        "reduce after each one: leave {zero.reduce} out.",
     ),
     Rule(
         "zero.gather_budget",
         lambda s: s.zero.gather_budget is not None and s.zero.stage == 3 and s.zero.release == "every_step",
-        "{zero.gather_budget} gathers a few tiles at a time, and {zero.release} keeps all that were gathered until the "
+        "{zero.gather_budget} gathers a few tiles at a time, and {zero.release} keeps everything gathered until the "
         "step ends: leave one of them out.",
     ),
     Rule(
@@ -127,58 +127,59 @@ RULES = (
         lambda s: (
             s.zero.gather_budget is not None and s.zero.stage == 3 and s.pp > 1 and s.mesh.schedule in SPLIT_BACKWARDS
         ),
-        "{zero.gather_budget} with {mesh.schedule}, whose weight phase needs all weights of a model chunk gathered: "
-        "type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}, or leave {zero.gather_budget} out.",
+        "{zero.gather_budget} does not work with {mesh.schedule}, which needs all weights of a model chunk at once for "
+        "its weight phase: type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}, or leave {zero.gather_budget} "
+        "out.",
     ),
     *_of_stage_3("zero.gather_wire", lambda s: s.zero.gather_wire != "same", "{zero.gather_wire=same}"),
     *_of_stage_3("zero.second_shard", lambda s: s.zero.second_shard is not None, "{zero.second_shard=null}"),
     Rule(
         "zero.second_shard",
         lambda s: not _is_number_or_node(s.zero.second_shard),
-        "{zero.second_shard} is no number of ranks that keep a second shard together: type 2 or more, "
-        "{zero.second_shard=node} for those of a host, or {zero.second_shard=null}.",
+        "{zero.second_shard} is not a group size: type 2 or more ranks, {zero.second_shard=node} for the ranks of a "
+        "host, or {zero.second_shard=null}.",
     ),
     Rule(
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
-        "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "
-        "copies: type {mesh.shard=8}, or as many ranks as a host has, or {zero.slow_wire=same}.",
+        "{zero.slow_wire} says how sums travel between copies of shards, and without mesh.shard there are no copies: "
+        "type {mesh.shard=8}, or the number of ranks of a host, or {zero.slow_wire=same}.",
     ),
     Rule(
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.zero.exact,
-        "{zero.slow_wire} rounds sums of some ranks, which are others at every dp, and {zero.exact} wants the same "
-        "bits: type {zero.slow_wire=same}.",
+        "{zero.slow_wire} rounds partial sums, which differ from one dp to another, and {zero.exact} needs the same "
+        "bits at any dp: type {zero.slow_wire=same}.",
     ),
     Rule(
         "zero.slow_rounding",
         lambda s: s.zero.slow_rounding != "nearest" and not s.zero.sums_in_blocks,
-        "{zero.slow_rounding} is of codes, and {zero.slow_wire} has none: type {zero.slow_wire=int8} or "
-        "{zero.slow_wire=int4}, or {zero.slow_rounding=nearest}.",
+        "{zero.slow_rounding} is for sums sent as int8 or int4, and this is {zero.slow_wire}: type "
+        "{zero.slow_wire=int8} or {zero.slow_wire=int4}, or {zero.slow_rounding=nearest}.",
     ),
     Rule(
         "mesh.experts",
         lambda s: s.mesh.experts == FAST and s.zero.exact,
-        "{mesh.experts} adds up what the tokens of several ranks give in one product, whose bits depend on ep, and "
-        "{zero.exact} wants the same ones at any: type {mesh.experts=exact}.",
+        "{mesh.experts} computes the tokens of several ranks in one product, whose bits depend on ep, and {zero.exact} "
+        "needs the same bits at any ep: type {mesh.experts=exact}.",
     ),
     Rule(
         "mesh.schedule",
         lambda s: s.ep > 1 and s.pp > 1 and s.mesh.schedule in SPLIT_BACKWARDS,
-        "{mesh.ep} in a pipeline whose schedule takes gradients of weights apart from those of inputs "
-        "({mesh.schedule}) is not built: type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}.",
+        "{mesh.ep} does not work yet with {mesh.schedule}, which computes gradients of weights apart from those of "
+        "inputs: type {mesh.schedule=1f1b} or {mesh.schedule=interleaved}.",
     ),
     Rule(
         "mesh.sequence_parallel",
         lambda s: s.ep > 1 and s.mesh.sequence_parallel,
-        "{mesh.ep} sends whole tokens, and {mesh.sequence_parallel} leaves a rank parts of a sequence: type "
-        "{mesh.sequence_parallel=false}, or {mesh.ep=1}.",
+        "{mesh.ep} does not work yet with {mesh.sequence_parallel}, which gives each tp rank a part of the tokens: "
+        "type {mesh.sequence_parallel=false}, or {mesh.ep=1}.",
     ),
     Rule(
         "mesh.sequence_parallel",
         lambda s: s.sp > 1 and s.mesh.sequence_parallel,
-        "{mesh.sp} cuts activations along the sequence everywhere, and {mesh.sequence_parallel} between blocks over tp "
-        "once more: type {mesh.sequence_parallel=false}.",
+        "{mesh.sp} already cuts activations along the sequence, and {mesh.sequence_parallel} would cut them once more "
+        "over tp: type {mesh.sequence_parallel=false}.",
     ),
     Rule(
         "train.accumulate",
@@ -188,10 +189,10 @@ RULES = (
             and s.accumulate > 1
             and (s.zero.reduce == "every_step" or s.zero.stage < 2 or s.pp > 1)
         ),
-        "{zero.exact} with {mesh.sp} and {train.accumulate}: where gradients are reduced once a step, as below "
-        "{zero.stage=2} and in pipelines, a rank's micro-batches are summed before the other parts of their sequences, "
-        "which makes other bits than a reduction of each: type {zero.reduce=every_micro_batch} with {zero.stage=2} or "
-        "3 and without a pipeline, or {train.accumulate=1}.",
+        "{zero.exact} with {mesh.sp} and {train.accumulate} needs a reduction of gradients after every micro-batch. "
+        "With one a step, as below {zero.stage=2} and in pipelines, a rank adds up its own micro-batches before the "
+        "other parts of their sequences, and the bits differ: type {zero.reduce=every_micro_batch} with {zero.stage=2} "
+        "or 3 and without a pipeline, or {train.accumulate=1}.",
     ),
     Rule(
         "mesh.partition_activations",
@@ -204,20 +205,20 @@ RULES = (
     Rule(
         "health.replay",
         lambda s: s.replay > 0 and s.ep > 1,
-        "{health.replay} has a neighbour compute a rank's micro-batch once more, and with {mesh.ep} that one has other "
-        "experts: leave {health.replay} out.",
+        "{health.replay} has a neighbour compute a rank's micro-batch again, and with {mesh.ep} the neighbour holds "
+        "other experts: leave {health.replay} out.",
     ),
     Rule(
         "train.ema",
         lambda s: s.ema is not None and s.offload.states,
-        "{train.ema} keeps averages beside states on the device, and with {offload.optimizer} and {offload.params} "
-        "states leave it: type {offload.optimizer=none} {offload.params=none}, or {train.ema=null}.",
+        "{train.ema} keeps averages on the device, and with {offload.optimizer} and {offload.params} states leave it: "
+        "type {offload.optimizer=none} {offload.params=none}, or {train.ema=null}.",
     ),
     Rule(
         "offload.optimizer",
         lambda s: s.coded and s.offload.states,
-        "{optimizer.name} keeps moments of 8 bits on the device, and with {offload.optimizer} and {offload.params} "
-        "states leave it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
+        "{optimizer.name} keeps 8-bit moments on the device, and with {offload.optimizer} and {offload.params} states "
+        "leave it: type {offload.optimizer=none} {offload.params=none}, or AdamW with {offload.moments=bf16}.",
     ),
     Rule(
         "precision",
@@ -227,19 +228,19 @@ RULES = (
     Rule(
         "model.linear",
         lambda s: s.linear is not None and s.precision != "bf16",
-        "{model.linear} rounds bf16 factors of a product, and {precision} has others: type {precision=bf16}, or "
+        "{model.linear} converts bf16 matrices to fp8, and {precision} has no bf16 matrices: type {precision=bf16}, or "
         "{model.linear=null}.",
     ),
     Rule(
         "model.linear",
         lambda s: s.linear is not None and s.tp > 1,
-        "{model.linear} with {mesh.tp}, whose ranks would scale their own parts of a matrix, is not built: type "
+        "{model.linear} does not work with {mesh.tp} yet: each rank would scale its part of a matrix by itself. Type "
         "{mesh.tp=1}, or {model.linear=null}.",
     ),
     Rule(
         "model.linear",
         lambda s: s.linear is not None and s.zero.gather_budget is not None,
-        "{model.linear} multiplies by whole matrices, and {zero.gather_budget} gathers a few rows of them at a time: "
+        "{model.linear} needs whole matrices, and {zero.gather_budget} gathers a few rows of them at a time: "
         "type {zero.gather_budget=null}, or {model.linear=null}.",
     ),
     Rule(
@@ -251,19 +252,19 @@ RULES = (
     Rule(
         "model.quantize",
         lambda s: s.quantize == NF4_DOUBLE.name and s.tp > 1,
-        "{model.quantize} has scales of scales over the whole of a matrix, which {mesh.tp} would cut: type "
-        "{model.quantize=nf4}, or {mesh.tp=1}.",
+        "{model.quantize} scales its scales over a whole matrix, which {mesh.tp} would cut: type {model.quantize=nf4}, "
+        "or {mesh.tp=1}.",
     ),
     Rule(
         "offload.params",
         lambda s: s.offload.params != "none" and s.zero.stage != 3,
-        "{offload.params} with {zero.stage}, which keeps all weights gathered on the device: type {zero.stage=3}, or "
-        "{offload.params=none}.",
+        "{offload.params} needs stage 3, and {zero.stage} keeps all weights gathered on the device: type "
+        "{zero.stage=3}, or {offload.params=none}.",
     ),
     Rule(
         "offload.gradients",
         lambda s: s.offload.gradients_leave and s.zero.stage in (0, 1),
-        "{offload.gradients} with {zero.stage}, whose gradients are summed on the device once a step: type "
+        "{offload.gradients} needs stage 2 or 3, and {zero.stage} sums gradients on the device once a step: type "
         "{zero.stage=2} or 3, or {offload.gradients=device}.",
     ),
     _in_files("optimizer"),
@@ -273,49 +274,50 @@ RULES = (
     Rule(
         "offload.gradients",
         lambda s: s.offload.gradients_leave and s.offload.optimizer == "none",
-        "{offload.gradients} brings gradients to where states are updated, and offload.optimizer is none: type "
+        "{offload.gradients} moves gradients to where states are updated, and offload.optimizer is none: type "
         "{offload.optimizer=host}, or {offload.gradients=device}.",
     ),
     Rule(
         "offload.moments",
         lambda s: s.offload.optimizer == AUTO and s.offload.moments == "bf16",
-        "{offload.moments} with {offload.optimizer}: the training would depend on whether states fit the device, where "
-        "moments are fp32: type {offload.optimizer=host}, or {offload.moments=fp32}.",
+        "{offload.moments} does not work with {offload.optimizer}: states that fit stay on the device with fp32 "
+        "moments, so losses would depend on free memory. Type {offload.optimizer=host}, or {offload.moments=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
         lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
-        "{offload.gradient_dtype} is of gradients that wait off the device, and the training would depend on whether "
-        "they do: type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
+        "{offload.gradient_dtype} is for gradients on the host, and {offload.gradients} may keep them on the device: "
+        "type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
         lambda s: s.offload.gradient_dtype == "bf16" and s.zero.exact,
-        "{offload.gradient_dtype} rounds sums that {zero.exact} keeps to the bit: type {offload.gradient_dtype=fp32}.",
+        "{offload.gradient_dtype} rounds sums, and {zero.exact} needs every bit of them: type "
+        "{offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
         lambda s: s.offload.gradient_dtype == "bf16" and s.precision == "fp64",
-        "{offload.gradient_dtype} keeps 8 of the 53 binary digits of gradients in fp64: type "
+        "{offload.gradient_dtype} keeps 8 of the 53 significant bits of fp64 gradients: type "
         "{offload.gradient_dtype=fp32}, which keeps them all.",
     ),
     Rule(
         "offload.gradient_dtype",
         lambda s: s.offload.gradient_dtype == "bf16" and (max(s.tp, s.pp) > 1 or s.shard < s.dp),
-        "{offload.gradient_dtype} with tp or pp above 1 or mesh.shard below dp, which add gradients up once more when "
-        "they are on the host: type {offload.gradient_dtype=fp32}.",
+        "{offload.gradient_dtype} does not work with tp or pp above 1 or mesh.shard below dp, which add to gradients "
+        "once more when they are on the host: type {offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
         lambda s: s.offload.gradient_dtype == "bf16" and s.orthogonal,
-        "{offload.gradient_dtype} with {optimizer.name}, whose momentum takes the place of gradients: type "
-        "{offload.gradient_dtype=fp32}.",
+        "{offload.gradient_dtype} does not work with {optimizer.name}, whose momentum takes the place of gradients: "
+        "type {offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.fraction",
         lambda s: s.offload.optimizer == AUTO and s.offload.fraction != 1,
-        "{offload.fraction} with {offload.optimizer}, which finds the fraction itself: leave it out, or type "
-        "{offload.optimizer=host}.",
+        "{offload.fraction} does not work with {offload.optimizer}, which chooses the fraction itself: leave "
+        "{offload.fraction} out, or type {offload.optimizer=host}.",
     ),
 )
 

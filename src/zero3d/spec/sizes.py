@@ -26,7 +26,8 @@ def parse_size(value: object, setting: str) -> int:
     found = SIZE.fullmatch(str(value).strip()) if sized else None
     if found is None and not (isinstance(value, int) and value >= LARGEST):
         raise ConfigError(
-            f"{setting} {short(value)!r} is no size: type bytes, or a number with kB, MB, GB or TB (1GB is 10^9 bytes)."
+            f"{setting} {short(value)!r} is not a size: type bytes, or a number with kB, MB, GB or TB (1GB is 10^9 "
+            "bytes)."
         )
     if found is not None and len(found[1]) <= MOST_DIGITS:
         size = int(Fraction(found[1]) * UNITS[found[2] or ""])

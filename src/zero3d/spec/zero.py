@@ -15,56 +15,58 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 class Zero:
     """What the data-parallel ranks shard."""
 
-    stage: int = key(3, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters", least=0, most=3)
-    reduce_dtype: str = key("fp32", "in which gradients are reduced", choices=PRECISIONS)
-    release: str = key("auto", "when gathered parameters are given back", choices=("auto", "every_use", "every_step"))
+    stage: int = key(
+        3, "what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters", least=0, most=3
+    )
+    reduce_dtype: str = key("fp32", "dtype in which gradients are reduced", choices=PRECISIONS)
+    release: str = key("auto", "when gathered parameters are released", choices=("auto", "every_use", "every_step"))
     reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
     reduce_scatter: str = key(
         "auto",
-        "how gradients are summed: their 16-bit terms sent and added in rank order (all-to-all), or by the backend "
-        "(native); auto: the first where it sends no more bytes between hosts",
+        "how gradients are summed: all-to-all sends the 16-bit terms and adds them in rank order, native leaves it to "
+        "the backend; auto: all-to-all if it sends no more bytes between hosts",
         choices=("auto", "native", "all-to-all"),
     )
     master: str = key(
         "fp32",
-        "how masters of bf16 weights are kept: in fp32, or as a 16-bit remainder beside the weight, 2 bytes less per "
-        "parameter with the same bits (split)",
+        "how masters of bf16 weights are stored: fp32, or split, as a 16-bit remainder beside the weight: 2 bytes "
+        "less per parameter, the same bits",
         choices=("fp32", "split"),
     )
     gather_budget: int | str | None = key(
         None,
         "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
-        "gathered and multiplied in tiles; by default none are",
+        "gathered and multiplied in tiles; by default none",
         in_plan=False,
     )
     gather_wire: str = key(
         "same",
-        "how weights travel when they are gathered (stage 3): as they are, or in blocks of 256 with a scale each "
-        "(int8), 0.51 of bf16's bytes; the model then computes with what is decoded, masters stay as they are",
+        "how weights travel in gathers (stage 3): same, unchanged, or int8, in blocks of 256 with a scale each, 0.51 "
+        "of bf16's bytes; the model then computes with the decoded weights, and masters stay exact",
         choices=("same", "int8"),
         said="{} gathers",
     )
     second_shard: int | str | None = key(
         None,
-        "neighbours on dp that keep a second shard of gathered weights together (stage 3): a number of ranks, or node, "
-        "those of a host; only the first gather after an update leaves them",
+        "neighbours on dp that together keep a second shard of gathered weights (stage 3): a number of ranks, or "
+        "node, the ranks of a host; only the first gather after an update then leaves the group",
         said="second shard on {}",
     )
     slow_wire: str = key(
         SAME,
-        "how sums of gradients travel between copies of shards (mesh.shard), which are on other hosts: as "
-        "zero.reduce_dtype says, or each rank's term coded once, in bf16 or in blocks of 256 with a scale each (int8, "
-        "int4); sums are taken in fp32, and are equal on all ranks",
+        "how sums of gradients travel between copies of shards (mesh.shard), which are on different hosts: same, in "
+        "zero.reduce_dtype, or each rank's term encoded once, as bf16 or in blocks of 256 with a scale each (int8, "
+        "int4); sums are computed in fp32, and are equal on all ranks",
         choices=(SAME, "bf16", "int8", "int4"),
     )
     slow_rounding: str = key(
         "nearest",
-        "how those blocks round: to the nearest code, or up or down by chance, so that the mean of many is right "
-        "(stochastic)",
+        "rounding of int8 and int4 sums: to the nearest code, or up or down by chance, so that the mean of many is "
+        "right (stochastic)",
         choices=("nearest", "stochastic"),
     )
     exact: bool = key(
-        False, "the same bits at every dp that is a power of two up to 64; give train.batch and train.micro_batch"
+        False, "the same bits at every dp that is a power of two up to 64; needs train.batch and train.micro_batch"
     )
 
     @property

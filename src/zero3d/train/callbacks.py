@@ -58,13 +58,13 @@ def open_callbacks(paths: Sequence[str]) -> list[type]:
 def _open(path: str) -> type:
     kind = imported(KEY, path)
     if not isclass(kind):
-        raise ConfigError(f"{KEY} {short(path)!r} is no class, but a {type(kind).__name__}: name a class.")
+        raise ConfigError(f"{KEY} {short(path)!r} is not a class, but a {type(kind).__name__}: name a class.")
     methods = [name for name in dir(kind) if _like_event(name) and callable(getattr(kind, name))]
     for name in methods:
         if name not in EVENTS:
             meant = FOREIGN.get(name) or nearest(name, EVENTS)
             hint = f"Did you mean {meant}?" if meant else f"There are {', '.join(EVENTS)}."
-            raise ConfigError(f"{KEY} {path}: {name} is no event. {hint}")
+            raise ConfigError(f"{KEY} {path}: {name} is not an event. {hint}")
     if not methods:
         raise ConfigError(f"{KEY} {path} has none of the events: give it {' or '.join(EVENTS)}.")
     for name in methods:

@@ -348,8 +348,8 @@ class Folder:
             ) from error
         if odd:
             warnings.warn(
-                f"{self.metrics} has {len(odd)} line{'s' * (len(odd) > 1)} that cannot be read, as a killed run or a "
-                f"full disk cuts one off: kept in {self.root / UNREAD}",
+                f"{self.metrics} has {len(odd)} line{'s' * (len(odd) > 1)} that cannot be read (a killed run or a full "
+                f"disk cuts lines off): kept in {self.root / UNREAD}",
                 stacklevel=2,
             )
         return kept

@@ -47,8 +47,8 @@ class FolderLock:
                 ) from error
             if error.errno in (ELOOP, EEXIST):
                 raise ConfigError(
-                    f"{path} is no file that a run has locked ({error.strerror}): remove it, or write elsewhere with "
-                    "output=FOLDER."
+                    f"{path} is not a file that a run has locked ({error.strerror}): remove it, or write elsewhere "
+                    "with output=FOLDER."
                 ) from error
             raise ConfigError(
                 f"output {root.resolve()} cannot be written ({error.strerror}): choose another with output=FOLDER."

@@ -23,8 +23,8 @@ from zero3d.spec.tiers import DEVICE
 
 VERSION = 1
 SHOWN = 6  # settings
-NOT_BY_SETTINGS = "what fills it is not what settings of the plan hold"
-NOTHING_LIVE = "nothing on the arena's account yet"
+NOT_BY_SETTINGS = "no setting of the plan changes what fills the memory"
+NOTHING_LIVE = "nothing allocated by the engine yet"
 
 
 class Live(NamedTuple):

@@ -2,7 +2,7 @@
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
     step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s
-                                 by the rates of cluster.json (measured); slowest term: ...
+                                 by the rates of cluster.json (measured); largest planned part: ...
     step 10                      profile.json in the output folder: the cluster with rates of this run's steps
 
     compared   on a GPU                                       on a CPU
@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from zero3d.train.device_memory import fullest, memory_bytes
 from zero3d.watchdog.own_files import write_whole
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
+SPELT_OUT = MappingProxyType({"fixed": "fixed overhead", "rest": "other kernels"})  # parts whose names say little
 PROFILED_STEP = 10  # the step after which its profile is written
 PROFILE = "profile.json"
 
@@ -170,11 +172,12 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
     off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
-    slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
+    largest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
+    part = SPELT_OUT.get(largest, largest)
     held = f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, {beside}"
     if rates is None:
-        return f"{held}step {seconds:.3g} s, which no plan says of a CPU without plan.cluster"
-    return f"{held}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s by {rates}; slowest term: {slowest}"
+        return f"{held}step {seconds:.3g} s, which no plan predicts for a CPU without plan.cluster"
+    return f"{held}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s by {rates}; largest planned part: {part}"
 
 
 def write_back(planned: PlannedRun, seconds: float, file: str) -> str:

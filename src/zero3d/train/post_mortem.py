@@ -52,7 +52,7 @@ ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) ?([KMGT]iB|bytes)")
 BINARY = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 0.05  # part of a limit that a run should leave free
 NOTABLE = 0.01  # part of what is missing that a setting saves at least
-TILED = "train.tiled_loss=true is none of these: it keeps tiles of the logits in place of {:.1f} GB"
+TILED = "train.tiled_loss=true helps, too: it keeps tiles of the logits instead of {:.1f} GB"
 
 
 class _Interruption(BaseException):
@@ -158,7 +158,7 @@ class PostMortem:
         planned, mesh = self.planned, self.mesh
         return _unless_it_fails(
             lambda: advise(planned, shortage, mesh.local_world or mesh.world, self.config, self.folder),
-            Advice(why_none="the planner cannot price its neighbours"),
+            Advice(why_none="the planner cannot estimate other settings"),
         )
 
     def _tell(self, report: MemoryReport, stack: str = "") -> str:
@@ -199,7 +199,7 @@ def live(engine: Engine | None, shortage: Shortage) -> list[Live]:
     whole = int(psutil.Process().memory_info().rss) if on_cpu else shortage.allocated
     if whole is not None:
         held = sum(row.nbytes for row in rows if row.place == DEVICE or (on_cpu and row.place == HOST))
-        label = "activations, Python, libraries and all else" if on_cpu else "activations and all else"
+        label = "activations, Python, libraries, all else" if on_cpu else "activations and all else"
         rows.append(Live(DEVICE, label, max(whole - held, 0)))
     return rows
 

@@ -96,7 +96,7 @@ def traffic_table(result: Result) -> Table:
     for row in result.traffic:
         figures = (f"{figure:,}" for figure in row.measured)
         table.add_row(row.op, *figures, _verdict(row.equal, at_most=False), f"{row.formula.bytes:,}")
-    table.caption = "the verdict is on calls, elements and bytes of every unit" if result.traffic else "one rank: none"
+    table.caption = "equal: in calls, elements and bytes of every unit" if result.traffic else "one rank: none"
     return table
 
 

@@ -91,7 +91,7 @@ class Block:
         state = self.culprits[0].state if self.culprits else ""
         alone = [rank for rank in self.culprits if rank.axis == TORCH]
         lines = {
-            DEAD: "the lines below say how it died; `dmesg` names what the kernel has killed for want of memory",
+            DEAD: "the lines below say how it died; `dmesg` names processes that the kernel killed for lack of memory",
             STOPPED: "`kill -CONT PID` continues a stopped process; with a debugger train with health.timeout=0",
             RUNNING: "look at its stack: a loop without end, a slow disk, or data that one rank alone waits for; where "
             "it is only slow, raise health.timeout; of what is announced as slow, health.slow_timeout",

@@ -61,7 +61,7 @@ class RankState:
         if not self.op:
             return "no call yet"
         if self.axis == TORCH:
-            return f"{TORCH}.{self.op}, a call that is none of zero3d's"
+            return f"{TORCH}.{self.op}, a call from outside zero3d"
         number = f" {self.number:,}" if self.number else ""
         unit = "" if self.unit == "-" else f" of {self.unit if ' ' in self.unit else f'unit {self.unit!r}'}"
         return f"{self.op}{number}{unit} on axis {self.axis}"

@@ -52,7 +52,7 @@ class Place(NamedTuple):
         """Read "tcp://HOST:PORT". Raises ConfigError."""
         host, colon, port = address.removeprefix(SCHEME).rpartition(":")
         if not (address.startswith(SCHEME) and colon and host and port.isdecimal() and int(port) < 1 << 16):
-            raise ConfigError(f"{address!r} is no address of a sender: type {SCHEME}HOST:PORT, PORT 0 for any.")
+            raise ConfigError(f"{address!r} is not the address of a sender: type {SCHEME}HOST:PORT, PORT 0 for any.")
         return cls(host, int(port))
 
     def __str__(self) -> str:

@@ -70,13 +70,15 @@ class Connection:
         head = self._read(_LENGTH.size, until, files)
         (length,) = _LENGTH.unpack(head)
         if length > _MOST_TEXT:
-            raise StreamError(f"the {self.name} announces a message of {length:,} bytes: it is no peer of this kind.")
+            raise StreamError(
+                f"the {self.name} announces a message of {length:,} bytes: it is not a peer of this kind."
+            )
         try:
             message = json.loads(self._read(length, until, files))
         except ValueError as error:
-            raise StreamError(f"the {self.name} sends what is no message: it is no peer of this kind.") from error
+            raise StreamError(f"the {self.name} sends what is no message: it is not a peer of this kind.") from error
         if not isinstance(message, dict):
-            raise StreamError(f"the {self.name} sends what is no message: it is no peer of this kind.")
+            raise StreamError(f"the {self.name} sends what is no message: it is not a peer of this kind.")
         return message, files
 
     def _read(self, count: int, until: float | None, files: list[int]) -> bytes:

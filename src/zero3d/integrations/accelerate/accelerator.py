@@ -348,7 +348,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().backward(loss, **options)
             return
         if asked := [name for name, value in options.items() if name != "learning_rate" and value]:
-            raise ConfigError(f"accelerator.backward({asked[0]}=...) is not here: leave it out.")
+            raise ConfigError(f"accelerator.backward({asked[0]}=...) is not supported: leave it out.")
         last = self.sync_gradients
         self.engine.backward_sum(loss / self.gradient_accumulation_steps, float(last), last)
 
@@ -367,7 +367,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Raise ConfigError: gradients are there in shards, and only while a step is taken."""
-        raise ConfigError("clip_grad_value_ is not here: clip the norm, with accelerator.clip_grad_norm_.")
+        raise ConfigError("clip_grad_value_ is not supported: clip the norm, with accelerator.clip_grad_norm_.")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: the step divides by the loss scale before it clips."""

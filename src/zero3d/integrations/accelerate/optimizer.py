@@ -65,7 +65,9 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Apply the step, if the window of accumulation ends here."""
         if closure is not None:
-            raise ConfigError("optimizer.step(closure) is not here: call the model and accelerator.backward before it.")
+            raise ConfigError(
+                "optimizer.step(closure) is not supported: call the model and accelerator.backward before it."
+            )
         if not self.gradient_state.sync_gradients:
             return
         self.engine.reshard()

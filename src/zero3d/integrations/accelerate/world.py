@@ -54,7 +54,7 @@ def alike(parallelism: Any, mesh: Mesh | None) -> int:
         ("tp_size", "pass options={'mesh': zero3d.Mesh(tp=...)}"),
     ):
         if (degree := getattr(parallelism, name)) > 1:
-            raise ConfigError(f"ParallelismConfig({name}={degree}) is not here: {instead}.")
+            raise ConfigError(f"ParallelismConfig({name}={degree}) is not supported: {instead}.")
     return int(parallelism.sp_size)
 
 

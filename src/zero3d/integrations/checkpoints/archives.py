@@ -43,10 +43,10 @@ class Mapped(NamedTuple):
 
 
 def map_file(folder: Path, name: str) -> Mapped:
-    """Map a file that lies in a folder. Raises CheckpointError for one elsewhere, and for what is no regular file."""
+    """Map a file that lies in a folder. Raises CheckpointError for one elsewhere, and for a pipe or a device."""
     parts = Path(name).parts if name.isprintable() else ()
     if not parts or Path(name).is_absolute() or ".." in parts:
-        raise CheckpointError(f"{folder} names the file {short(ascii(name))}, which is none in it: copy it again.")
+        raise CheckpointError(f"{folder} names the file {short(ascii(name))}, which is not in it: copy it again.")
     path = folder / name
     try:
         real = path.resolve(strict=True)
@@ -63,7 +63,7 @@ def map_file(folder: Path, name: str) -> Mapped:
         why = getattr(error, "strerror", None) or "its links lead in a circle"
         raise CheckpointError(f"{folder / short(name)} cannot be read: {why}.") from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no regular file: copy it again.")
+        raise CheckpointError(f"{path} is not a regular file: copy it again.")
     if not status.st_size:
         raise CheckpointError(f"{path} is empty: copy it again.")
     storage: Any = told(path, lambda: torch.UntypedStorage.from_file(str(real), False, status.st_size))

@@ -148,7 +148,7 @@ def _listed(folder: Path) -> dict[str, Listed]:
     metadata = read_pickle(mapped.path, bytes(mapped.view), KNOWN)
     described, stored = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(described, dict) or not isinstance(stored, dict):
-        raise CheckpointError(f"{mapped.path} is no metadata of torch.distributed.checkpoint.")
+        raise CheckpointError(f"{mapped.path} is not metadata of torch.distributed.checkpoint.")
     places = {(index.fqn, getattr(index, "offset", None)): info for index, info in stored.items()}
     sums = TilingSums()
     return {

@@ -42,7 +42,7 @@ def found(folder: Path) -> Path | None:
             raise CheckpointError(f"{folder / LATEST} {why}: name the folder of a step itself.") from error
         if not name.isprintable() or Path(name).parts != (name,) or name == "..":
             raise CheckpointError(
-                f"{folder / LATEST} names {short(ascii(name))}, which is no folder beside it: name the folder of a "
+                f"{folder / LATEST} names {short(ascii(name))}, which is not a folder beside it: name the folder of a "
                 "step itself."
             )
         folder = folder / name
@@ -219,7 +219,7 @@ def _universal(folder: Path) -> Foreign:
         files = {path.stem: str(path.relative_to(folder)) for path in of_parameter.glob("*.pt")}
         if "fp32" not in files:
             raise CheckpointError(
-                f"{of_parameter} has no fp32.pt: it is no universal checkpoint, or was not copied whole."
+                f"{of_parameter} has no fp32.pt: it is not a universal checkpoint, or was not copied whole."
             )
         foreign.masters[of_parameter.name] = _tensor(folder, files["fp32"])
         if moments := {state: _tensor(folder, files[state]) for state in MOMENTS if state in files}:
@@ -238,5 +238,5 @@ def _tensor(folder: Path, name: str) -> Tensor:
     saved = _saved(folder, name)
     values = saved.get("param", saved.get("step")) if isinstance(saved, dict) else saved
     if not isinstance(values, (Tensor, int, float)):
-        raise CheckpointError(f"{folder / name} has no tensor: it is no universal checkpoint.")
+        raise CheckpointError(f"{folder / name} has no tensor: it is not a universal checkpoint.")
     return torch.as_tensor(values)

@@ -58,7 +58,7 @@ class Checkpoints(Questions):
         """
         if exclude_frozen_parameters:
             raise ConfigError(
-                "save_checkpoint(exclude_frozen_parameters=True) is not here: leave it out, or have "
+                "save_checkpoint(exclude_frozen_parameters=True) is not supported: leave it out, or have "
                 "module_state_dict(exclude_frozen_parameters=True) for weights alone."
             )
         folder, tag = Path(save_dir), tag or f"global_step{self.global_steps}"
@@ -94,8 +94,8 @@ class Checkpoints(Questions):
         whole = load_optimizer_states and not load_module_only
         if custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint(custom_load_fn=...) is not here: load_module_state_dict({'module': WEIGHTS}) takes "
-                "weights of any source."
+                "load_checkpoint(custom_load_fn=...) is not supported: load_module_state_dict({'module': WEIGHTS}) "
+                "takes weights of any source."
             )
         if whole and not load_module_strict:
             raise ConfigError("load_checkpoint(load_module_strict=False) is for load_module_only=True: add that.")
@@ -134,7 +134,9 @@ class Checkpoints(Questions):
     ) -> dict[str, Tensor]:
         """Return whole weights in the dtype of the forward, in rank 0's host memory; {} on the other ranks."""
         if destination is not None or keep_vars:
-            raise ConfigError("module_state_dict(destination=...) and (keep_vars=True) are not here: leave them out.")
+            raise ConfigError(
+                "module_state_dict(destination=...) and (keep_vars=True) are not supported: leave them out."
+            )
         weights = self.engine.whole_state_dict()
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()
@@ -220,8 +222,8 @@ class Checkpoints(Questions):
         if strict and (apart := sorted(shapes.keys() ^ saved.keys())):
             where = "the model has it" if apart[0] in shapes else "the checkpoint has it"
             raise CheckpointError(
-                f"{stored.folder} is of another model: {quote_name(apart[0])} is in one alone ({where}). Build the "
-                "model that was saved, or pass load_module_strict=False."
+                f"{stored.folder} is of another model: {quote_name(apart[0])} is in only one of them ({where}). Build "
+                "the model that was saved, or pass load_module_strict=False."
             )
         for name in shapes.keys() & saved.keys():
             if tuple(saved[name].shape) != tuple(shapes[name]):

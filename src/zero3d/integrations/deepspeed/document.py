@@ -1,6 +1,6 @@
 """DeepSpeed's JSON, read and checked key by key: what is left is what asks for something.
 
-DeepSpeed reads its files as Hjson, which every JSON is: a file that is no JSON is read so where that library is there.
+DeepSpeed reads its files as Hjson, which every JSON is: a file that is not JSON is read so where that library is there.
 """
 
 from __future__ import annotations
@@ -93,31 +93,31 @@ def read_document(path: Path, program: bool = False) -> Document:
 def parse(text: str, name: str) -> Any:
     """Return what a JSON holds, or an Hjson where the library for it is there. Raises ConfigError."""
     if not text.strip():
-        raise ConfigError(f"{name} is no JSON: it is empty.")
+        raise ConfigError(f"{name} is not JSON: it is empty.")
     try:
         return json.loads(text, object_pairs_hook=_once)
     except _Twice as error:
-        raise ConfigError(f"{name} is no JSON: {error}.") from error
+        raise ConfigError(f"{name} is not JSON: {error}.") from error
     except json.JSONDecodeError as error:  # its syntax: it may be Hjson
         why = short(str(error))
     except RecursionError as error:
-        raise ConfigError(f"{name} is no JSON that Python reads: it is nested too deeply.") from error
+        raise ConfigError(f"{name} is not JSON that Python reads: it is nested too deeply.") from error
     except ValueError as error:
-        raise ConfigError(f"{name} is no JSON that Python reads: {short(str(error).partition(';')[0])}.") from error
+        raise ConfigError(f"{name} is not JSON that Python reads: {short(str(error).partition(';')[0])}.") from error
     try:
         read = import_module("hjson").loads
     except ImportError as error:
-        raise ConfigError(f"{name} is no JSON: {why}. If it is Hjson, type pip install hjson.") from error
+        raise ConfigError(f"{name} is not JSON: {why}. If it is Hjson, type pip install hjson.") from error
     try:
         return read(text, object_pairs_hook=_once)
     except Exception as error:  # whatever that library raises
-        raise ConfigError(f"{name} is no JSON: {why}. Nor is it Hjson: {short(str(error))}.") from error
+        raise ConfigError(f"{name} is not JSON: {why}. Nor is it Hjson: {short(str(error))}.") from error
 
 
 def document_of(tree: Any, name: str, program: bool = False) -> Document:
     """Check a JSON that is read already; program: for `initialize`. Raises ConfigError."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{name} is no configuration of DeepSpeed's: a JSON object is wanted.")
+        raise ConfigError(f"{name} is not a configuration of DeepSpeed's: it must be a JSON object.")
     flat: dict[str, Any] = {}
     problems = list(_flatten(tree, "", flat))
     refused = REFUSED.keys() - (OF_PROGRAMS if program else set())
@@ -194,7 +194,9 @@ def _unknown(name: str) -> str:
         meant = siblings[near]
     else:
         meant = nearest(name, [key for key in everywhere if key not in siblings.values()], ELSEWHERE)
-    return f"{short(name) or 'an empty name'} is no key of DeepSpeed's." + (f" Did you mean {meant}?" if meant else "")
+    return f"{short(name) or 'an empty name'} is not a key of DeepSpeed's." + (
+        f" Did you mean {meant}?" if meant else ""
+    )
 
 
 def _refusal(flat: Mapping[str, Any], key: str, value: Any) -> str | None:

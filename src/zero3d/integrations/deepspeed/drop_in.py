@@ -62,7 +62,7 @@ def initialize(
     optimizer         one that is built on its parameters, or a callable; it wins over the JSON's
     model_parameters  what is trained, as parameters or groups, for the optimizer of the JSON (all by default)
     lr_scheduler      an object or a callable; the JSON's wins over it, as there
-    config            a path, or the JSON as a mapping, by its old name config_params. "auto" has nobody to ask here
+    config            a path, or the JSON as a mapping, by its old name config_params. "auto" is refused here
     args              may have `deepspeed_config`
     Raises ConfigError, also for options of DeepSpeed's that are not here.
     """
@@ -71,7 +71,7 @@ def initialize(
     older = others.pop("config_params", None)
     if asked := [name for name, value in others.items() if value not in (None, False) and name not in LAUNCHED]:
         raise ConfigError(
-            f"initialize({asked[0]}=...) is not here: leave it out; degrees are of the JSON and torchrun."
+            f"initialize({asked[0]}=...) is not supported: leave it out; degrees come from the JSON and torchrun."
         )
     given = next((one for one in (config, older, getattr(args, "deepspeed_config", None)) if one is not None), None)
     if given is None:
@@ -99,9 +99,9 @@ def init_distributed(dist_backend: str | None = None, *others: Any, **named: Any
     asked = dict(zip(OF_LAUNCHER, others, strict=False)) | named
     for name, value in asked.items():
         if name not in OF_LAUNCHER:
-            raise ConfigError(f"init_distributed({name}=...) is no option of DeepSpeed's: leave it out.")
+            raise ConfigError(f"init_distributed({name}=...) is not an option of DeepSpeed's: leave it out.")
         if name not in IGNORED and value != OF_LAUNCHER[name]:
-            raise ConfigError(f"init_distributed({name}=...) is not here: leave it out, and launch with torchrun.")
+            raise ConfigError(f"init_distributed({name}=...) is not supported: leave it out, and launch with torchrun.")
     start_distributed()
     if dist_backend not in (None, found := dist.get_backend()):
         raise ConfigError(f"init_distributed({dist_backend!r}), and ranks talk by {found} here: leave the name out.")
@@ -121,12 +121,14 @@ def _settings(document: Document, translation: Translation) -> Config:
     if asked:
         raise ConfigError(
             f"{document.name}: {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} auto, and initialize() has "
-            "nobody to ask: give values, or train with zero3d train --deepspeed."
+            "no file to take values from: give them, or train with zero3d train --deepspeed."
         )
     settings = load(tree_of({ours: value.value for ours, value in translation.values.items()}))
     for key in ("total_num_steps", "warmup_num_steps"):
         if (settings.schedule.options or {}).get(key, 0) is None:
-            raise ConfigError(f"{document.name}: scheduler.params.{key} is auto, and initialize() has nobody to ask.")
+            raise ConfigError(
+                f"{document.name}: scheduler.params.{key} is auto, and initialize() has no file to take a value from."
+            )
     return settings
 
 

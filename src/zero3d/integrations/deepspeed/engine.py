@@ -81,7 +81,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
         Over ranks gradients are averaged. Raises ConfigError for retain_graph=True and a loss of several numbers.
         """
         if retain_graph:
-            raise ConfigError("backward(retain_graph=True) is not here: add the losses up and call backward once.")
+            raise ConfigError("backward(retain_graph=True) is not supported: add the losses up and call backward once.")
         if loss.numel() != 1:
             raise ConfigError(
                 f"backward needs one number, and the loss has shape {tuple(loss.shape)}: pass loss.mean()."
@@ -99,7 +99,9 @@ class DeepSpeedEngine(Batches, Checkpoints):
         if self._in_no_sync:
             raise ConfigError("step() inside no_sync(), where gradients are not reduced: leave the block first.")
         if lr_kwargs:
-            raise ConfigError("step(lr_kwargs=...) is not here: give the scheduler its arguments when it is built.")
+            raise ConfigError(
+                "step(lr_kwargs=...) is not supported: give the scheduler its arguments when it is built."
+            )
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             waiting = self.engine.accumulation.count
@@ -153,8 +155,8 @@ class DeepSpeedEngine(Batches, Checkpoints):
         if self.engine.accumulation.count and self.zero_optimization_partition_gradients():
             warnings.warn(
                 f"zero_grad() forgets {self.engine.accumulation.count} micro-batches of a step that is not applied. "
-                f"DeepSpeed's own keeps what stage {self.engine.stage} has reduced already: a loop that calls it "
-                "before every micro-batch is to call it after step() alone, or never.",
+                f"DeepSpeed's own keeps what stage {self.engine.stage} has reduced already. In a loop that calls it "
+                "before every micro-batch, call it only after step(), or never.",
                 stacklevel=2,
             )
         self.engine.zero_grad()

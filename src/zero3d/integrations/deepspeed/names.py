@@ -279,7 +279,7 @@ class Refused:
     _why = ""  # of one that is copied, before it has its own
 
     def __init__(self, name: str, module: str, line: str) -> None:
-        self.__name__, self._why = name, f"{name} of {module} is not here: {line}."
+        self.__name__, self._why = name, f"{name} of {module} is not supported: {line}."
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(self._why)

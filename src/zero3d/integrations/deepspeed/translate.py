@@ -216,7 +216,7 @@ def _instead(name: str, kinds: Collection[str]) -> str:
     taken = "AdamW or Muon" if "muon" in kinds else "AdamW"
     if name in IN_PROGRAMS:
         return f"it is for programs; use {taken}, or zero3d.integrations.deepspeed.initialize in one"
-    return f"it is not here; use {taken}, or zero3d.Engine(optimizer=...) in a program"
+    return f"it is not supported; use {taken}, or zero3d.Engine(optimizer=...) in a program"
 
 
 def _adam(reader: _Reader) -> None:

@@ -33,7 +33,7 @@ def GatheredParameters(
     engine = next((found for p in wanted if (found := engine_of(p)) is not None), None) if enabled else None
     if fwd_module is not None:
         raise ConfigError(
-            "GatheredParameters(fwd_module=...) is not here: leave it out; a forward gathers what it uses."
+            "GatheredParameters(fwd_module=...) is not supported: leave it out; a forward gathers what it uses."
         )
     if engine is None:
         yield

@@ -72,10 +72,10 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
             super().setup(trainer)
             return
         if not self.lightning_module.automatic_optimization:
-            raise ConfigError("manual optimization is not here: leave automatic_optimization at True.")
+            raise ConfigError("manual optimization is not supported: leave automatic_optimization at True.")
         if is_overridden("configure_gradient_clipping", self.lightning_module):
             raise ConfigError(
-                "configure_gradient_clipping is not here: the step clips, by Trainer(gradient_clip_val=)."
+                "configure_gradient_clipping is not supported: the step clips, by Trainer(gradient_clip_val=)."
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
             raise ConfigError("gradients are clipped by their norm: pass gradient_clip_algorithm='norm'.")
@@ -98,7 +98,7 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
     def _precision(self) -> str:
         asked = str(self.precision_plugin.precision)
         if asked not in PRECISIONS:
-            raise ConfigError(f"precision={asked!r} is not here: one of {', '.join(PRECISIONS)}.")
+            raise ConfigError(f"precision={asked!r} is not supported: one of {', '.join(PRECISIONS)}.")
         return PRECISIONS[asked]
 
     def setup_precision_plugin(self) -> None:
@@ -118,7 +118,7 @@ class Zero3dStrategy(DDPStrategy):  # type: ignore[misc]
     def backward(self, closure_loss: Tensor, optimizer: Any, *given: Any, **named: Any) -> Tensor:
         """Back-propagate a micro-batch's share of the window's mean loss."""
         if self.engine is None or given or any(named.values()):
-            raise ConfigError("backward() with options of torch's is not here: leave them out.")
+            raise ConfigError("backward() with options of torch's is not supported: leave them out.")
         self.engine.backward_sum(closure_loss, float(not self._waits), not self._waits)
         return closure_loss
 

@@ -59,14 +59,14 @@ def json_of(args: TrainingArguments) -> Json | None:
     settings = load(made.tree)
     if (settings.mesh.tp or 1) > 1:
         raise ConfigError(
-            f"{document.name}: tensor_parallel.autotp_size={settings.mesh.tp} in a Trainer is not here: leave it out, "
-            "or train with zero3d train --deepspeed."
+            f"{document.name}: tensor_parallel.autotp_size={settings.mesh.tp} in a Trainer is not supported: leave it "
+            "out, or train with zero3d train --deepspeed."
         )
     if settings.mesh.shard is not None:
         raise ConfigError(
-            f"{document.name}: zero_optimization.mics_shard_size={settings.mesh.shard} in a Trainer is not here: pass "
-            f"parallelism_config=ParallelismConfig(dp_replicate_size=N, dp_shard_size={settings.mesh.shard}), or train "
-            "with zero3d train --deepspeed."
+            f"{document.name}: zero_optimization.mics_shard_size={settings.mesh.shard} in a Trainer is not supported: "
+            f"pass parallelism_config=ParallelismConfig(dp_replicate_size=N, dp_shard_size={settings.mesh.shard}), or "
+            "train with zero3d train --deepspeed."
         )
     return Json(made, settings)
 

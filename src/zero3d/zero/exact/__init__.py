@@ -7,7 +7,7 @@ number N of ranks:
     summand 0   1   2   3   4   5   6   7          reduce every micro-batch   rank r's k-th is summand k N + r
              \\ /     \\ /     \\ /     \\ /             reduce every step          rank r's k-th is summand r M + k
               01      23      45      67
-                \\    /          \\    /              a list that is no power of two long is filled up with zeros:
+                \\    /          \\    /              a list that is not a power of two long is filled up with zeros:
                  0123            4567              what is left over is added from small to large
                      \\          /
                        01234567

@@ -39,9 +39,9 @@ class Summands:
         micro_batches = self._usual if micro_batches is None else micro_batches
         if self.per_step and micro_batches & (micro_batches - 1):
             raise ConfigError(
-                f"exact=True with reduce='every_step' sums a rank's micro-batches before those of others, in halves: "
-                f"{micro_batches} per rank and step is no power of two. Pass {1 << micro_batches.bit_length() - 1} or "
-                f"{1 << micro_batches.bit_length()}, or reduce='every_micro_batch' (stages 2 and 3)."
+                "exact=True with reduce='every_step' sums a rank's micro-batches before those of others, in halves: "
+                f"{micro_batches} per rank and step is not a power of two. Pass {1 << micro_batches.bit_length() - 1} "
+                f"or {1 << micro_batches.bit_length()}, or reduce='every_micro_batch' (stages 2 and 3)."
             )
         if self.per_step and self.parts > 1 and micro_batches > 1:
             raise ConfigError(
