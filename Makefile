@@ -1,5 +1,6 @@
 # make demo      train the embedded default on this machine       (own .venv)
 # make demo-llava  a tiny LLaVA on drawn shapes: whole, then adapters for new shapes   (1 minute)
+# make demo-qlora  the same with a base of 4 bits beside the adapters   (1 minute)
 # make demo-grpo  a tiny model learns to sort from rewards: two training ranks, and a sampler that gets their weights   (2 minutes)
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
@@ -35,13 +36,16 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench tables docs clean
+.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
 
 demo-llava: $(VENV)/.installed
 	$(BIN)/python examples/llava_demo/demo.py
+
+demo-qlora: $(VENV)/.installed
+	$(BIN)/python examples/llava_demo/demo.py zero3d-demo-qlora model.quantize=nf4
 
 demo-grpo: $(VENV)/.installed
 	$(BIN)/python examples/grpo_demo/demo.py

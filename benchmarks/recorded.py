@@ -127,6 +127,8 @@ RECIPES = {
             "plan-llava-job",
             tuple(
                 f"{_LLAVA_RUN} zero.stage={stage} train.micro_batch={size} train.batch={size * gpus} mesh.dp={gpus}"
+                f"{packed}"
+                for packed in ("", " model.quantize=nf4")
                 for stage, size, gpus in _LLAVA_SHAPES
             ),
             timed=False,
@@ -163,6 +165,7 @@ RECIPES = {
         ),
         Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
         Recipe("sequence", ("python benchmarks/sequence.py --ranks 2 --rounds 5 --json OUT",)),
+        Recipe("stream", ("python benchmarks/stream.py --rounds 7 --json OUT",)),
         Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
         Recipe("narrow-wires", ("python benchmarks/narrow_wires.py --json OUT",), timed=False),
         Recipe("optimizers", ("python benchmarks/optimizers.py --ranks 2 --rounds 9 --json OUT",)),

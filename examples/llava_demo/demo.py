@@ -1,8 +1,10 @@
 """LLaVA end to end on this machine: a tiny one is made, trained whole on drawn shapes, then adapters learn new shapes.
 
-    python examples/llava_demo/demo.py [FOLDER]
+    python examples/llava_demo/demo.py [FOLDER] [KEY=VALUE ...]
 
 Everything goes into FOLDER (zero3d-demo-llava); the two runs are `zero3d train whole.yaml` and `adapters.yaml` there.
+The adapters' run takes KEY=VALUE, too: with model.quantize=nf4 they learn beside a base in 4 bits, and are then asked
+on the full one.
 """
 
 import subprocess
@@ -16,7 +18,7 @@ from prepare import RUNS, prepare
 
 def train(folder, run, *overrides):
     """Run `zero3d train RUN.yaml` on 2 ranks in `folder`, as one would type it."""
-    print(f"\n$ cd {folder} && zero3d train {run}.yaml --ranks 2", flush=True)
+    print(f"\n$ cd {folder} && zero3d train {' '.join([f'{run}.yaml', '--ranks 2', *overrides])}", flush=True)
     command = [sys.executable, "-m", "zero3d.cli.main", "train", f"{run}.yaml", "--ranks", "2", *overrides]
     subprocess.run(command, cwd=folder, check=True)
 
@@ -42,8 +44,9 @@ def main(words):
         print(f"{folder} exists: remove it, or name another folder.", file=sys.stderr)
         return 2
     print(prepare(folder))
-    for run in RUNS:
-        train(folder, run)
+    whole, adapters = RUNS
+    train(folder, whole)
+    train(folder, adapters, *words[1:])
     print()
     found = report(folder)
     print(f"samples: {folder / 'samples.png'}    all of it took {time.monotonic() - begun:.0f} s")

@@ -50,6 +50,18 @@ def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(zero3d_
 
 
 @pytest.mark.long
+def test_bases_of_16_and_of_4_bits_are_compared(zero3d_in_fork, folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["LlamaForCausalLM"]}))
+    adapters = ("model.path=config.json", "lora.rank=2", "lora.targets=[all-linear]")
+    done = zero3d_in_fork(folder, "compare", "tiny.yaml", *adapters, "model.quantize=null,nf4", "--ranks=2")
+    assert done.returncode == 0, done.stderr
+    assert "measured = formula, to the byte, in every run" in done.stdout
+    runs = json.loads((folder / "zero3d-compare-tiny" / "compare.json").read_text())["runs"]
+    plain, packed = (run["figures"]["memory"]["parameters"]["measured"] for run in runs)
+    assert packed < 0.8 * plain
+
+
+@pytest.mark.long
 def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(zero3d_in_fork, folder):
     done = zero3d_in_fork(folder, "compare", "tiny.yaml", "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
     assert done.returncode == 0, done.stderr

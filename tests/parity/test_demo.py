@@ -177,6 +177,17 @@ def test_bad_input_is_refused_once_before_anything_is_written(tmp_path, words, s
 
 
 @pytest.mark.long
+def test_adapters_on_a_base_of_four_bits_run_as_one_types_them(tmp_path):
+    words = ("model.path=demo", "lora.rank=8", "model.quantize=nf4", "--steps", "3", "--ranks", "2", "--json")
+    done = train(tmp_path, *words, "train.micro_batch=2", "evaluate.batches=1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [Path(path).name for path in result["paths"]["exports"]] == ["hf"]
+    assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=0.02)
+    assert "on the base as it was before it was quantised" in done.stderr
+
+
+@pytest.mark.long
 def test_a_workers_error_is_told_once_by_the_launcher(tmp_path):
     (tmp_path / "library").mkdir()
     (tmp_path / "sitecustomize.py").write_text(

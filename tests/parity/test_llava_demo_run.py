@@ -1,4 +1,4 @@
-"""`make demo-llava` as a user runs it: two runs on 2 ranks, an accuracy of more than nine in ten, a picture."""
+"""`make demo-llava` and `make demo-qlora` as a user runs them: two runs on 2 ranks, more than nine in ten, a picture."""
 
 import re
 import subprocess
@@ -11,8 +11,9 @@ DEMO = Path(__file__).parents[2] / "examples" / "llava_demo" / "demo.py"
 
 
 @pytest.mark.long
-def test_adapters_teach_a_tiny_llava_new_shapes(tmp_path):
-    words = [sys.executable, str(DEMO), "demo"]
+@pytest.mark.parametrize("more", [[], ["model.quantize=nf4"]], ids=["16 bits", "4 bits"])
+def test_adapters_teach_a_tiny_llava_new_shapes(tmp_path, more):
+    words = [sys.executable, str(DEMO), "demo", *more]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     colour, shape = (

@@ -25,6 +25,8 @@ CASES = {  # model, settings of the file, what PEFT is asked for
     "llama": ("llama", {"lora": {"rank": 4}}, {"target_modules": ATTENTION}),
     "gpt2": ("gpt2", {"lora": {"rank": 2, "alpha": 2, "rslora": True}},
              {"target_modules": ["c_attn"], "lora_alpha": 2, "use_rslora": True}),
+    "gaussian": ("llama", {"lora": {"rank": 4, "init": "gaussian"}},
+                 {"target_modules": ATTENTION, "init_lora_weights": "gaussian"}),
     "experts": ("qwen3_moe", {"lora": {"rank": 2, "targets": ["experts", "q_proj"]}},
                 {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
     "dora": ("llama", {"lora": {"rank": 4, "dora": True}}, {"target_modules": ATTENTION, "use_dora": True}),
@@ -95,6 +97,18 @@ def test_one_rank_equals_plain_pytorch_with_peft_bit_for_bit(tmp_path, case, sta
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_equals_plain_pytorch_with_peft_for_all_pairs(tmp_path, case, stage):
     test_one_rank_equals_plain_pytorch_with_peft_bit_for_bit(tmp_path, case, stage)
+
+
+def test_gaussian_adapters_have_the_deviation_of_peft_s_and_their_config_says_so(tmp_path):
+    settings = {"lora": {"rank": 4, "init": "gaussian", "targets": ["q_proj", "experts"]}}
+    opened = opened_of(folder_of(tmp_path, "qwen3_moe"), settings)
+    named = [(name, p.shape) for name, p in opened.module.named_parameters() if "lora_" in name]
+    values = {name: opened.weights(name, tuple((0, size) for size in shape)) for name, shape in named}
+    drawn = torch.cat([each.flatten() for name, each in values.items() if "lora_A" in name])
+    assert float(drawn.std()) == pytest.approx(1 / 4, rel=0.05)
+    assert float(drawn.abs().max()) > 3 / 4
+    assert not any(each.any() for name, each in values.items() if "lora_B" in name)
+    assert opened.module.peft_config["default"].init_lora_weights == "gaussian"
 
 
 @pytest.mark.parametrize(("case", "stage"), [("llama", 3), ("frozen", 1)])

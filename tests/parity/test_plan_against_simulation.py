@@ -9,7 +9,7 @@ from math import ceil
 
 import pytest
 
-from zero3d.config import load, to_dict
+from zero3d.config import Lora, load, to_dict
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
@@ -30,15 +30,19 @@ CONFIG = {
 }  # fmt: skip
 
 
+ADAPTERS = {"rank": 8, "targets": ["all-linear"]}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(path, spec) by (tied, packed, layers), made when asked for."""
+    """(path, spec) by (tied, packed, layers, format of a base beside adapters), made when asked for."""
 
     @cache
-    def get(tied, packed=False, layers=4):
+    def get(tied, packed=False, layers=4, quantize=None):
         path = tmp_path_factory.mktemp("model") / "config.json"
         path.write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied, "num_hidden_layers": layers}))
-        return str(path), open_spec(str(path), LENGTH, packed=packed)
+        lora = Lora(8, targets=("all-linear",)) if quantize else None
+        return str(path), open_spec(str(path), LENGTH, lora=lora, packed=packed, quantize=quantize)
 
     return get
 
@@ -59,7 +63,8 @@ def simulated(alone, path, plan, stage, packed=False, whole=False, length=LENGTH
     mesh |= {"sp": plan.sp, "sp_kind": plan.mesh.sp_kind} if plan.sp > 1 else {}
     mesh |= {"shard": plan.mesh.shard}
     config = load({
-        "model": {"path": path, "init": "random"}, "data": {"length": length, "packing": packed},
+        "model": {"path": path, "init": "random", "quantize": plan.quantize},
+        "lora": ADAPTERS if plan.quantize else {}, "data": {"length": length, "packing": packed},
         "train": {
             "steps": 10, "micro_batch": plan.micro_batch, "batch": plan.micro_batch * plan.accumulate * plan.rows,
             "tiled_loss": plan.tiled_loss,
@@ -80,7 +85,7 @@ def layers_of(plan):
 
 def ratio(alone, models, plan, tied=False, packed=False, layers=None):
     """Planned over simulated bytes of the stage that the planner calls the fullest."""
-    path, spec = models(tied, packed, layers or layers_of(plan))
+    path, spec = models(tied, packed, layers=layers or layers_of(plan), quantize=plan.quantize)
     if plan.offload.executor == "auto" and plan.offload.optimizer != "none":
         plan = plan.replace(executor="device")
     found = memory(spec, plan)
@@ -165,6 +170,25 @@ def test_the_planned_peak_is_the_simulated_one(alone, models, plan, tied, packed
 ], ids=str)  # fmt: skip
 def test_a_plan_of_shards_with_copies_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, layers):
     assert 0.97 <= ratio(alone, models, plan, layers=layers) <= 1.05
+
+
+@pytest.mark.parametrize("plan", [
+    P(dp=2, stage=3, quantize="nf4", micro_batch=2),
+    *(pytest.param(plan, marks=long) for plan in [
+        *(P(dp=1, stage=stage, quantize=name) for stage in (0, 3) for name in ("nf4", "nf4-double", "int8", "fp8")),
+        P(dp=4, stage=3, quantize="nf4-double", micro_batch=4), P(dp=4, stage=2, quantize="int8", accumulate=2),
+        P(dp=2, stage=3, quantize="nf4", activations="full", micro_batch=4),
+        P(dp=2, stage=3, quantize="fp8", params="host", offload="host"),
+    ]),
+], ids=str)  # fmt: skip
+def test_a_plan_on_a_base_of_few_bits_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan):
+    assert 0.97 <= ratio(alone, models, plan, layers=2) <= 1.05
+
+
+def test_decoded_matrices_take_as_much_for_few_tokens_as_for_many(models):
+    _, spec = models(False, layers=2, quantize="nf4")
+    instants = spec.blocks[0].operations.instants
+    assert max(at.gradients for at in instants) >= 2 * CONFIG["hidden_size"] * CONFIG["intermediate_size"]
 
 
 @pytest.mark.parametrize(("plan", "packed", "layers"), [

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,15 +15,22 @@ from safetensors.torch import load_file
 import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.config import Lora, load
+from zero3d.distributed.ledger import Ledger
 from zero3d.errors import CheckpointError
+from zero3d.models.codecs import CODECS, packed_of
+from zero3d.models.load import FileWeights
 from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised_experts import Stack, stacks_of
 from zero3d.models.trained import open_trained
 from zero3d.optim import adamw8bit
 from zero3d.plan.kernels import digest
 from zero3d.plan.memory import memory
 from zero3d.plan.spec import ParallelPlan
-from zero3d.sim.model_spec import open_spec
+from zero3d.precision import to_compute
+from zero3d.sim.model_spec import open_spec, outline
+from zero3d.sim.stand_ins import SilentAxis
 from zero3d.spec.formats import FORMATS
+from zero3d.tensor_parallel.parallelize import parallelize
 
 BATCHES = [batch(step) for step in range(3)]
 LORA = {"rank": 4, "targets": ["all-linear"]}
@@ -158,6 +166,106 @@ def test_what_else_a_run_has_changes_no_bit(ranks, folder, tmp_path, world, mesh
         assert packed == decoded
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return base_folder(tmp_path_factory.mktemp("base") / "moe", "moe")
+
+
+def of_experts(folder, stages, mesh, name):
+    """Curves of both bases at some stages."""
+    found = []
+    for stage in stages:
+        for opened in (opened_of(folder, name), decoded_of(folder, name)):
+            engine = engine_of(opened, stage=stage, mesh=zero3d.Mesh(**mesh), accumulate=2)
+            found.append(curve(engine))
+    return found
+
+
+@pytest.mark.parametrize(("name", "stages", "mesh"), [
+    ("nf4", (3,), {"ep": 2}),
+    *(pytest.param(name, (0, 3), mesh, marks=pytest.mark.long) for name in FORMATS for mesh in ({}, {"ep": 2})),
+])  # fmt: skip
+def test_experts_that_are_packed_one_by_one_have_the_bits_of_decoded_ones(ranks, mixture, name, stages, mesh):
+    for found in ranks(2, of_experts, str(mixture), stages, mesh, name):
+        assert all(each == found[0] for each in found)
+
+
+def stacks_in(opened):
+    """Stacks of experts in groups, by name, and how each is packed."""
+    named = opened.module.named_modules()
+    return {f"{name}.{key}": stack for name, module in named for key, stack in stacks_of(module).items()}
+
+
+def test_stacked_experts_take_the_bytes_of_the_formula_and_are_exported_as_they_were(mixture, tmp_path):
+    opened = opened_of(mixture)
+    stacks = stacks_in(opened)
+    nbytes = {name: opened.module.get_parameter(name).numel() for name in stacks}
+    assert nbytes == {name: 4 * FORMATS["nf4"].nbytes(stack.shape) for name, stack in stacks.items()}
+    assert len(stacks) == 4
+    engine = engine_of(opened, stage=3)
+    train_engine(engine, BATCHES[:1])
+    merged, whole = (
+        load_file(each / "model.safetensors") for each in (engine.export(tmp_path / "m", "merged"), mixture)
+    )
+    names = [name for name in merged if ".experts." in name]
+    assert len(names) == 2 * 4 * 3
+    assert all(merged[name].equal(to_compute(whole[name], torch.bfloat16)) for name in names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+def test_blocks_that_are_recomputed_run_packed_experts_once_more(mixture, stage):
+    found = [trained(opened, how, stage=stage) for opened, how in (
+        (opened_of(mixture), "none"), (opened_of(mixture), "full"), (opened_of(mixture), "every:2"), (decoded_of(mixture), "full"),
+    )]  # fmt: skip
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.long
+def test_a_run_on_stacked_experts_goes_on_where_it_was(mixture, tmp_path):
+    engine = engine_of(opened_of(mixture), stage=3)
+    train_engine(engine, BATCHES[:1])
+    step = engine.save(tmp_path)
+    wanted = train_engine(engine, BATCHES[1:])[:2]
+    again = engine_of(opened_of(mixture), stage=0)
+    again.load(step)
+    assert train_engine(again, BATCHES[1:])[:2] == wanted
+    saved = [name for file in step.glob("*.safetensors") for name in load_file(file)]
+    assert saved
+    assert not any(".experts." in name for name in saved)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("nf4", (3, 128)), ("nf4", (7, 9)), ("nf4", (8, 24)), ("int8", (5, 7)),
+    ("fp8", (128, 40)), ("fp8", (130, 40)), ("nf4-double", (6, 64))])  # fmt: skip
+def test_experts_decode_together_as_each_does_alone(name, shape):
+    stack = Stack(CODECS[name], shape, torch.bfloat16)
+    weights = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    packed = torch.stack([packed_of(stack.codec, each) for each in weights])
+    wanted = [stack.codec.decode(each, shape, torch.bfloat16) for each in packed]
+    assert stack.decode(packed, torch.bfloat16).equal(torch.stack(wanted))
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double"])
+def test_a_plan_knows_what_stacked_experts_are_packed_from(mixture, name):
+    packed, plain = (outline(opened_of(mixture, how).module, 32) for how in (name, None))
+    own, other = (digest(spec).shapes[1].stack for spec in (packed, plain))
+    assert own.packed == own.elements == other.elements
+    assert (own.share, own.trainable, other.packed) == (other.share, False, 0)
+    assert packed.weights == plain.params
+
+
+def test_experts_with_adapters_of_their_own_keep_the_compute_dtype(mixture):
+    names = stacks_in(opened_of(mixture, targets=["q_proj", "layers.0.mlp.experts.down_proj"]))
+    assert {name.split(".")[2] for name in names} == {"1"}
+
+
+def test_stacked_experts_are_not_cut_over_tp(tmp_path):
+    wide = {"hidden_size": 128, "num_attention_heads": 16}  # whose attention can be cut at borders of groups
+    opened = opened_of(base_folder(tmp_path / "wide", "moe", **wide))
+    with pytest.raises(zero3d.ConfigError, match=r"experts in groups of few bits .* mesh\.ep"):
+        parallelize(opened.module, SilentAxis("tp", 0, 2), Ledger())
+
+
 def test_exact_mode_has_the_same_bits_at_any_dp(ranks, folder):
     found = [ranks(n, with_more, str(folder), {}, {"exact": True}) for n in (1, 2)]
     assert found[0][0][0] == found[0][0][1]
@@ -210,6 +318,30 @@ def frozen(spec):
     for matrix in digest(spec).shapes[1].matrices:
         found[matrix.shape] += 0 if matrix.trainable else matrix.many
     return found
+
+
+def weights_read(folder):
+    """Elements of quantised matrices that this rank reads as its engine is built, those of the longest box, and all."""
+    read, opened, plain = [], opened_of(folder), FileWeights.__call__
+
+    def reading(self, name, box):
+        values = plain(self, name, box)
+        read.append(values.numel() * ("_proj.weight" in name))
+        return values
+
+    shapes = [m.shape for m in opened.module.modules() if isinstance(m, QuantisedLinear)]
+    with mock.patch.object(FileWeights, "__call__", reading):
+        engine_of(opened, stage=3)
+    return sum(read), max(read), sum(rows * columns for rows, columns in shapes)
+
+
+def test_a_rank_reads_its_own_slice_of_a_base_a_matrix_at_most_at_once(ranks, tmp_path):
+    folder = base_folder(tmp_path / "wide", hidden_size=64, intermediate_size=256)
+    shares = ranks(2, weights_read, str(folder))
+    for share, longest, everything in shares:
+        assert share < 0.75 * everything  # the rest of the second slice is padding
+        assert longest <= 64 * 256
+    assert shares[0][2] <= sum(share for share, *_ in shares) < 1.1 * shares[0][2]
 
 
 def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_path):

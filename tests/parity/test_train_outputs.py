@@ -141,6 +141,9 @@ def test_an_export_has_the_models_tokenizer_though_the_data_are_token_ids(ranks,
     assert not list((folder / "bare" / "hf").glob("tokenizer*"))
 
 
+KINDS = (True, "adapter", "merged", "both", False)
+
+
 def adapted(folder, output, export, **checkpoint):
     """A run of adapters on a saved model, evaluated and exported."""
     return tree(
@@ -177,6 +180,23 @@ def test_adapters_are_exported_for_peft_or_merged_and_load_as_anybody_would_load
     )
 
 
+def test_adapters_on_new_weights_are_exported_with_them(tmp_path):
+    from zero3d.config import Model
+    from zero3d.models.places import has_base
+    from zero3d.train.export_places import export_places
+
+    bases = {based: Model(path=str(tmp_path), init=init) for based, init in ((True, "weights"), (False, "random"))}
+    for based, model in bases.items():
+        assert has_base(model) == based
+        places = {export: [place.name for place in export_places(tmp_path, export, True, based)] for export in KINDS}
+        assert places == {
+            True: ["adapter" if based else "hf"], "adapter": ["adapter"], "merged": ["hf"], "both": ["hf", "adapter"],
+            False: [],
+        }  # fmt: skip
+    assert has_base(Model(path="module:function"))
+    assert not has_base(Model(path="demo"))
+
+
 @pytest.mark.long
 def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks, folder, capsys):
     from zero3d.cli.main import main
@@ -199,7 +219,7 @@ def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks,
 @pytest.mark.parametrize(("sections", "why"), [
     ({"checkpoint": {"export": "merged"}}, "is of a model with adapters, and LlamaForCausalLM has none: type lora.rank=16"),
     ({"checkpoint": {"export": "adapters"}}, "Did you mean adapter"),
-    ({"lora": {"rank": 2}, "model": {"init": "random"}, "checkpoint": {"export": True, "verify": True}},
+    ({"lora": {"rank": 2}, "model": {"init": "random"}, "checkpoint": {"export": "adapter", "verify": True}},
      "loads an adapter on the folder of its base"),
 ])  # fmt: skip
 def test_an_export_that_cannot_be_is_refused_at_the_start(ranks, folder, sections, why):

@@ -99,12 +99,14 @@ def test_padding_costs_what_parameters_do_and_units_add_up():
 # --- what comes and goes --------------------------------------------------------------------------
 
 
-def test_the_root_is_whole_all_the_time_beside_two_units_at_a_hand_over_and_two_on_their_way():
+def test_the_root_is_whole_all_the_time_beside_two_blocks_at_a_hand_over_and_two_units_on_their_way():
     sizes = [("root", 1), ("a", 10), ("b", 20), ("root", 2)]
     assert whole_units(sizes) == 1 + 2 + 4 * 20
     assert whole_units(sizes, at_once=4) == 1 + 2 + 6 * 20
     assert whole_units(sizes[:1]) == 1
     assert whole_units(iter(sizes)) == whole_units(sizes)
+    apart = [("root/frozen", 3), ("a", 10), ("a/frozen", 15), ("b", 20)]
+    assert whole_units(apart) == 3 + 2 * 25 + 2 * 20
 
 
 @pytest.mark.parametrize(("casts", "terms", "lands", "slots"), [

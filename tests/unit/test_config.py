@@ -66,6 +66,8 @@ MISTAKES = [  # in the file, the key that is named, the hint
     ("zero.stage: 3", "zero.stage", "zero: {stage: ...}"),
     ("lora: {r: 8}", "lora.r", "lora.rank"),
     ("lora: {alpha: 8}", "lora.alpha", "type lora.rank=16"),
+    ("lora: {rank: 8, init: pissa_niter_4}", "lora.init", "out of the base, which then is that of no folder"),
+    ("lora: {rank: 8, init: uniform}", "lora.init", "no way to draw adapters that zero3d has: type lora.init=gaussian"),
     # names of other trainers
     ("gradient_accumulation_steps: 2", "gradient_accumulation_steps", "train.accumulate"),
     ("per_device_train_batch_size: 2", "per_device_train_batch_size", "train.micro_batch"),

@@ -1,6 +1,6 @@
 """Bytes of buffers that come and go in a step: whole units, reductions, records on their way, scratch. No torch.
 
-whole units    stage 3's gathered weights, local gradients: the root unit's all the time, some at a hand-over,
+whole units    stage 3's gathered weights, local gradients: the root's units all the time, blocks' at a hand-over,
                WINDOW on their way
 a reduction    what is received, and gradients that are cast to go, in slots of a shard each
 
@@ -36,15 +36,22 @@ DEPTH = 3  # buffers through which records pass: one is read, one is used, one g
 def whole_units(sizes: Iterable[tuple[str, int]], at_once: int = 2, ahead: int = WINDOW) -> int:
     """Return an upper bound of the bytes of units that are whole at the same time, from the name and bytes of each.
 
-    at_once  units in use, or filling, at a hand-over
-    ahead    others that are on their way; none are whole where what travels is decoded when it is used
+    A block's units, of several dtypes or frozen and trained, are used together.
 
-    >>> whole_units([("root", 1), ("a", 10), ("b", 20)])
-    81
+    at_once  blocks in use, or filling, at a hand-over
+    ahead    units that are on their way; none are whole where what travels is decoded when it is used
+
+    >>> whole_units([("root", 1), ("a", 10), ("a/frozen", 15), ("b", 20)])
+    91
     """
-    sizes = list(sizes)
-    largest = max((size for name, size in sizes if name != ROOT), default=0)
-    return sum(size for name, size in sizes if name == ROOT) + (at_once + ahead) * largest
+    owners: dict[str, int] = {}
+    largest = 0
+    for name, size in sizes:
+        owner = name.partition("/")[0]
+        owners[owner] = owners.get(owner, 0) + size
+        largest = max(largest, size if owner != ROOT else 0)
+    root = owners.pop(ROOT, 0)
+    return root + at_once * max(owners.values(), default=0) + ahead * largest
 
 
 def coded_messages(elements: int, device: str) -> int:

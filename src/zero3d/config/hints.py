@@ -34,6 +34,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "gradient_checkpointing": "activations: full",
         "gradient_clipping": "optimizer.clip_norm",
         "greater_is_better": "evaluate.highest",
+        "init_lora_weights": "lora.init",
         "hidden_size": "model.path, whose config.json has it",
         "learning_rate": "optimizer.lr",
         "lora.r": "lora.rank",

@@ -12,7 +12,7 @@ from typing import Any
 
 from zero3d.config.deepspeed_schedules import OPTIONS, option_problems
 from zero3d.config.kinds import convert, describe_value
-from zero3d.config.sections import GIVEN, Config, Lora, Optimizer
+from zero3d.config.sections import GAUSSIAN, GIVEN, Config, Lora, Optimizer
 from zero3d.config.shrinking import degrees_of, refuse_shrinking
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError, short
@@ -22,7 +22,17 @@ from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.sizes import parse_size
+from zero3d.stores.urls import is_url
 
+TAKES_APART = "takes singular vectors out of the base, which then is that of no folder: an adapter would fit no base"
+OTHER_INITS = {  # PEFT's init_lora_weights -> why there is no lora.init of this name
+    "pissa": TAKES_APART,
+    "olora": TAKES_APART,
+    "corda": "takes directions of the data's activations out of the base, which then is that of no folder",
+    "loftq": "makes adapters of what the base loses in 4 bits, so they fit no base but that one, and cannot be merged",
+    "eva": "makes adapters of activations, for which the data would be read before the model is sharded",
+    "lora_ga": "makes adapters of gradients of the whole base, for which it would be trained before it is sharded",
+}
 HELD_OUT = ("validation_loss", "perplexity", "ema_validation_loss")  # how names of values of the held-out data begin
 FOLDER = "offload"  # of an output folder
 
@@ -44,6 +54,7 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     for key, size in (
         ("zero.gather_budget", config.zero.gather_budget),
         ("mesh.sp_mask_budget", config.mesh.sp_mask_budget),
+        ("data.cache_limit", config.data.cache_limit),
     ):
         try:
             if size is not None:
@@ -59,15 +70,20 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     yield from evaluation_problems(config)
     yield from optimizer_problems(config)
     yield from offload_problems(config)
+    yield from url_problems(config)
     yield from refusals(_spec_of(config))
 
 
 def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key of section `lora` that this run cannot have, and why."""
     choice, plain = config.lora, Lora()
+    if choice.init not in (None, GAUSSIAN):
+        named = choice.init.lower().partition("_niter_")[0]  # PEFT's pissa_niter_16
+        why = OTHER_INITS.get(named, "is no way to draw adapters that zero3d has")
+        yield "lora.init", f"lora.init {short(choice.init)} {why}: type lora.init={GAUSSIAN}, or leave it out."
     if choice.rank is not None:
         return
-    for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora"):
+    for name in ("alpha", "targets", "dropout", "train_also", "rslora", "dora", "init"):
         if getattr(choice, name) != getattr(plain, name):
             text = f"lora.{name} is of adapters, and lora.rank is null, so there are none: type lora.rank=16, too."
             yield f"lora.{name}", text
@@ -160,6 +176,29 @@ def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
             parse_size(section.host_budget, HOST_BUDGET)
         except ConfigError as error:
             yield HOST_BUDGET, str(error)
+
+
+def url_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that has a URL of an object store and takes none, or the other way round, and what to type."""
+    paths = {
+        "output": (config.output, "a run keeps logs and locks in it: type output=FOLDER checkpoint.to={url}"),
+        "model.path": (config.model.path, "weights are read in place: copy the folder to this host, and name that"),
+        "data.tokenizer": (config.data.tokenizer, "copy the folder to this host, and name that"),
+        "data.images": (config.data.images, "images are read in place: copy them to this host, and name that folder"),
+        "data.cache": (config.data.cache, "tokens are mapped into memory: name a folder of this host"),
+        "offload.directory": (
+            config.offload.directory,
+            "states are read and written in place: name a folder on a disk",
+        ),
+        "plan.cluster": (config.plan.cluster, "copy the file to this host, and name that"),
+    }
+    for name, (value, remedy) in paths.items():
+        if value is not None and is_url(value):
+            yield name, f"{name}={short(value)} is in an object store; {remedy.format(url=short(value))}."
+    to = config.checkpoint.to
+    if to is not None and not is_url(to):
+        text = f"checkpoint.to={short(to)} is no URL of an object store: type one such as checkpoint.to=s3://bucket/run"
+        yield "checkpoint.to", f"{text}; output=FOLDER names a folder of this host."
 
 
 def _spec_of(config: Config) -> Spec:

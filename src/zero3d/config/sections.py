@@ -51,14 +51,15 @@ class Model:
     )
     quantize: str | None = key(
         None,
-        "what frozen linear layers of the blocks are held in: nf4 (4 bits, as in QLoRA), nf4-double (with scales in 8 "
-        "bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is multiplied by, in forward and "
-        "in backward",
+        "what frozen linear layers and stacked experts of the blocks are held in: nf4 (4 bits, as in QLoRA), "
+        "nf4-double (with scales in 8 bits: double quantisation), int8 or fp8 (8 bits); each is decoded where it is "
+        "multiplied by, in forward and in backward",
         choices=tuple(formats.FORMATS),
     )
 
 
 ALL_LINEAR = "all-linear"  # of lora.targets
+GAUSSIAN = "gaussian"  # of lora.init
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Lora:
     )
     rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)")
     dora: bool = key(False, "DoRA: adapters of direction, and a magnitude of each row that is trained, too")
+    init: str | None = key(
+        None, "how A is drawn: gaussian is normal with deviation 1 / rank; by default uniform in +-1 / sqrt(inputs)"
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class Data:
 
     train: tuple[DataSource, ...] | tuple[str, ...] = key(
         ("stdlib",),
-        "files or folders; stdlib is the text of Python's standard library; or sources, drawn from by their weights",
+        "files or folders, or URLs of object stores (s3://bucket/corpus); stdlib is the text of Python's standard "
+        "library; or sources, drawn from by their weights",
     )
     validation: float | tuple[DataSource, ...] | tuple[str, ...] = key(
         0.0, "files or folders, or the fraction of documents held out of each source", least=0, most=0.5
@@ -122,6 +127,9 @@ class Data:
         None, "processes per host that tokenize; by default by its cores and the size of the data", least=1
     )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
+    cache_limit: str = key(
+        "200GB", "how much of that files of object stores may take; those that were used longest ago go first"
+    )
 
 
 @dataclass(frozen=True)
@@ -303,10 +311,16 @@ class Checkpoint:
     export: bool | str = key(
         True,
         "write the final weights as a Hugging Face folder; of a model with adapters: true and adapter write them for "
-        "PEFT, merged writes plain weights with them inside, both writes both",
+        "PEFT, merged writes plain weights with them inside, both writes both; on new weights, which no folder has, "
+        "true is merged",
         choices=EXPORTS,
     )
     verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")
+    to: str | None = key(
+        None,
+        "a URL of an object store (s3://bucket/run) that gets a copy of every checkpoint and of what is exported; "
+        "--resume auto looks there, too",
+    )
 
 
 @dataclass(frozen=True)

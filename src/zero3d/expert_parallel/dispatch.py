@@ -37,6 +37,7 @@ class Dispatch:
     """Computes a layer whose experts are on the ranks of the ep axis; it takes the place of the module's forward.
 
     layer   the module, and which of its parameters are experts
+    inner   the forward that it takes the place of
     passed  what has been sent to other ranks
     hidden  the width of a row
     takes   what takes the gradients of a trained parameter, by its local name: set before the first forward with
@@ -47,7 +48,7 @@ class Dispatch:
         self.layer = layer
         self._ep = ep
         self._module = layer.module
-        self._inner = layer.module.forward
+        self.inner = layer.module.forward
         self._local = layer.experts // ep.size
         self._apart = how == EXACT
         self.takes: dict[str, Take] = {}
@@ -147,7 +148,7 @@ class Dispatch:
         if alone:
             rows, experts = rows.expand(2, -1), experts.expand(2)
         with self._leaves(source):
-            result: Tensor = self._inner(rows, experts[:, None], rows.new_ones(len(rows), 1, dtype=dtype))
+            result: Tensor = self.inner(rows, experts[:, None], rows.new_ones(len(rows), 1, dtype=dtype))
         return result[:1] if alone else result
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Scratch of the cast from masters to weights, and of the update of masters in halves. Pure arithmetic, no torch.
+"""Scratch of casts from masters to weights, of masters in halves, of decoded matrices. Pure arithmetic, no torch.
 
 Where several operations follow one another on the same numbers, they work on a group at a time:
 

@@ -18,6 +18,7 @@ experts.py       how experts are computed
 tiles.py         linear layers and embeddings whose weight is gathered in tiles
 fp8.py           linear layers that multiply in fp8
 quantised.py     frozen linear layers in 8 or 4 bits, decoded where they are used
+quantised_experts.py  frozen stacks of experts in 8 or 4 bits, decoded for a layer's forward
 bitsandbytes_layers.py  layers that somebody has loaded in 8 or 4 bits
 codecs.py        weights to groups of 8 and 4 bits, and back
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.config import Lora
-from zero3d.config.sections import ALL_LINEAR
+from zero3d.config.sections import ALL_LINEAR, GAUSSIAN
 from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.build import parameters_on_meta
@@ -60,7 +60,10 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     with parameters_on_meta() if on_meta else _seeded(seed), without_advice():
         _inject(model, _options(choice, modules, stacked), choice)
     train_only(model, (f"*.{MARK}*", *(choice.train_also or ())))
-    return replace(opened, weights=None if opened.weights is None else AdapterWeights(opened.weights, model, seed))
+    if opened.weights is None:
+        return opened
+    deviation = 1 / (choice.rank or 1) if choice.init == GAUSSIAN else None
+    return replace(opened, weights=AdapterWeights(opened.weights, model, seed, deviation))
 
 
 def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
@@ -158,6 +161,7 @@ def _options(choice: Lora, modules: Iterable[str], stacked: Iterable[str]) -> An
         lora_dropout=choice.dropout,
         use_rslora=choice.rslora,
         use_dora=choice.dora,
+        init_lora_weights=choice.init or True,
     )
 
 
@@ -193,12 +197,13 @@ class AdapterWeights:
     """A `Source` of a model with adapters: the model's own values from its source, adapters' made by name.
 
     The random stream of a matrix follows from `seed` and its name: equal at every dp, tp and pp. As PEFT initialises:
-    A uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), of embeddings B normal, the other zero; DoRA's magnitude is
-    the norm of each row of the frozen matrix.
+    A uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), or normal with a `deviation` where one is given; of embeddings
+    B normal; the other zero. DoRA's magnitude is the norm of each row of the frozen matrix.
     """
 
-    def __init__(self, source: Source, model: nn.Module, seed: int) -> None:
+    def __init__(self, source: Source, model: nn.Module, seed: int, deviation: float | None = None) -> None:
         self._source, self._seed = source, seed
+        self._deviation = deviation
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._transposed = {name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", False)}
         self._latest: tuple[str, Tensor] | None = None
@@ -210,6 +215,11 @@ class AdapterWeights:
         if self._latest is None or self._latest[0] != name:
             self._latest = (name, self._make(name))
         return self._latest[1][slices(box)]
+
+    def original(self, name: str, box: Box) -> Tensor:
+        """Return the values in a box of the model's own parameter, a matrix as it was before it was quantised."""
+        values: Tensor = getattr(self._source, "original", self._source)(own_name(name), box)
+        return values
 
     @property
     def source(self) -> Source:
@@ -248,7 +258,9 @@ class AdapterWeights:
             return self._magnitude(layer)
         values = torch.zeros(shape)
         generator = torch.Generator().manual_seed(self._stream(name))
-        if kind.startswith("A."):
+        if kind.startswith("A.") and self._deviation is not None:
+            values.normal_(std=self._deviation, generator=generator)
+        elif kind.startswith("A."):
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         elif kind.startswith("embedding_B."):
             values.normal_(generator=generator)

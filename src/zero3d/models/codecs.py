@@ -24,16 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
+from zero3d.memory.scratch import group_elements
 from zero3d.precision import is_finite
-from zero3d.shards.boxes import Box
+from zero3d.shards.boxes import Box, slices, whole
 from zero3d.spec.formats import FORMATS, FP8, INT8, NF4, NF4_DOUBLE, SCALE, DoubleFormat, Format
 
 Shape = tuple[int, ...]
 Reader = Callable[[Box], Tensor]  # gives the weights in a box of a matrix
 
 READ_AT_ONCE = 1 << 22  # weights that are read and encoded at once
-AT_ONCE = {"cpu": 1 << 18}  # weights that are decoded at once, so that fp32 stays in a core's cache
-AT_ONCE_ELSEWHERE = 1 << 24
 LEAST = 1e-38  # of a maximum that is divided by
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -155,7 +154,7 @@ class DoubleCodec(NamedTuple):
 
 def _rows_at_once(device: torch.device, width: int) -> int:
     """Return how many rows of so many weights are decoded at once."""
-    return max(1, AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE) // width)
+    return max(1, group_elements(device.type) // width)
 
 
 def _as_fp32(stored: Tensor) -> Tensor:
@@ -328,3 +327,12 @@ def _finite(weights: Tensor, name: str) -> Tensor:
     if not bool(is_finite(values)):
         raise ConfigError(f"it has weights that are NaN or infinite, and {name} has none of these")
     return values
+
+
+def packed_of(codec: Codec | DoubleCodec, weights: Tensor) -> Tensor:
+    """Return all groups of a matrix, on meta of one on meta. Raises ConfigError for weights that are not finite."""
+    shape = tuple(weights.shape)
+    packed = codec.format.packed_shape(shape)
+    if weights.is_meta:
+        return torch.empty(packed, dtype=torch.uint8, device="meta")
+    return codec.read(lambda box: weights[slices(box)], shape, whole(packed))

@@ -40,6 +40,11 @@ def is_called(model: Model) -> bool:
     return not os.path.exists(model.path) and model.path not in PRESETS and ":" in model.path
 
 
+def has_base(model: Model) -> bool:
+    """Return whether an adapter's base is somewhere: in a folder of weights, or where a function has its model from."""
+    return is_called(model) or (os.path.isdir(model.path) and model.init != "random")
+
+
 def folder_of(model: Model) -> str | None:
     """Return the folder that may hold the model's tokenizer, or None."""
     if os.path.isdir(model.path):

@@ -7,16 +7,15 @@ Forward decodes a layer's matrix into the dtype that its inputs have, and keeps 
 again: no more than one matrix is decoded at a time. Gradients are those of nn.Linear, bit for bit. Groups are made
 where a weight is read, from as much of it as a rank's slice needs (`PackedSource`).
 
-Packed are linear layers of the blocks all of whose parameters are frozen. Embeddings, norms, heads and whatever lies
-outside of the blocks keep the compute dtype, and so do stacked experts, which are no linear layers, and layers that
-are tied or have hooks or a forward of their own.
+Packed are linear layers of the blocks all of whose parameters are frozen, and frozen stacks of experts
+(quantised_experts.py). Embeddings, norms, heads and whatever lies outside of the blocks keep the compute dtype, and so
+do layers that are tied or have hooks or a forward of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +27,11 @@ from torch.nn import functional as F
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import AdapterWeights
 from zero3d.models.blocks import find_blocks
-from zero3d.models.codecs import CODECS, Codec, DoubleCodec
+from zero3d.models.codecs import CODECS, Codec, DoubleCodec, packed_of
 from zero3d.models.load import FileWeights
 from zero3d.models.names import own_name
 from zero3d.models.open import Opened
+from zero3d.models.quantised_experts import pack_stacks, stacks_of
 from zero3d.models.quantised_folders import Stored
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box, slices, whole
@@ -54,7 +54,7 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.codec, self.dtype = codec, dtype
         self.full = self.shape
-        made = _packed_of(codec, linear.weight.detach()) if packed is None else packed
+        made = packed_of(codec, linear.weight.detach()) if packed is None else packed
         self.packed = nn.Parameter(made, requires_grad=False)
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
@@ -138,12 +138,14 @@ class _Product(torch.autograd.Function):
 class Matrix(NamedTuple):
     """A matrix [out, in] that is packed.
 
-    stored  gives a box of its groups, where its folder has it in groups already
+    stored   gives a box of its groups, where its folder has it in groups already
+    stacked  there is one for each expert in a parameter, which has their groups under its own name
     """
 
     codec: AnyCodec
     shape: tuple[int, ...]
-    stored: Callable[[Box], Tensor] | None
+    stored: Callable[[Box], Tensor] | None = None
+    stacked: bool = False
 
 
 def quantise(opened: Opened, name: str | None, dtype: torch.dtype) -> Opened:
@@ -160,7 +162,8 @@ def quantise(opened: Opened, name: str | None, dtype: torch.dtype) -> Opened:
     if name is None and stored is None:
         return opened
     layers = _formats(find_layers(model), name, stored)
-    if not layers and name is not None:
+    stacks = {} if name is None else pack_stacks(model, CODECS[name], dtype)
+    if not layers and not stacks and name is not None:
         raise ConfigError(
             f"model.quantize={name} packs frozen linear layers of blocks, and {type(model).__name__} has none: type "
             "lora.rank=16 for adapters beside them, freeze=layers.0 to freeze some, or model.quantize=null."
@@ -176,7 +179,9 @@ def quantise(opened: Opened, name: str | None, dtype: torch.dtype) -> Opened:
         model.get_submodule(parent)._modules[local] = packed
     if weights is None or source is None:
         return opened
-    groups = PackedSource(source, {f"{own_name(layer)}.{WEIGHT}": each for layer, each in layers.items()}, dtype)
+    matrices = {f"{own_name(layer)}.{WEIGHT}": each for layer, each in layers.items()}
+    matrices |= {own_name(stack): Matrix(each.codec, each.shape, stacked=True) for stack, each in stacks.items()}
+    groups = PackedSource(source, matrices, dtype)
     return replace(opened, weights=weights.over(groups) if isinstance(weights, AdapterWeights) else groups)
 
 
@@ -196,7 +201,7 @@ def _formats(
         if groups is not None:
             found[layer] = Matrix(groups.codec, shape, groups.read)
         elif name is not None:
-            found[layer] = Matrix(CODECS[name], shape, None)
+            found[layer] = Matrix(CODECS[name], shape)
     return found
 
 
@@ -232,22 +237,30 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
     modules  that have the layers, with the names of the whole model
     base     has the matrices as they were, by their own names; where it is None they are decoded
     """
-    layers = {
-        f"{name}.{PACKED}": layer
-        for module in modules
-        for name, layer in module.named_modules()
-        if isinstance(layer, QuantisedLinear)
-    }
+    if not any(values.dtype == torch.uint8 for values in tensors.values()):  # as all that is packed is
+        return dict(tensors)
+    named = [pair for module in modules for pair in module.named_modules()]
+    layers = {f"{name}.{PACKED}": layer for name, layer in named if isinstance(layer, QuantisedLinear)}
+    stacks = {f"{name}.{key}": stack for name, layer in named for key, stack in stacks_of(layer).items()}
+    read: Source | None = getattr(base, "original", base)
     found: dict[str, Tensor] = {}
     for name, values in tensors.items():
-        layer, matrix = layers.get(name), matrix_of(name)
-        if layer is None or matrix is None:
+        layer, stack, matrix = layers.get(name), stacks.get(name), matrix_of(name)
+        if stack is not None:
+            box = whole((len(values), *stack.shape))
+            found[name] = stack.decode(values, stack.dtype) if read is None else _cast(read(name, box), stack.dtype)
+        elif layer is None or matrix is None:
             found[name] = values
-        elif base is None:
+        elif read is None:
             found[matrix] = layer.codec.decode(values, layer.full, layer.dtype)
         else:
-            found[matrix] = to_compute(base(matrix, whole(layer.full)).float(), layer.dtype)
+            found[matrix] = _cast(read(matrix, whole(layer.full)), layer.dtype)
     return found
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return weights of a folder as an engine without quantised layers has them."""
+    return to_compute(values.float(), dtype)
 
 
 class PackedSource:
@@ -267,6 +280,12 @@ class PackedSource:
         if matrix in self._matrices:
             assert matrix is not None
             return self._packed(matrix, box)
+        if name in self._matrices and self._matrices[name].stacked:
+            return torch.stack([self._packed(name, box[1:], expert) for expert in range(*box[0])])
+        return self.original(name, box)
+
+    def original(self, name: str, box: Box) -> Tensor:
+        """Return the values in a box of a parameter, matrices as they were; as decoded where a folder has groups."""
         if name in self._matrices and self._matrices[name].stored is not None:
             return self.decoded(name, box)
         return self._source(name, box)
@@ -275,9 +294,12 @@ class PackedSource:
         """Return the values in a box of a parameter as forward has them."""
         if name not in self._matrices:
             return self(name, box)
-        codec, shape, _ = self._matrices[name]
-        packed = self._packed(name, whole(codec.format.packed_shape(shape)))
-        return codec.decode(packed, shape, self._dtype)[slices(box)]
+        codec, shape, _, stacked = self._matrices[name]
+        everything = whole(codec.format.packed_shape(shape))
+        if not stacked:
+            return codec.decode(self._packed(name, everything), shape, self._dtype)[slices(box)]
+        packed = (self._packed(name, everything, expert) for expert in range(*box[0]))
+        return torch.stack([codec.decode(each, shape, self._dtype)[slices(box[1:])] for each in packed])
 
     @property
     def folder(self) -> Path | None:
@@ -297,21 +319,18 @@ class PackedSource:
         if hasattr(self._source, "close"):
             self._source.close()
 
-    def _packed(self, name: str, box: Box) -> Tensor:
-        """Return a box of a matrix's groups."""
-        codec, shape, stored = self._matrices[name]
+    def _packed(self, name: str, box: Box, expert: int | None = None) -> Tensor:
+        """Return a box of a matrix's groups, or of an expert's."""
+        codec, shape, stored, _ = self._matrices[name]
         if stored is not None:
             return stored(box)
+
+        def read(weights: Box) -> Tensor:
+            if expert is None:
+                return self._source(name, weights)
+            return self._source(name, ((expert, expert + 1), *weights))[0]
+
         try:
-            return codec.read(partial(self._source, name), shape, box)
+            return codec.read(read, shape, box)
         except ConfigError as error:
             raise ConfigError(f"model.quantize={codec.format.name}: {name} is refused: {error}.") from error
-
-
-def _packed_of(codec: AnyCodec, weights: Tensor) -> Tensor:
-    """Return all groups of a matrix, on meta of one on meta."""
-    shape = tuple(weights.shape)
-    packed = codec.format.packed_shape(shape)
-    if weights.is_meta:
-        return torch.empty(packed, dtype=torch.uint8, device="meta")
-    return codec.read(lambda box: weights[slices(box)], shape, whole(packed))

@@ -50,7 +50,7 @@ class Weight:
     itemsize   bytes per element where the model keeps it in another dtype than the run's
     stacked    it is [experts, ...], which ep divides
     form       how it is seen as matrices, where Muon would take it
-    matrix     the matrix [out, in] that it has the groups of (models/quantised.py), whose shape is of bytes then
+    matrix     the shape of what it has the groups of, [out, in] or [experts, out, in]: its own shape is of bytes then
     """
 
     name: str
@@ -62,7 +62,7 @@ class Weight:
     blocks: int = 1
     stacked: bool = False
     form: Form | None = None
-    matrix: tuple[int, int] | None = None
+    matrix: tuple[int, ...] | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -71,6 +71,8 @@ class Weight:
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` ranks."""
+        if self.cut is None or tp == 1:
+            return self.shape
         return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
 
 
@@ -92,7 +94,7 @@ class Instant:
     """Bytes alive at one instant beyond what was kept.
 
     cut, whole  bytes per token that tp divides, and that are on every tp rank
-    gradients   bytes of parameters' gradients that autograd holds; tp divides them
+    gradients   bytes of parameters' gradients that autograd holds, and of decoded matrices; tp divides them
     """
 
     cut: float
@@ -357,12 +359,13 @@ class ParallelPlan(Spec):
         vars(self).update(made)
 
     def __hash__(self) -> int:
-        """Return the hash, computed once: a plan is the key of many caches."""
+        """Return the hash of what plans of a search differ in, computed once: a plan is the key of many caches."""
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in _defaults()))
+        sizes = self.micro_batch, self.accumulate, self.activations
+        return hash((self.zero, self.offload, self.mesh, *sizes))
 
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""

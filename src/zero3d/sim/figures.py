@@ -6,8 +6,8 @@
 Blocks of one class with the same parameters are alike, and one of them runs; the others hand on what they are
 given. Bytes are those of storages that live at an instant (`live.py`), so that whatever autograd, a
 module or a collective keeps is counted, once. Gradients of parameters are counted apart: an engine moves them
-into its buckets at once, and their size does not follow the tokens. Those of a tied parameter wait from the
-head's backward for the embedding's if both are on one rank, and are left out here.
+into its buckets at once, and their size does not follow the tokens; neither does that of decoded matrices. Gradients
+of a tied parameter wait from the head's backward for the embedding's if both are on one rank, and are left out here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,16 +29,19 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.expert_parallel.plan import find_experts, whole_over_tp
 from zero3d.expert_parallel.share import share_out
+from zero3d.memory import scratch
 from zero3d.memory.arena import Arena
 from zero3d.models.copies import copy_with
 from zero3d.models.packing import forward_options, inner_model
 from zero3d.models.placeholders import Placeholder, first_argument
+from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised_experts import Stack
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.setup.losses import next_token_loss
 from zero3d.sim.images import Images
 from zero3d.sim.live import StorageTracker
-from zero3d.sim.patches import without_values
+from zero3d.sim.patches import around, replaced, without_values
 from zero3d.sim.stand_ins import SilentAxis, empty_like
 from zero3d.sim.units import RUN, PartNames
 from zero3d.spec.mesh import EXACT
@@ -54,8 +58,8 @@ class Figures:
     kept       alive after its forward because of it
     attention  of these, what recomputing attention alone frees
     entering   its input, which is all that is left where it is recomputed
-    curve      (bytes that follow the tokens, bytes of parameters' gradients) beyond what was kept, at every
-               event of its backward (the head: of its forward, too)
+    curve      (bytes that follow the tokens, bytes of gradients and decoded matrices) beyond what was kept, at
+               every event of its backward (the head: of its forward, too)
     """
 
     kept: float
@@ -161,7 +165,7 @@ def measure(
         if images is not None:
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())
-        with fake, live:
+        with fake, live, recorder.constants():
             _step(run, ids, labels, options, live)
     return {part: recorder.figures(part) for part in (EMBEDDING, *reduced.ran, HEAD)}
 
@@ -210,6 +214,7 @@ class _Recorder:
         self._kinds = list(reduced.ran)
         self._outputs: set[int] = set()  # storages of attention's outputs
         self._grads: set[int] = set()  # and of parameters' gradients
+        self._decoded: set[int] = set()  # and of matrices of 8 or 4 bits in the compute dtype, with scratch
         self._entering: dict[Any, float] = {}
         self._tied: set[tuple[int, ...]] = set()  # shapes of tied parameters
 
@@ -228,6 +233,22 @@ class _Recorder:
                 self._tied |= {tuple(p.shape), tuple(p.shape)[::-1]}
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._taken)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def constants(self) -> Iterator[None]:
+        """Tell decoded matrices from what follows the tokens, inside; their scratch is that of an accelerator."""
+        with (
+            around(QuantisedLinear, "decoded", self._decoding),
+            around(Stack, "decode", self._decoding),
+            replaced(scratch, "IN_CACHE", ()),
+        ):
+            yield
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        begun = len(self._live.events)
+        yield
+        self._decoded |= {number for change, number in self._live.events[begun:] if change > 0}
 
     def _begins(self, kind: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = first_argument(args, kwargs)
@@ -306,13 +327,13 @@ class _Recorder:
         return curve + list(self._curve(begin, end))
 
     def _curve(self, begin: int, end: int) -> Iterator[tuple[float, float]]:
-        """Yield (bytes that follow the tokens, bytes of gradients) beyond what forwards had kept, over a window."""
+        """Yield (bytes that follow the tokens, bytes that do not) beyond what forwards had kept, over a window."""
         forward = self._live.marks["F", HEAD, "end"]
         waiting = self._waiting()
         alive = self._alive(min(begin, forward), begin, begin)
         tokens, gradients = float(sum(size for n, size in alive.items() if n not in waiting)), 0.0
         for change, number in self._live.events[begin:end]:
-            if number in self._grads:
+            if number in self._grads or number in self._decoded:
                 gradients += change
             elif number not in waiting:
                 tokens += change

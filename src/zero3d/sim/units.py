@@ -26,6 +26,7 @@ from zero3d.models.blocks import find_blocks, find_owners, find_units
 from zero3d.models.chain import block_lists, find_chain
 from zero3d.models.packing import inner_model
 from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised_experts import stacks_of
 from zero3d.optim.find import find_matrices
 from zero3d.optim.matrices import Form
 from zero3d.plan.spec import Unit, Weight
@@ -113,7 +114,12 @@ def find_cuts(model: nn.Module) -> dict[nn.Parameter, Cut]:
 def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cut]) -> list[tuple[Unit, ...]]:
     """Return the units of every part. cuts: by parameter name."""
     specs, _ = find_units(model, None, RUN)
-    packed = {m.packed: m.full for m in model.modules() if isinstance(m, QuantisedLinear)}
+    packed: dict[Any, tuple[int, ...]] = {m.packed: m.full for m in model.modules() if isinstance(m, QuantisedLinear)}
+    packed |= {
+        m._parameters[key]: (len(m.get_parameter(key)), *stack.shape)
+        for m in model.modules()
+        for key, stack in stacks_of(m).items()
+    }
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     matrices = _matrices(model)
     drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group

@@ -222,6 +222,11 @@ def _parameter(context: StyleContext, name: str, style: Style) -> None:
     module = context.model.get_submodule(owner)
     p = module._parameters[local]
     assert p is not None
+    if p.dtype == torch.uint8:
+        raise ConfigError(
+            f"{name} is a stack of experts in groups of few bits (model.quantize), which tp does not cut: type "
+            "mesh.tp=1, or share experts out with mesh.ep, which leaves them whole over tp."
+        )
     if style.kind == "added_once":
         context.partial.add(p)
         module.forward = AddedOnce(module, local, context.regions.channel.rank)

@@ -1,11 +1,13 @@
 """Where a run exports to: `hf` has weights for `from_pretrained`, `adapter` an adapter for `PeftModel.from_pretrained`.
 
-checkpoint.export   a model with adapters   any other
-true                adapter                 hf
-adapter             adapter                 refused
-merged              hf                      refused
-both                hf and adapter          refused
-false               nothing                 nothing
+checkpoint.export   a model with adapters   the same on new weights   any other
+true                adapter                 hf                        hf
+adapter             adapter                 adapter                   refused
+merged              hf                      hf                        refused
+both                hf and adapter          hf and adapter            refused
+false               nothing                 nothing                   nothing
+
+New weights, which are made for a run, are in no folder on which somebody could put an adapter.
 """
 
 from __future__ import annotations
@@ -65,14 +67,15 @@ class ExportPlace:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def export_places(root: Path, export: bool | str, adapted: bool) -> Sequence[ExportPlace]:
+def export_places(root: Path, export: bool | str, adapted: bool, based: bool = True) -> Sequence[ExportPlace]:
     """Return what a run exports, and where to.
 
     export   as `checkpoint.export` has it
     adapted  whether the model has adapters
+    based    whether the weights beside these were there before the run (`has_base`)
     """
     if export is True:
-        export = "adapter" if adapted else "whole"
+        export = ("adapter" if based else "merged") if adapted else "whole"
     kinds = KINDS.get(str(export), (("whole", HF),)) if export else ()
     return [ExportPlace(root, kind, name) for kind, name in kinds]
 

@@ -184,7 +184,7 @@ def _in_records(engine: Engine) -> Iterator[torch.dtype]:
 def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     """Return upper bounds of temporary buffers, in bytes.
 
-    gathered  stage 3, more ranks than one: the root all the time, two units at a hand-over, WINDOW ahead
+    gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, WINDOW units ahead
     bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, WINDOW being
               reduced; parts of tied parameters' gradients are summed in the reduced dtype
     wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zero3d.config import to_dict
+from zero3d.config import Config, to_dict
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.page.text import size
 from zero3d.spec.tiers import DEVICE
+from zero3d.stores.cache import shown as shown_path
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
@@ -120,6 +121,7 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
 
 
 OF_WEIGHTS = "of the weights themselves, where this run computes with blocks of them (zero.gather_wire)"
+OF_BASE = "on the base as it was before it was quantised (model.quantize)"
 
 
 def summary(result: Result) -> Iterator[str]:
@@ -143,14 +145,20 @@ def summary(result: Result) -> Iterator[str]:
         line = f"{folder}{' (averages of the weights, train.ema)' if averaged else ''}"
         checked = result.config.checkpoint.verify and number == 0
         if checked and (math.isfinite(reloaded) or math.isfinite(exported)):
-            coded = result.config.zero.gather_wire != "same" and math.isfinite(reloaded)
-            other = OF_WEIGHTS if coded else "NOT the same"
+            other = _difference(result.config) if math.isfinite(reloaded) else "NOT the same"
             same = "the same" if math.isclose(exported, reloaded, rel_tol=1e-6) else other
             line += f" loaded with {result.reloaded_by}.from_pretrained: {reloaded:.6f}, {same}"
         yield f"exported: {line}"
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
-    yield f"checkpoint: {result.checkpoint}    metrics: {result.folder.metrics}"
+    yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
+
+
+def _difference(config: Config) -> str:
+    """Return what an export's loss is of, where it is another than the run's."""
+    if config.model.quantize is not None:
+        return OF_BASE
+    return OF_WEIGHTS if config.zero.gather_wire != "same" else "NOT the same"
 
 
 def write_png(result: Result) -> str:
@@ -206,7 +214,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "config": to_dict(config),
         "paths": {
             "folder": str(folder.root.resolve()),
-            "checkpoint": str(result.checkpoint.resolve()),
+            "checkpoint": shown_path(result.checkpoint.resolve()),
             "export": str(result.exports[0].resolve()) if result.exports else None,
             "exports": [str(path.resolve()) for path in result.exports],
             "metrics": str(folder.metrics.resolve()),
