@@ -129,6 +129,8 @@ P = ParallelPlan
     *(pytest.param(*case, marks=long) for case in [
         (P(dp=4, stage=0), False, False, 2), (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
         (P(dp=2, pp=2, stage=3, accumulate=2, schedule="zero-bubble"), False, False, 4),
+        *((P(dp=2, pp=2, stage=3, accumulate=2, schedule=schedule, activations="full"), False, False, 4)
+          for schedule in ("zero-bubble", "zbv")),
     ]),
     *(pytest.param(*case, None, marks=long) for case in [
         (P(dp=2, stage=2, micro_batch=2), True, True),

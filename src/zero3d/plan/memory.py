@@ -545,7 +545,7 @@ class _Ranks:
         for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
             if part.kind == "head" or at == last:
                 yield _backward(part, footprint, alive, passed, turns[at])
-            alive += footprint.skipped + footprint.for_weights - footprint.dropped
+            alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
         yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING)
 
     def _backward_of_weights(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
