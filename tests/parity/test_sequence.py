@@ -109,9 +109,9 @@ def check(found, wanted, most=1e-10):
     ("llama", {"sp": 2}, {}),
     ("gpt2", {"sp": 2}, {"lengths": (48, 31, 33), "steps": 3}),
     ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
-    ("llama", {"sp": 2, "dp": 4}, {"accumulate": 2, "ignored": range(0, 30)}),
-    ("qwen3", {"sp": 2, "tp": 2}, {}),
-    ("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
+    long("llama", {"sp": 2, "dp": 4}, {"accumulate": 2, "ignored": range(0, 30)}),
+    long("qwen3", {"sp": 2, "tp": 2}, {}),
+    long("gemma2", {"sp": 2}, {"sizes": {"sliding_window": 7}}),
     ("llama", {"sp": 4}, {"sizes": {"kv_heads": 1}}),
     long("llama", {"sp": 4}, {"sizes": {"kv_heads": 1, "num_attention_heads": 2}}),
     ("llama", {"sp": 2, "pp": 2}, {"accumulate": 2}),
@@ -144,7 +144,7 @@ def balanced(degrees, accumulate=1, activations="none"):
 
 
 @pytest.mark.parametrize(("degrees", "options"), [
-    ({"sp": 2}, {"activations": "full"}), ({"sp": 2, "pp": 2}, {"accumulate": 2}),
+    ({"sp": 2}, {"activations": "full"}), long({"sp": 2, "pp": 2}, {"accumulate": 2}),
 ], ids=str)  # fmt: skip
 def test_experts_are_balanced_over_the_tokens_of_whole_sequences(ranks, degrees, options):
     ((one, _),) = ranks(1, partial(balanced, **options), {})
@@ -261,7 +261,7 @@ def test_masked_language_models_have_their_labels_as_they_are(ranks):
 
 
 @pytest.mark.parametrize("options", [
-    long({"precision": "bf16"}), {"precision": "fp32", "activations": "full"},
+    long({"precision": "bf16"}), long({"precision": "fp32", "activations": "full"}),
 ], ids=str)  # fmt: skip
 def test_stages_have_the_same_bits(ranks, options):
     stages = (0, 1, 2, 3) if options["precision"] == "bf16" else (0, 3)
@@ -269,7 +269,7 @@ def test_stages_have_the_same_bits(ranks, options):
     assert all(found == first for found in others)
 
 
-@pytest.mark.parametrize("name", ["llama", long("qwen3"), "gpt2"])
+@pytest.mark.parametrize("name", ["llama", long("qwen3"), long("gpt2")])
 def test_the_first_loss_of_two_ranks_is_that_of_one_bit_for_bit(ranks, name):
     case = partial(trained, precision="fp32", lengths=(48, 47))
     (one, _), (two, _) = ranks(1, case, name, {"sp": 1})[0], ranks(2, case, name, {"sp": 2})[1]
@@ -432,14 +432,14 @@ def of_whole_sequences(ranks, rows, name, shares_experts, lora, precision):
 
 @pytest.mark.parametrize(("degrees", "options"), [
     long({"sp": 2}, {"activations": "full"}),
-    ({"sp": 2}, {"activations": "selective", "stage": 2}),
+    long({"sp": 2}, {"activations": "selective", "stage": 2}),
     ({"sp": 2}, {"offload": {"optimizer": "host", "params": "host", "activations": "host"}, "activations": "full"}),
     ({"sp": 2}, {"sizes": {"lora": True}, "stage": 1}),
     ({"sp": 2, "ep": 2}, {"name": "experts"}),
     long({"sp": 2, "dp": 4, "ep": 4}, {"name": "experts"}),
     ({"sp": 2, "tp": 2}, {"tiled_loss": True}),
     long({"sp": 2}, {"gather_budget": 2000}),
-    ({"sp": 2}, {"precision": "fp16"}),
+    long({"sp": 2}, {"precision": "fp16"}),
 ], ids=str)  # fmt: skip
 def test_settings_beside_it_train_as_without_it(ranks, degrees, options):
     rows, tp = degrees.get("dp", 2) // 2, degrees.get("tp", 1)
@@ -521,8 +521,8 @@ def trained_by_blocks(name, **options):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("gemma2", {"sizes": {"sliding_window": 7}}), ("gemma2", {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
-    ("llama", {"sizes": {"kv_heads": 1}, "sp_kind": "gather"}),
+    long("gemma2", {"sizes": {"sliding_window": 7}}), ("gemma2", {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
+    long("llama", {"sizes": {"kv_heads": 1}, "sp_kind": "gather"}),
 ], ids=str)  # fmt: skip
 def test_masks_that_are_too_large_are_in_blocks(ranks, name, options):
     found = ranks(2, partial(trained_by_blocks, name, **options))
@@ -910,7 +910,7 @@ def moved(degrees, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"activations": "full"}, {"lora": True}, long({"sp_kind": "gather"}), {"sp_kind": "heads"}, {"name": "moe"},
+    {}, long({"activations": "full"}), long({"lora": True}), long({"sp_kind": "gather"}), {"sp_kind": "heads"}, {"name": "moe"},
 ], ids=str)  # fmt: skip
 def test_what_is_sent_is_what_the_formula_says(ranks, options):
     for sent, measured in ranks(2, partial(moved, **options), {"sp": 2}):
@@ -929,6 +929,7 @@ def tiled(stage):
     return found, (engine.fingerprint(), given)
 
 
+@pytest.mark.long
 def test_a_tiled_mlp_computes_the_rows_of_its_rank(ranks):
     """Losses to rounding, and the bits of every stage at one size of tiles (docs/tiling.md)."""
     three, none = ranks(2, tiled, 3), ranks(2, tiled, 0)
@@ -1004,7 +1005,8 @@ def ran(folder, sp, output, resume=None):
     return field(train(made, resume), "loss")
 
 
-@pytest.mark.parametrize(("sp", "world"), [(1, 2), long(2, 2), long(2, 4), long(4, 4)])
+@pytest.mark.long
+@pytest.mark.parametrize(("sp", "world"), [(1, 2), (2, 2), (2, 4), (4, 4)])
 def test_a_run_goes_on_at_another_sp(ranks, tmp_path, sp, world):
     save_rows(tmp_path / "rows.npy")
     save_model(tmp_path / "model")
