@@ -6,7 +6,7 @@ on torch's and the CPU's instructions; that they are equal to each other does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -18,7 +18,8 @@ from recorded import load
 
 from zero3d.cli.main import main as zero3d
 from zero3d.doctor.table import PROBES
-from zero3d.plan.constants import CONSTANTS, SYSTEM_CONSTANTS, Constant, Key
+from zero3d.plan.constants import CONSTANTS, Constant, Key
+from zero3d.plan.profiles import PROFILES
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.report import shown
 
@@ -260,7 +261,9 @@ def _row(each: Constant, accounts: Mapping[Key, Mapping[str, Any]]) -> list[str]
         return [*begin, f"{each.lender}'s", ""]
     if not each.fitted_on:
         return [*begin, f"no row: {each.source}", ""]
-    account = accounts[each.key]
+    account = accounts.get(each.key)
+    if account is None:  # fitted since the recording
+        return [*begin, ", ".join(f"{rows.set} {rows.kind}" for rows in each.fitted_on), ""]
     sets = list(account["without"])
     rows = ", ".join(
         f"{rows['set']} {rows['kind']}{': ' + rows['which'] if rows['which'] else ''} ({rows['count']})"
@@ -275,24 +278,15 @@ def _short(value: float) -> str:
     return f"{value / GB:g}e9" if value >= GB / 10 else f"{value:.3g}"
 
 
-def fitted_counts(groups: Sequence[Constant]) -> dict[str, int]:
-    """How many constants of each system were fitted, lent ones apart."""
-    counts: dict[str, int] = {}
-    for each in groups:
-        counts.setdefault(each.system, 0)
-        counts[each.system] += bool(each.fitted_on) and not each.lender
-    return counts
-
-
 def counts() -> str:
     """The sentence that counts systems and constants."""
-    systems = {name: count for name, count in fitted_counts(SYSTEM_CONSTANTS).items() if name != "zero3d"}
-    kernels = sum(bool(each.fitted_on) and not each.lender for each in CONSTANTS) - sum(systems.values())
-    few, most = min(systems.values()), max(systems.values())
+    own = [each for each in CONSTANTS if each.fitted_on and not each.lender]
+    sets = {rows.set for each in own for rows in each.fitted_on}
+    alone = sum(len({rows.set for rows in each.fitted_on}) == 1 for each in own)
     return (
-        f"{len(systems)} systems beside zero3d have {sum(systems.values())} fitted constants, {few} to {most} each, "
-        f"and kernels have {kernels}; zero3d has none of its own: what it hides of communication is torchtitan's. "
-        f"{sum(bool(each.fitted_on) for each in JUDGING)} more serve to judge tables alone."
+        f"{len(PROFILES) - 1} systems beside zero3d share {len(own)} fitted constants, which saw {len(sets)} sets; "
+        f"{alone} of them have rows in one set alone. zero3d has none of its own: what it hides of communication is "
+        f"torchtitan's. {sum(bool(each.fitted_on) for each in JUDGING)} more serves to judge tables alone."
     )
 
 

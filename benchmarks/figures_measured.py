@@ -6,6 +6,7 @@ Ratios are of medians over a run's counted steps. A target that some runs meet a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ import optimizers
 import pipeline as pipeline_benchmark
 import qlora
 import sequence
+import stream
 from recorded import load
 
 MIB = 2**20
@@ -204,6 +206,28 @@ def sequence_steps() -> str:
     return table(["", "median step, s", "on a core, s", "a rank's memory"], rows)
 
 
+# --- stream.py ------------------------------------------------------------------------------------
+
+
+def streams() -> str:
+    """A stream of weights beside a gather of each parameter, and beside a copy of the bytes."""
+    [run] = results("stream")
+    return table(["a stream of weights", "", "target", ""], [
+        [f"of the {what}", f"{ratio:.2f}x", f"{limit:.2f}x", verdict([ratio], limit)]
+        for what, ratio, limit in stream.ratios(run)
+    ])  # fmt: skip
+
+
+def stream_seconds() -> str:
+    """Seconds until a receiver has everything, and what rank 0 has meanwhile."""
+    [run] = results("stream")
+    rows = [
+        [name, seconds([median(times)]), f"{run['memory'][name] / MIB:,.0f} MiB" if name in run["memory"] else ""]
+        for name, times in run["seconds"].items()
+    ]
+    return table(["", "median, s", "memory of rank 0"], rows)
+
+
 # --- optimizers.py, the demo with each -----------------------------------------------------------
 
 
@@ -281,17 +305,23 @@ def links_steps() -> str:
     return table(head, rows)
 
 
-def links_chosen() -> str:
-    """What the planner would choose of the links as they were measured, and what was fastest, at every rate."""
+@lru_cache
+def replanned() -> Any:
+    """What was measured over slow links, with what the planner says now."""
     [run] = results("links")
+    return links.planned_again(run)
+
+
+def links_chosen() -> str:
+    """What the planner chooses of the links as they were measured, and what was fastest, at every rate."""
     rows = []
-    for rate, at in run["rates"].items():
-        ours = {name: figures["of flat"] for name, figures in at["variants"].items() if name in at["planned"]}
-        as_it_is = {name: ratio for name, ratio in ours.items() if name in links.EXACT}
+    for rate, at in replanned()["rates"].items():
+        ours = {name: figures["step"] for name, figures in at["variants"].items() if name in at["planned"]}
+        as_it_is = {name: seconds for name, seconds in ours.items() if name in links.EXACT}
         cells = []
         for chosen, all_ in ((at["chosen"]["auto"], as_it_is), (at["chosen"]["narrow"], ours)):
             fastest = min(all_, key=lambda name, all_=all_: all_[name])
-            cells += [f"{LINKS[chosen]} ({ours[chosen]:.2f}x)", f"{LINKS[fastest]} ({ours[fastest]:.2f}x)"]
+            cells += [f"{LINKS[name]} ({ours[name]:.3f} s)" for name in (chosen, fastest)]
         hsdp = at["variants"]["shard"]["step"] / at["variants"]["hsdp"]["step"]
         rows.append([_rate(rate), *cells, f"{hsdp:.2f}x"])
     head = ["link", "`auto` takes", "fastest that rounds nothing", "`narrow` takes", "fastest", "shards of HSDP"]
@@ -300,10 +330,9 @@ def links_chosen() -> str:
 
 def links_targets() -> str:
     """Every target of the benchmark."""
-    [run] = results("links")
     rows = [
         [what, f"{ratio:.2f}x", f"{'at least' if least else 'at most'} {limit:g}x", verdict([ratio], limit, least)]
-        for what, ratio, limit, least in links.judged(run)
+        for what, ratio, limit, least in links.judged(replanned())
     ]
     return table(["", "measured", "target", ""], rows)
 
@@ -423,6 +452,8 @@ MEASURED: dict[str, Callable[[], str]] = {
     "experts-layer": experts_layer,
     "sequences": sequences,
     "sequence-steps": sequence_steps,
+    "streams": streams,
+    "stream-seconds": stream_seconds,
     "links-steps": links_steps,
     "links-chosen": links_chosen,
     "links-targets": links_targets,

@@ -18,7 +18,8 @@ For each: seconds of a step (the slowest rank's, median over rounds) and its rat
 the first host puts on the cable in it, beside the bytes of the ledger that cross; of zero3d also a pass of gathers of
 all units, first after an update and again, as a backward has it, and the bytes of the first that cross by formula.
 Before the rounds `zero3d calibrate` measures the links, and the planner says from these what a step of each way takes
-(plan/links.py), and which it would choose: of those that send numbers as they are (auto), and of all (narrow).
+(plan/links.py), and which it would choose: of those that send numbers as they are (auto), and of all (narrow). Tables
+have what today's planner says of recorded links (`planned_again`).
 
 Targets (`TARGETS`), at 200 Mbit/s but the last: 8-bit sums of shards at least 3 times as fast as flat; a pass again of
 second shards 10 times; what is chosen takes at most 1.03 of flat at every rate. The exit code is 0 whether they are
@@ -36,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,8 +56,9 @@ from two_hosts import ADDRESSES, CABLE, two_hosts, why_not
 import zero3d
 from zero3d.plan.calibrate import Sizes, calibrate
 from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster as catalogued
 from zero3d.plan.links import fastest, ways
-from zero3d.plan.spec import ClusterSpec, ModelSpec, Operations, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Link, ModelSpec, Operations, ParallelPlan
 from zero3d.sim.model_spec import outline
 
 RATES = (100, 200, 1000, 0)  # Mbit/s
@@ -80,6 +83,7 @@ WAYS = {  # the planner's names of them
 EXACT = ("flat", "second", "shard")  # those that send numbers as they are
 TORCH = ("fsdp2", "hsdp")
 RATE = 200  # Mbit/s, of the first two targets
+RATES_OF_A_RANK = ("flops", "bandwidth", "matrix", "flash")
 TARGETS = {"sums": 3.0, "gathers": 10.0, "chosen": 1.03}
 SIZES = Sizes(side=512, copied=8 << 20, disk=1 << 20, messages=tuple(1 << power for power in range(14, 21)))
 
@@ -189,7 +193,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def planned(cluster: ClusterSpec, arguments: argparse.Namespace) -> dict[str, Any]:
     """The links as they were measured, the planner's seconds of a step by variant, and what it would choose."""
     plan = ParallelPlan(dp=HOSTS * LOCAL, stage=3, precision="bf16")
-    found = ways(spec_of(arguments), plan, cluster, evaluate)
+    found = ways(spec_of(arguments.model, arguments.length), plan, cluster, evaluate)
     chosen = {
         name: WAYS[fastest(found, cluster, cluster.gpu.memory, narrow).name]
         for name, narrow in (("auto", False), ("narrow", True))
@@ -198,17 +202,36 @@ def planned(cluster: ClusterSpec, arguments: argparse.Namespace) -> dict[str, An
         name: {"bandwidth": link.bandwidth, "latency": link.latency}
         for name, link in (("inside", cluster.inside), ("across", cluster.across))
     }
-    return {"links": links, "planned": {WAYS[way.name]: way.estimate.seconds.mid for way in found}, "chosen": chosen}
+    rates = {name: getattr(cluster.gpu, name) for name in RATES_OF_A_RANK}
+    seconds = {WAYS[way.name]: way.estimate.seconds.mid for way in found}
+    return {"links": links, "rank": rates, "planned": seconds, "chosen": chosen}
 
 
-def spec_of(arguments: argparse.Namespace) -> ModelSpec:
+def planned_again(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded result with what the planner says now of its links.
+
+    Rates of a rank are those that were recorded, else an equal share of the catalogue's machine: all ranks are on one.
+    """
+    given, hosts = result["arguments"], catalogued("cpu", HOSTS * LOCAL, HOSTS)
+    arguments = argparse.Namespace(model=Shape(**given["model"]), length=given["length"])
+    share = {name: getattr(hosts.gpu, name) / hosts.gpus for name in ("flops", "bandwidth")}
+    rates = {}
+    for rate, found in result["rates"].items():
+        links = {name: Link(link["bandwidth"], link["latency"], 0.0) for name, link in found["links"].items()}
+        rank = dataclasses.replace(hosts.gpu, **found.get("rank", share))
+        rates[rate] = found | planned(dataclasses.replace(hosts, gpu=rank, **links), arguments)
+    return result | {"rates": rates}
+
+
+@lru_cache
+def spec_of(model: Shape, length: int) -> ModelSpec:
     """The model as the planner takes it: parameters as they are, operations of products with weights alone."""
-    spec = outline(build_gpt(arguments.model), arguments.length)
+    spec = outline(build_gpt(model), length)
     parts = tuple(
         dataclasses.replace(part, operations=Operations(2.0 * part.numel if part.kind != "embedding" else 0.0))
         for part in spec.parts
     )
-    heads = arguments.model.d // HEAD_SIZE
+    heads = model.d // HEAD_SIZE
     return dataclasses.replace(spec, parts=parts, heads=heads, kv_heads=heads)
 
 

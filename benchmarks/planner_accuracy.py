@@ -1,12 +1,13 @@
 """How far the planner is from published numbers: `python benchmarks/planner_accuracy.py --tables DIR [--json]`.
 
-    DIR/*.csv -> planner_tables*.py -> points -> per set and kind: rows, mean, p90, worst error, and
+    DIR/*.csv, published/*.csv -> planner_tables*.py -> points -> per set and kind: rows, mean, p90, worst error, and
         fits   OOM recall (of runs that ran out, those predicted to) and false alarms (of those that ran)
         time   per group of one model's configurations: Kendall's tau, and regret: how much slower than the best
                run the one is that the planner would have chosen
 
-Beside the errors stand those of constants that saw no row of the set (planner_left_out.py). Any subset of files and
-rows will do. Rows with duplicate_of or exclude=1 are left out, unreadable ones counted.
+First stand the errors of constants that saw no row of the set (planner_left_out.py), which are what to expect of a
+source that nobody has fitted; then those of the planner's own. Any subset of files and rows will do. Rows with
+duplicate_of or exclude=1 are left out, unreadable ones counted, those that say too little of their run listed.
 """
 
 from __future__ import annotations
@@ -25,24 +26,31 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_constants import Planner
 from planner_left_out import accounts, fitted_on, without
-from planner_tables import READERS, Point, Row
+from planner_tables import READERS, Point, Row, Unknown
 from planner_tables_other import OTHER
+from planner_tables_recent import RECENT
 
 from zero3d.plan.constants import Key
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
+PUBLISHED = Path(__file__).parent / "published"
 
 
 class Tables:
-    """Points of the rows of a folder's files."""
+    """Points of the rows of folders' files.
 
-    def __init__(self, folder: Path) -> None:
-        readers = {**READERS, **OTHER}
-        files = sorted(folder.glob("*.csv"))
+    unknown  files without a reader; skipped: by file, how many rows none could read
+    untold   by row, what its source does not tell of its run
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        readers = {**READERS, **OTHER, **RECENT}
+        files = sorted(path for folder in folders for path in folder.glob("*.csv"))
         self.unknown = [path.name for path in files if path.stem not in readers]
         self.readers = {path.stem: readers[path.stem] for path in files if path.stem in readers}
         self.rows = {path.stem: list(_rows(path)) for path in files if path.stem in readers}
         self.skipped: dict[str, int] = {}
+        self.untold: dict[str, str] = {}
         by_file = {stem: self._of_file(stem, Planner(), self.skipped) for stem in self.rows}
         self.points = [point for points in by_file.values() for point in points]
         self._files = {point.set: stem for stem, points in by_file.items() for point in points}
@@ -58,9 +66,16 @@ class Tables:
         for row in self.rows[stem]:
             try:
                 points += self.readers[stem](row, planner)
+            except Unknown as reason:
+                self.untold[row["id"]] = str(reason)
             except (LookupError, ValueError, TypeError):
                 skipped[stem] = skipped.get(stem, 0) + 1
         return points
+
+    def counts(self) -> dict[str, int]:
+        """Count the rows: read, skipped and unknown."""
+        skipped, untold = sum(self.skipped.values()), len(self.untold)
+        return {"read": sum(map(len, self.rows.values())) - skipped - untold, "skipped": skipped, "unknown": untold}
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -100,7 +115,7 @@ def labels(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Return Kendall's tau over pairs within groups (repeats apart), and the mean and worst regret of the groups.
+    """Return the mean of the groups' Kendall's tau (repeats apart), and their mean and worst regret.
 
     tau is None where all runs of each group took as long as one another.
     """
@@ -111,16 +126,21 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     kept = [group for group in groups.values() if len(group) >= SMALLEST_GROUP]
     if not kept:
         return None
-    pairs = [pair for group in kept for pair in combinations(group, 2)]
-    pairs = [(a, b) for a, b in pairs if a.actual != b.actual and a.predicted != b.predicted]
-    agree = sum(_sign(a.predicted - b.predicted) * _sign(a.actual - b.actual) for a, b in pairs)
+    taus = [tau for group in kept if (tau := _tau(group)) is not None]
     regrets = [min(g, key=lambda p: p.predicted).actual / min(p.actual for p in g) - 1 for g in kept]
     return {
         "groups": len(kept),
-        "tau": agree / len(pairs) if pairs else None,
+        "tau": sum(taus) / len(taus) if taus else None,
         "regret": sum(regrets) / len(regrets),
         "worst_regret": max(regrets),
     }
+
+
+def _tau(group: Sequence[Point]) -> float | None:
+    """Return Kendall's tau of a group; None where no two of its runs differ."""
+    pairs = [(a, b) for a, b in combinations(group, 2) if a.actual != b.actual and a.predicted != b.predicted]
+    agree = sum(_sign(a.predicted - b.predicted) * _sign(a.actual - b.actual) for a, b in pairs)
+    return agree / len(pairs) if pairs else None
 
 
 def _sign(value: float) -> int:
@@ -142,12 +162,17 @@ def score(points: Sequence[Point]) -> list[dict[str, Any]]:
     return scores
 
 
-def left_out(tables: Tables) -> tuple[list[dict[str, Any]], dict[str, dict[Key, float]]]:
-    """Return the scores of each set that constants saw, without it, and the constants' values then."""
+def left_out(tables: Tables) -> tuple[list[Point], dict[str, dict[Key, float]]]:
+    """Return the points of each set that constants saw, predicted without it, and the constants' values then."""
     sets = sorted({point.set for point in tables.points if fitted_on(point.set)})
     values = {name: without(name, tables.predict) for name in sets}
-    points = [point for name in sets for point in tables.predict(Planner(values[name]), {name})]
-    return score(points), values
+    return [point for name in sets for point in tables.predict(Planner(values[name]), {name})], values
+
+
+def margin_of(points: Iterable[Point]) -> float | None:
+    """Return the relative error within which nine in ten points of memory lie, None without any."""
+    memory = [point for point in points if point.kind == "memory"]
+    return errors(memory)["p90"] if memory else None
 
 
 def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -156,16 +181,59 @@ def beside(scores: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -
     return [{**s, "left_out": without.get((s["set"], s["kind"]))} for s in scores]
 
 
-def as_text(scores: Sequence[dict[str, Any]], skipped: Mapping[str, int], unknown: Sequence[str]) -> str:
-    """Write the tables, and what was left out."""
-    head = f"{'':28} {'':8} {'':4} {'fitted':^20} {'its set left out':^20}"
+def means(scores: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return, of memory and of time, the mean over sources of their mean errors, and which source has the largest.
+
+    Sets with "no gate" in their name are left out. kind -> {"left_out": ..., "fitted": ...}, None without any.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kind in ("memory", "time"):
+        gated = [s for s in scores if s["kind"] == kind and "no gate" not in s["set"]]
+        columns = {"left_out": [s["left_out"] for s in gated if s["left_out"]], "fitted": gated}
+        found[kind] = {column: _mean(each) for column, each in columns.items()}
+    return found
+
+
+def _mean(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not scores:
+        return None
+    worst = max(scores, key=lambda s: s["mean"])
+    mean = sum(s["mean"] for s in scores) / len(scores)
+    return {"sources": len(scores), "mean": mean, "worst": worst["mean"], "worst_source": worst["set"]}
+
+
+def as_text(
+    scores: Sequence[dict[str, Any]],
+    skipped: Mapping[str, int],
+    unknown: Sequence[str],
+    untold: Mapping[str, str] | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> str:
+    """Write the tables, and what was left out.
+
+    untold, counts  of rows; None of a recording that has none
+    """
+    head = f"{'':28} {'':8} {'':4} {'its set left out':^20} {'fitted':^20}"
     names = " ".join(f"{name:>6}" for name in ("mean", "p90", "worst"))
     lines = [head.rstrip(), f"{'set':28} {'kind':8} {'rows':>4} {names} {names} {'bias':>7}  worst row"]
     for s in scores:
         lines += _lines(s)
     lines += [
+        f"{kind}, {title}: {100 * found['mean']:.1f} % mean of {found['sources']} sources, largest "
+        f"{100 * found['worst']:.1f} % ({found['worst_source']})"
+        for column, title in (("left_out", "its set left out"), ("fitted", "fitted"))
+        for kind, columns in means(scores).items()
+        if (found := columns[column])
+    ]
+    if counts is not None:
+        lines.append("rows: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    lines += [
         f"skipped in {name}: {count} rows (columns missing, or nothing to compare)" for name, count in skipped.items()
     ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in (untold or {}).items():
+        reasons.setdefault(reason, []).append(name)
+    lines += [f"unknown: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += [f"no reader: {name}" for name in unknown]
     return "\n".join(lines)
 
@@ -174,13 +242,13 @@ def _lines(s: Mapping[str, Any]) -> list[str]:
     begin = f"{s['set']:28} {s['kind']:8} {s['rows']:4}"
     if s["kind"] == "fits":
         missed = f"; missed {', '.join(s['missed'])}" if s["missed"] else ""
-        without = f"; left out: {labels_text(s['left_out'])}" if s["left_out"] else ""
-        return [f"{begin}  {labels_text(s)}{missed}{without}"]
+        without = f"left out: {labels_text(s['left_out'])}; fitted: " if s["left_out"] else ""
+        return [f"{begin}  {without}{labels_text(s)}{missed}"]
     other = s["left_out"]
     values = " ".join(f"{100 * s[k]:5.1f}%" for k in ("mean", "p90", "worst"))
     without = " ".join(f"{100 * other[k]:5.1f}%" if other else f"{'-':>6}" for k in ("mean", "p90", "worst"))
     row = f"{s['worst_row']} ({s['worst_predicted']:.4g} for {s['worst_actual']:.4g})"
-    lines = [f"{begin} {values} {without} {100 * s['bias']:+6.1f}%  {row}"]
+    lines = [f"{begin} {without} {values} {100 * s['bias']:+6.1f}%  {row}"]
     return [*lines, f"{'':28} ranking  {ranking_text(s)}"] if "tau" in s else lines
 
 
@@ -205,19 +273,22 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print every row's prediction, too")
     parser.add_argument("--fitted-only", action="store_true", help="leave out the errors without a set's own rows")
     arguments = parser.parse_args()
-    tables = Tables(arguments.tables)
+    tables = Tables(arguments.tables, PUBLISHED)
     others, values = ([], {}) if arguments.fitted_only else left_out(tables)
-    scores = beside(score(tables.points), others)
+    scores = beside(score(tables.points), score(others))
     if arguments.json:
         constants = accounts(tables.predict, values)
-        result = {"scores": scores, "constants": constants, "skipped": tables.skipped, "unknown": tables.unknown}
+        told = {"skipped": tables.skipped, "unknown": tables.unknown, "untold": tables.untold, "rows": tables.counts()}
+        result = {"scores": scores, "means": means(scores), "margin": margin_of(others), "constants": constants, **told}
         print(json.dumps(result, indent=1))
         return 0
     if arguments.rows:
         for p in tables.points:
             off = 100 * (p.predicted / p.actual - 1) if p.actual else 0.0
             print(f"{p.set:22} {p.kind:8} {p.id:34} {p.predicted:10.4g} {p.actual:10.4g} {off:+7.1f}%")
-    print(as_text(scores, tables.skipped, tables.unknown))
+    print(as_text(scores, tables.skipped, tables.unknown, tables.untold, tables.counts()))
+    if (margin := margin_of(others)) is not None:
+        print(f"the planner's margin: nine in ten memories, their set left out, lie within {100 * margin:.1f} %")
     return 0
 
 

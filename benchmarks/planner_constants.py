@@ -13,19 +13,11 @@ from zero3d.plan.kernels import Kernels
 from zero3d.plan.profiles import Profile, profiles
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
-TRIED = "1: the fastest by plan of those that the table leaves open; 0: no interleaving, the smallest micro-batch"
 JUDGING = (
     assumed("all tables", "margin", 0.12, "of a card, left free where a run is said to fit",
             "nine in ten memory predictions lie within it"),
-    fitted("bloom176b_prequel", "inside", 115e9, "bytes/s and GPU within a node", 300e9,
-           Rows("bloom176b_prequel", "time", "tp 8 beside 4 and 2")),
-    fitted("nanotron", "across above 256", 15e9, "bytes/s and GPU between nodes, above 256 GPUs", 50e9,
+    fitted("nanotron", "across above 256", 18e9, "bytes/s and GPU between nodes, above 256 GPUs", 50e9,
            Rows("nanotron", "time", "64 nodes")),
-    fitted("torchtitan", "micro-batch in pipelines", 2, "sequences", 1, Rows("torchtitan", "time", "pipelines")),
-    fitted("litgpt_lora", "kept", 0.87, "of eager Llama's 64 h, kept by a block", 1.0, Rows("litgpt_lora", "memory")),
-    fitted("megatron2021_table2", "plans tried", 1, TRIED, 0, Rows("megatron2021_table2", "time", "Megatron")),
-    fitted("megatron_core_h100", "plans tried", 1, TRIED, 0, Rows("megatron_core_h100", "time")),
-    fitted("megascale_megatron", "plans tried", 1, TRIED, 0, Rows("megascale_megatron", "time")),
 )  # fmt: skip
 EVERY = (*CONSTANTS, *JUDGING)
 

@@ -1,6 +1,7 @@
 """Readers of published tables: a row of a CSV -> points, each a prediction beside what was published.
 
-A reader raises KeyError or ValueError for a row it cannot use (a column missing, a word it does not know): skipped.
+A reader raises KeyError or ValueError for a row it cannot use (a column missing, a word it does not know): skipped. It
+raises Unknown for a run whose settings or card are not known: listed with the reason.
 Shapes and clusters that a table leaves to its source stand here, beside the reader that needs them.
 """
 
@@ -20,6 +21,10 @@ from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 Row = dict[str, str]
 GIB, MIB = 2**30, 2**20
+
+
+class Unknown(Exception):
+    """Raised for a row that says too little of its run to be predicted; its text is the reason."""
 
 
 class Point(NamedTuple):
@@ -54,15 +59,9 @@ def machines(gpu: str, gpus: int, across: float, per_node: int = 8) -> ClusterSp
     return replace(spec, across=replace(spec.across, bandwidth=across))
 
 
-def fastest(
-    planner: Planner, model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str, judged: str
-) -> Estimate:
-    """Return the best of plans that fit, where a table does not say which was run; of all if none fits.
-
-    The first alone where the constant "plans tried" of the judged set is 0.
-    """
-    tried = plans if planner.value(judged, "plans tried") else plans[:1]
-    estimates = [planner.evaluate(model, spec, plan, system) for plan in tried]
+def fastest(planner: Planner, model: ModelSpec, spec: ClusterSpec, plans: list[ParallelPlan], system: str) -> Estimate:
+    """Return the best of plans that fit, where a table does not say which was run; of all if none fits."""
+    estimates = [planner.evaluate(model, spec, plan, system) for plan in plans]
     fitting = [e for e in estimates if e.memory.device <= spec.gpu.memory] or estimates
     return min(fitting, key=lambda estimate: estimate.seconds.mid)
 
@@ -163,7 +162,7 @@ def megatron_table2(row: Row, planner: Planner) -> Iterator[Point]:
         pp = whole(row, "mp") // 8
         plan = pipelined(gpus // (8 * pp), 8, pp, 1, micro, batch, activations="full", reduce_dtype="fp16")
         plans = [plan, *(plan.replace(virtual=v, schedule="interleaved") for v in (2, 3) if layers % (pp * v) == 0)]
-        estimate = fastest(planner, model, spec, plans, "megatron", "megatron2021_table2")
+        estimate = fastest(planner, model, spec, plans, "megatron")
     flops = formulas.step_flops(batch, 2048, layers, hidden, 51200, recompute=True)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
     yield Point("megatron2021_table2", row["id"], "time", estimate.seconds.mid, actual, f"{row['scheme']}{hidden}", "s")
@@ -211,8 +210,9 @@ def megatron_core(row: Row, planner: Planner) -> Iterator[Point]:
             v for v in (1, 2, 3, 4, 6) if v == 1 or (pp > 1 and model.blocks and len(model.blocks) % (pp * v) == 0)
         ]:
             if batch % (dp * micro) == 0:
-                plans.append(pipelined(dp, tp, pp, virtual, micro, batch, stage=1, sequence_parallel=tp > 1))
-    estimate = fastest(planner, model, machines("h100", gpus, 50e9), plans, "megatron-core", "megatron_core_h100")
+                plans.append(pipelined(dp, tp, pp, virtual, micro, batch, stage=1, sequence_parallel=tp > 1,
+                                       reduce_dtype="fp32"))  # fmt: skip
+    estimate = fastest(planner, model, machines("h100", gpus, 50e9), plans, "megatron-core")
     flops = formulas.step_flops(batch, model.length, len(model.blocks), model.hidden, model.vocab, recompute=False)
     actual = flops / gpus / number(row, "tflops_per_gpu") / 1e12
     yield Point("megatron_core_h100", row["id"], "time", estimate.seconds.mid, actual, unit="s")
@@ -221,10 +221,10 @@ def megatron_core(row: Row, planner: Planner) -> Iterator[Point]:
 # --- BLOOM, DeepSpeed ---------------------------------------------------------------------------
 
 
-def jean_zay(planner: Planner, gpus: int) -> ClusterSpec:
-    """8 A100 per node, four 100 Gb/s ports."""
+def jean_zay(gpus: int) -> ClusterSpec:
+    """8 A100 per node, 4 NVLinks of 25 GB/s between two of them, four 100 Gb/s ports (BLOOM's model card)."""
     spec = machines("a100-80", gpus, 6.25e9)
-    return replace(spec, inside=replace(spec.inside, bandwidth=planner.value("bloom176b_prequel", "inside")))
+    return replace(spec, inside=replace(spec.inside, bandwidth=100e9))
 
 
 def bloom(row: Row, planner: Planner) -> Iterator[Point]:
@@ -237,7 +237,7 @@ def bloom(row: Row, planner: Planner) -> Iterator[Point]:
     plan = ParallelPlan(dp=dp, tp=tp, pp=pp, stage=1, micro_batch=micro,
                         accumulate=batch // dp // micro if batch else 64, activations="full",
                         reduce_dtype="fp32" if wide else "fp16")  # fmt: skip
-    estimate = planner.evaluate(model, jean_zay(planner, whole(row, "gpus")), plan, "megatron-deepspeed")
+    estimate = planner.evaluate(model, jean_zay(whole(row, "gpus")), plan, "megatron-deepspeed")
     device = estimate.memory.device / GIB
     group = " ".join(row[name] for name in ("hidden", "layers", "heads", "gpus", "gbs"))
     if row["mem_gb_nvidia_smi"] and row.get("exclude") != "mem":

@@ -105,10 +105,11 @@ def throughput(row: Row, planner: Planner) -> Iterator[Point]:
         model, kept, virtual = gpt(105, 20480, 128, 51200, length, flash=False), "full", 1
     else:
         raise ValueError("id")
-    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept)
+    plan = pipelined(whole(row, "dp"), whole(row, "tp"), whole(row, "pp"), 1, 1, int(batch), activations=kept,
+                     reduce_dtype="fp32" if virtual > 1 else "fp16")  # fmt: skip
     plans = [plan, *([plan.replace(schedule="interleaved", virtual=virtual)] if virtual > 1 else [])]
     name, system = ("megascale_megatron", "megatron") if virtual > 1 else ("mt_nlg", "megatron-deepspeed")
-    estimate = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system, "megascale_megatron")
+    estimate = fastest(planner, model, machines("a100-80", gpus, 25e9), plans, system)
     yield Point(name, row["id"], "time", estimate.seconds.mid, float(seconds), unit="s")
 
 
@@ -143,22 +144,25 @@ def torchtitan(row: Row, planner: Planner) -> Iterator[Point]:
     narrow = re.search("(?i)fp8-tensor|float8", row["config"]) or re.match(r"TT-T[245]-", row["id"])
     name = row["model"].rsplit("-", 1)[1]
     gpus, local = whole(row, "gpus"), whole(row, "local_batch")
-    model = fused(llama(*LLAMA[name], whole(row, "seq")))
+    model = llama(*LLAMA[name], whole(row, "seq"))
+    model = model if row["config"] == "FSDP" else fused(model)  # all others were compiled
     tp, pp = (8 if "TP" in row["parallelism"] or "TP" in row["config"] or row["parallelism"] == "2D" else 1), 1
     if "PP" in row["parallelism"]:
         pp = 8
     dp = gpus // (tp * pp)
     virtual = 2 if "Interleaved" in row["config"] else 1
-    micro = local if pp == 1 else int(planner.value("torchtitan", "micro-batch in pipelines"))  # not told
     kept = {"full": "full", "selective-op": "selective", "selective-layer": "selective"}[row["ac"]]
-    plan = ParallelPlan(dp=dp, tp=tp, pp=pp, micro_batch=micro, accumulate=local // micro, activations=kept,
-                        sequence_parallel=tp > 1,
-                        schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
-                        precision="fp8" if narrow else "bf16")  # fmt: skip
+    plans = [
+        ParallelPlan(dp=dp, tp=tp, pp=pp, micro_batch=micro, accumulate=local // micro, activations=kept,
+                     sequence_parallel=tp > 1, schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
+                     precision="fp8" if narrow else "bf16")
+        for micro in ((local,) if pp == 1 else (1, 2, 4))  # not told of pipelines
+    ]  # fmt: skip
     a100 = "A100" in row["hw"]
     spec = machines("a100-80" if a100 else "h100-96", gpus, 25e9 if a100 else 50e9)
-    estimate = planner.evaluate(model, spec, plan, "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan")
-    tokens = plan.accumulate * micro * model.length / (tp * pp)
+    system = "torchtitan-async-tp" if "syncTP" in row["config"] else "torchtitan"
+    estimate = fastest(planner, model, spec, plans, system)
+    tokens = local * model.length / (tp * pp)
     group = f"{name} {gpus} {row['hw'][:8]}"
     yield Point("torchtitan", row["id"], "time", estimate.seconds.mid, tokens / number(row, "tps_per_gpu"), group, "s")
     if row["mem_gib_max_reserved_over_ranks"]:
@@ -185,15 +189,16 @@ QUANTISED = {"none": 2.0, "nf4": 0.56, "nf4-dq": 0.52, "fp4": 0.56, "fp4-dq": 0.
 ALPACA = 1304  # tokens of its longest document
 
 
-def lora_bytes(model: ModelSpec, quantised: float, batch: int, share: float) -> float:
+def lora_bytes(model: ModelSpec, quantised: float, batch: int, ffn: int) -> float:
     """LoRA on one card: blocks' weights as quantised, the rest in bf16, activations; adapters are little.
 
-    share: of the eager Llama's 64 h, what is kept
+    Frozen layers keep no input: of a block's 64 h those of the MLP's three products are left out, 2 h and 2 f. Queries
+    and values have adapters, which keep theirs.
     """
     blocks = sum(part.numel for part in model.blocks)
     weights = quantised * blocks + 2.0 * (model.params - blocks)
     operations = model.blocks[0].operations
-    kept = share * len(model.blocks) * (operations.kept_cut + operations.kept_whole)
+    kept = len(model.blocks) * (operations.kept_cut + operations.kept_whole - 2 * model.hidden - 2 * ffn)
     head = model.parts[-1].operations
     return weights + batch * model.length * (kept + head.kept_cut + head.transient)
 
@@ -203,9 +208,9 @@ def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
     match = re.match(r"(\S+) LoRA r8 bf16-true, quant (\S+), Alpaca", row["workload"])
     if not match or "GB max allocated" not in row["memory_kind"]:
         raise ValueError("workload")
-    model = llama(*LITGPT[match[1]], ALPACA)
-    share = planner.value("litgpt_lora", "kept")
-    predicted = lora_bytes(model, QUANTISED[match[2]], whole(row, "batch_per_gpu"), share) / 1e9
+    shape = LITGPT[match[1]]
+    model = llama(*shape, ALPACA)
+    predicted = lora_bytes(model, QUANTISED[match[2]], whole(row, "batch_per_gpu"), shape[4]) / 1e9
     out = row["memory"] == "OOM"
     card = float(re.findall(r"(\d+)GB", row["hw"])[0])
     yield Point("litgpt_lora", row["id"], "fits", float(predicted <= card * GIB / 1e9), float(not out))

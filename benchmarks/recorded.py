@@ -165,6 +165,7 @@ RECIPES = {
         ),
         Recipe("experts", tuple(f"python benchmarks/experts.py --ranks {n} --rounds 9 --json OUT" for n in (2, 4))),
         Recipe("sequence", ("python benchmarks/sequence.py --ranks 2 --rounds 5 --json OUT",)),
+        Recipe("stream", ("python benchmarks/stream.py --rounds 7 --json OUT",)),
         Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
         Recipe("narrow-wires", ("python benchmarks/narrow_wires.py --json OUT",), timed=False),
         Recipe("qlora", ("python benchmarks/qlora.py --ranks 2 --rounds 3 --json OUT",)),

@@ -5,6 +5,8 @@
     stream     zero3d at stage 3: `send_weights` through shared memory; the receiver verifies and copies each tensor
     each       FSDP2: `full_tensor()` of each parameter on all ranks, kept by rank 0, then sent as `raw` is
     raw        as many bytes that rank 0 has in one tensor, copied into the same shared memory, and out of it
+    bare       shards sent to rank 0, a unit at a time, into one storage, and from there as `raw`: the least that a
+               stream of sharded weights does, without a look at what it sends
 
 Two ranks on gloo, fp32, a GPT of about 200 parameters, one thread a process. All take turns in the same processes; the
 seconds are rank 0's, from a barrier to the last acknowledgement. Of `each` those of the gathers alone are told, too.
@@ -12,8 +14,9 @@ seconds are rank 0's, from a barrier to the last acknowledgement. Of `each` thos
 Memory is of rank 0, in fresh processes whose malloc maps tensors one by one (`ranks.map_tensors`): the most that it has
 in a turn above what it had before, with the two buckets, which a sender keeps. Of `raw` it is the buckets.
 
-Targets: stream <= 0.40x of each's time and <= 0.30x of its memory, <= 1.30x of raw's time. The exit code is 0 whether
-they are met or not.
+Targets: stream <= 0.40x of each's time and <= 0.30x of its memory, <= 1.30x of raw's time. Of raw's bytes half come to
+rank 0 over the network before any of them can be copied, so that 1.30x of bare's time is what that can mean here. The
+exit code is 0 whether they are met or not.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -45,7 +48,7 @@ from zero3d.weights import LocalSender
 from zero3d.weights.buckets import Bucket
 from zero3d.weights.local import LocalReceiver, join
 
-VARIANTS = ("stream", "each", "raw")
+VARIANTS = ("stream", "each", "raw", "bare")
 OF_EACH, OF_MEMORY, OF_RAW = 0.40, 0.30, 1.30
 WARM_UP = 1
 
@@ -123,6 +126,9 @@ class Rank:
             for name in VARIANTS:
                 self.senders[name] = stack.enter_context(self._sender(folder / name, name != "stream", stack))
             self.all = torch.ones(self.total, dtype=torch.uint8)
+        sizes = [unit.layout.shard * unit.dtype.itemsize for unit in self.engine.units]
+        self.shards = [torch.ones(nbytes, dtype=torch.uint8) for nbytes in sizes]
+        self.storage = torch.empty(dist.get_world_size(), max(sizes), dtype=torch.uint8) if self.first else None
         self.gathering = 0.0
 
     def _sender(self, path: Path, raw: bool, stack: ExitStack) -> LocalSender:
@@ -151,7 +157,25 @@ class Rank:
         """Send as many bytes as there are."""
         self._copied("raw", [self.all] if self.first else [])
 
-    def _copied(self, name: str, pieces: Sequence[Tensor]) -> None:
+    def bare(self) -> None:
+        """Send shards to rank 0, and what it has of a unit on its way before the next one comes."""
+        if self.storage is None:
+            for shard in self.shards:
+                dist.send(shard, 0)
+        else:
+            self._copied("bare", self._units(self.storage))
+
+    def _units(self, storage: Tensor) -> Iterator[Tensor]:
+        """Yield the bytes of units on rank 0, each in the place of the one before."""
+        for shard in self.shards:
+            whole = storage.view(-1)[: shard.numel() * len(storage)]
+            own, *others = whole.view(len(storage), -1)
+            own.copy_(shard)
+            for rank, other in enumerate(others, 1):
+                dist.recv(other, rank)
+            yield whole
+
+    def _copied(self, name: str, pieces: Iterable[Tensor]) -> None:
         """Copy bytes into buckets and send these, as they are."""
         sender = self.senders[name]
         if sender is None:
@@ -181,7 +205,7 @@ def timed(device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]
         turns: dict[str, Callable[[], None]] = {name: getattr(rank, name) for name in VARIANTS}
         seconds: dict[str, list[float]] = {name: [] for name in (*VARIANTS, "gathers")}
         for turn in range(WARM_UP + arguments.rounds):
-            for name in VARIANTS[turn % 3 :] + VARIANTS[: turn % 3]:
+            for name in VARIANTS[turn % len(VARIANTS) :] + VARIANTS[: turn % len(VARIANTS)]:
                 dist.barrier()
                 begun = time.perf_counter()
                 turns[name]()
@@ -222,6 +246,7 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, float]]:
         ("time of a gather of each parameter and its way", middle["stream"] / middle["each"], OF_EACH),
         ("memory of a gather of each parameter", memory["stream"] / memory["each"], OF_MEMORY),
         ("time of a raw copy", middle["stream"] / middle["raw"], OF_RAW),
+        ("time of bare shards and a raw copy", middle["stream"] / middle["bare"], OF_RAW),
     ]
 
 

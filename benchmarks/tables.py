@@ -59,7 +59,7 @@ def accuracy_text() -> str:
     found = load("planner-accuracy")
     [run] = found["runs"]
     result = run["result"]
-    text = as_text(result["scores"], result["skipped"], result["unknown"])
+    text = as_text(result["scores"], result["skipped"], result["unknown"], result.get("untold"), result.get("rows"))
     return f"# {run['command']}\n# commit {found['commit']}, {found['date']}\n{text}\n"
 
 

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch  # noqa: F401 - as all parts do: a part's limit is by how long it took to begin
+
 from campaign.account import Account, Place
 
 STEPS, MORE = 20, 30

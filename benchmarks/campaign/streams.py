@@ -178,8 +178,13 @@ def sanitizer(place: Place, account: Account) -> None:
 
 
 def model_streams(account: Account, run: Run) -> None:
-    """Train one of 8 ranks with modelled streams, and one that is alone; planted faults must be found."""
-    for ranks, stage, fault in (*((8, stage, "") for stage in STAGES), (1, 3, "issue"), (1, 3, "join"), (8, 3, "wait")):
+    """Train one of 8 ranks with modelled streams; planted faults must be found. A rank that is alone copies nothing."""
+    alone = (1, 3, "")
+    for ranks, stage, fault in (
+        alone,
+        *((8, stage, "") for stage in STAGES),
+        *((8, 3, fault) for fault in races.FAULTS),
+    ):
         with races.alone_in(ranks), races.collectives_of(races.Model()):
             engine = engine_of(races.lonely_mesh(dp=ranks), run, stage)
             with races.modelled(engine, fault) as model:
@@ -190,7 +195,8 @@ def model_streams(account: Account, run: Run) -> None:
             if fault:
                 account.ran(f"races at stage {stage} without {fault}", found, "" if found else "none was found")
             else:
-                account.ran(f"races at stage {stage}", found, f"first: {next(iter(model.races))}" if found else "")
+                what = f"races at stage {stage}" + (", one rank" if ranks == 1 else "")
+                account.ran(what, found, f"first: {next(iter(model.races))}" if found else "")
 
 
 def watch(account: Account, what: str, mesh: Mesh, run: Run, stage: int) -> None:

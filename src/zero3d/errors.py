@@ -5,6 +5,7 @@
       MeshError               degrees and ranks that do not multiply                                     2
       DataError               training data that cannot be read                                          2
       CheckpointError         a checkpoint that is missing, damaged or of another model                  2
+        CopyError             a checkpoint that is whole on disk and was not copied to its store         2
       OutOfBudget             a host's memory or a disk has less room than is asked for                  2
       LayoutError             a parameter is not where its unit put it
       OrderError              ranks used units in different orders, or one stopped answering
@@ -133,6 +134,10 @@ class CheckpointError(Zero3dError, RuntimeError):
     """A checkpoint that is missing, damaged or of another model."""
 
     bad_input = True
+
+
+class CopyError(CheckpointError):
+    """A checkpoint that is whole on disk and could not be copied to an object store."""
 
 
 class DataError(Zero3dError, ValueError):

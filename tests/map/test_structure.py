@@ -23,6 +23,7 @@ LAYERS = {
         "config",
         "watchdog",
         "weights",
+        "stores",
     ),
     "core": ("zero", "account"),
     "parallel": (
@@ -74,7 +75,7 @@ def test_packages_import_each_other_in_no_cycle():
 TORCH_FREE = (
     "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
     "zero.tokens", "account", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
-    "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.files",
+    "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.copies", "checkpoint.files", "stores",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
     "checkpoint.integrity", "checkpoint.inventory", "checkpoint.resume_contract", "models.presets",
     "models.foreign_code", "models.places", "cli.kept_specs", "plan", "page", "doctor", "watchdog", "integrations", "cli.ckpt", "cli.ckpt_text",
@@ -89,7 +90,7 @@ WITH_TORCH = {
     "integrations.accelerate.world",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
-    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.vllm",
+    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.verl", "integrations.vllm",
 }  # fmt: skip
 
 
@@ -300,7 +301,14 @@ def test_only_few_modules_read_the_environment():
     assert {"distributed.mesh", "distributed.determinism", "zero.unit"} <= {name for name, _ in modules()}
     for name, path in modules():
         if not name.startswith(
-            ("distributed.mesh", "distributed.determinism", "doctor", "cli", "integrations.accelerate.world")
+            (
+                "distributed.mesh",
+                "distributed.determinism",
+                "doctor",
+                "cli",
+                "integrations.accelerate.world",
+                "stores.cache",
+            )
         ):
             assert "os.environ" not in path.read_text(), name
 

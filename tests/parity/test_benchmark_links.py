@@ -14,6 +14,16 @@ from zero3d.plan.spec import Link
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import links
 
+RESULTS = Path(links.__file__).parent / "results" / "links.json"
+AS_FAST = 1.03  # times the fastest way's seconds: what the planner calls as fast (plan/links.py::WORTH)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """What was measured at each rate, and what the planner says now of the links as they were measured then."""
+    [run] = json.loads(RESULTS.read_text())["runs"]
+    return links.planned_again(run["result"])["rates"]
+
 
 def result(seconds, planned):
     """A result at one rate, with every way as fast as it says."""
@@ -28,8 +38,23 @@ def test_the_planner_names_every_variant_and_chooses_less_on_the_link_where_it_i
     arguments, local = links.parse([]), replace(cluster("cpu", 4, 2), inside=Link(1e9, 0.0, 0.0))
     slow, fast = (links.planned(replace(local, across=Link(rate, 0.0, 0.0)), arguments) for rate in (12.5e6, 1e15))
     assert list(slow["planned"]) == list(links.OPTIONS)
-    assert slow["chosen"] == {"auto": "shard", "narrow": "shard-int4"}
+    assert slow["chosen"] == {"auto": "second", "narrow": "shard-int4"}
     assert fast["chosen"]["narrow"] in links.EXACT
+
+
+@pytest.mark.parametrize(("choice", "names"), [("auto", links.EXACT), ("narrow", tuple(links.OPTIONS))])
+def test_at_every_recorded_rate_the_planner_names_the_way_that_was_measured_as_the_fastest(recorded, choice, names):
+    for rate, found in recorded.items():
+        steps = {name: found["variants"][name]["step"] for name in names}
+        assert steps[found["chosen"][choice]] <= AS_FAST * min(steps.values()), rate
+
+
+def test_planned_ratios_to_flat_are_close_to_measured_ones_where_the_link_decides(recorded):
+    for rate in ("100", "200"):
+        planned, variants = recorded[rate]["planned"], recorded[rate]["variants"]
+        for name in links.OPTIONS:
+            measured = variants[name]["step"] / variants["flat"]["step"]
+            assert planned[name] / planned["flat"] == pytest.approx(measured, abs=0.15), (rate, name)
 
 
 @pytest.mark.parametrize(("sums", "met"), [(0.3, True), (0.4, False)])

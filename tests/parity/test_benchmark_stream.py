@@ -9,6 +9,6 @@ def test_every_variant_has_turns_and_memory(benchmark_in_fork):
     assert result["parameters"] == 28
     assert result["bytes"] == 4 * (2 * (12 * 64 * 64 + 13 * 64) + 2 * 64 * 64 + 2 * 64)
     assert {name: len(times) for name, times in result["seconds"].items()} == dict.fromkeys(
-        ("stream", "each", "raw", "gathers"), 2
+        ("stream", "each", "raw", "bare", "gathers"), 2
     )
     assert all(found >= 2 * 65536 for found in result["memory"].values())

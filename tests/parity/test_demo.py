@@ -137,6 +137,23 @@ def test_the_other_stages_precisions_and_degrees_agree_too(zero3d_in_fork, tmp_p
     assert result["paths"]["folder"].endswith("zero3d-demo-2")
 
 
+@pytest.mark.long
+def test_ranks_that_share_sequences_train_as_one_that_has_them_whole(zero3d_in_fork, tmp_path):
+    """README's command, and docs/parallelism.md's beside it, of fewer steps."""
+    losses = []
+    for words in (["mesh.sp=2", "--ranks", "2"], ["--ranks", "1"]):
+        (folder := tmp_path / words[-1]).mkdir()
+        done = zero3d_in_fork(
+            folder, "train", "model.path=demo", *words, "--json", "--steps", "40", "evaluate.batches=1"
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads(done.stdout)["losses"])
+    shared, whole = losses
+    assert shared[0] == whole[0]
+    assert shared[-1] == pytest.approx(whole[-1], abs=0.01)
+    assert whole[-1] < whole[0] - 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

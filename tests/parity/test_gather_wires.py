@@ -4,6 +4,7 @@ import math
 from math import ceil
 
 import meshes
+import mixtures
 import pytest
 import torch
 from models import adamw, batch, bits, build, hf, loss_of, planned_bytes, train_engine
@@ -16,6 +17,7 @@ from zero3d.activations.recomputation import recompute
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.errors import ConfigError, MeshError
 from zero3d.precision import to_compute
+from zero3d.train.traffic import SessionCounts, TrainingTraffic, traffic_rows
 from zero3d.zero.tokens import count_gathers
 
 CODED, SECOND = {"gather_wire": "int8"}, {"second_shard": 2}
@@ -99,6 +101,41 @@ def test_a_second_shard_inside_of_a_shard_group_changes_no_bit_either(ranks, tmp
     for (seen, _), (found, calls) in zip(plain, second, strict=True):
         assert found == seen
         assert calls["node", "layers.0"] > calls["shard", "layers.0"]
+
+
+def course_of_experts(folder, options, reloads):
+    """Steps, an evaluation, a load, with experts shared out; what was sent or held otherwise than by formula; gathers."""
+    engine = mixtures.engine_of(ep=2, precision="bf16", clip_norm=0.05, **options)
+    counted, seen = TrainingTraffic(engine), []
+    for step in range(2):
+        seen.append(float(engine.train_batch(mixtures.own_part(engine, step, summands=4))))
+        counted.last_step()
+        with counted.excluded(), torch.no_grad():
+            seen.append(float(engine(**mixtures.summand(9, engine.dp.rank)).loss))
+    wrong = [row.op for row in traffic_rows(engine, counted, SessionCounts(2, 0, 1, 0)) if not row.equal]
+    wrong += [each.category for each in engine.memory if each.planned not in (None, each.measured)]
+    over = {
+        axis: {e.unit for e in engine.traffic if (e.op, e.axis) == ("all_gather", axis)} for axis in ("node", "edp")
+    }
+    if reloads:
+        saved = engine.save(folder)
+        seen.append(mixtures.curve(engine, [2]))
+        engine.load(saved)
+        seen.append(mixtures.curve(engine, [2]))
+    return (*seen, engine.fingerprint()), wrong, over
+
+
+@pytest.mark.parametrize("reloads", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_second_shard_beside_experts_that_are_shared_out_changes_no_bit(ranks, tmp_path, reloads):
+    plain, second = (
+        ranks(4, course_of_experts, tmp_path / name, options, reloads) for name, options in (("a", {}), ("b", SECOND))
+    )
+    for (seen, wrong, _), (found, wrong_too, over) in zip(plain, second, strict=True):
+        assert found == seen
+        assert wrong == wrong_too == []
+        assert over["node"], "others than experts are gathered from neighbours"
+        assert over["edp"], "experts from those who have the same ones"
+        assert not over["node"] & over["edp"]
 
 
 def served(folder, options):
@@ -234,9 +271,8 @@ def on_mesh(name):
     return losses, float(engines[0].train_batch(given)), float(engines[1].train_batch(given))
 
 
-@pytest.mark.parametrize("name", [
-    "tp", *(pytest.param(name, marks=pytest.mark.long) for name in MESHES if name != "tp"),
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("name", MESHES)
 def test_every_axis_computes_with_decoded_blocks(ranks, name):
     world = math.prod(degree for axis, degree in MESHES[name][1].items() if axis in ("dp", "tp", "pp"))
     for (coded, decoded), first, other in ranks(world, on_mesh, name):

@@ -129,6 +129,8 @@ P = ParallelPlan
     *(pytest.param(*case, marks=long) for case in [
         (P(dp=4, stage=0), False, False, 2), (P(dp=2, tp=2, stage=3, activations="every:2", sequence_parallel=True), False, False, 3),
         (P(dp=2, pp=2, stage=3, accumulate=2, schedule="zero-bubble"), False, False, 4),
+        *((P(dp=2, pp=2, stage=3, accumulate=2, schedule=schedule, activations="full"), False, False, 4)
+          for schedule in ("zero-bubble", "zbv")),
     ]),
     *(pytest.param(*case, None, marks=long) for case in [
         (P(dp=2, stage=2, micro_batch=2), True, True),
@@ -238,10 +240,10 @@ def test_ranks_that_share_sequences_send_what_is_planned(alone, models, stage):
 
 
 @long
-@pytest.mark.parametrize("balances", [True, False])
-def test_router_logits_that_a_loss_balances_are_planned(alone, tmp_path, balances):
+@pytest.mark.parametrize(("balances", "layers"), [(True, 6), (False, 6), (True, 24)])
+def test_router_logits_that_a_loss_balances_are_planned(alone, tmp_path, balances, layers):
     path, plan = tmp_path / "config.json", P(dp=2, sp=2, accumulate=2, activations="full")
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 6}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": layers}
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "output_router_logits": balances}
     path.write_text(json.dumps(CONFIG | experts | kind))
     spec = open_spec(str(path), LENGTH)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from math import ceil
 
@@ -11,8 +11,11 @@ import pytest
 from zero3d.config import load, to_dict
 from zero3d.models.presets import PRESETS
 from zero3d.plan.emit import train_config
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.links import ways
 from zero3d.plan.memory import memory
-from zero3d.plan.spec import ParallelPlan as P
+from zero3d.plan.spec import Link, ParallelPlan as P
 from zero3d.plan.states import states
 from zero3d.plan.traffic import rank_traffic
 from zero3d.sim.model_spec import open_spec
@@ -72,6 +75,8 @@ def dry(tree, world):
         P(dp=4, stage=3, ep=4, accumulate=2, activations="full", micro_batch=4),
         P(dp=4, tp=2, stage=3, ep=2, micro_batch=4),
         P(dp=4, stage=3, ep=2, offload="host", executor="device"),
+        P(dp=4, stage=3, ep=2, second_shard=2),
+        P(dp=8, stage=3, ep=2, second_shard=4, gather_wire="int8", accumulate=2),
     )),
     pytest.param(
         P(dp=4, stage=3, ep=4, offload="host", params="host", executor="device", activations="full"), 3,
@@ -93,3 +98,14 @@ def test_states_traffic_and_peak_are_the_simulated_ones(alone, models, plan, lay
     traffic = rank_traffic(spec, plan, 0)
     assert {k: v for k, v in sent.items() if k not in agreed} == {k: v for k, v in traffic.items() if k not in agreed}
     assert 0.97 <= planned.allocated / rank.peak.nbytes <= 1.05
+
+
+def test_shared_experts_keep_no_second_shard_and_cross_hosts_as_often_as_without(models):
+    _, spec = models(2)
+    plain, second = (P(dp=4, stage=3, ep=2, second_shard=ranks) for ranks in (None, 2))
+    sent = [rank_traffic(spec, plan, 0) for plan in (plain, second)]
+    assert sent[0]["all_gather edp"] == sent[1]["all_gather edp"] > 0
+    assert sent[0]["all_gather dp"] > sent[1]["all_gather dp"]
+    slow = replace(cluster("cpu", 4, 2), across=Link(12.5e6, 1e-4, 0.0))
+    seconds = {way.name: way.estimate.seconds.mid for way in ways(spec, plain, slow, evaluate)}
+    assert seconds["second shard"] < seconds["flat"]

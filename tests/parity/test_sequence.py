@@ -2,6 +2,8 @@
 
 import warnings
 from functools import cache, partial
+from shutil import which
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,13 @@ import zero3d
 from zero3d.account.traffic import Moved
 from zero3d.activations.compilation import compile_blocks
 from zero3d.activations.recomputation import recompute
+from zero3d.checkpoint.resume_contract import USUAL
 from zero3d.errors import ConfigError, CorruptionError
+from zero3d.sequence.attention import SharedAttention
+from zero3d.sequence.blocks import DENSE, ENDS, FLEX, Fallback
+from zero3d.sequence.entry import Entry
 from zero3d.sequence.group import check_sequence
+from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 from zero3d.sequence.trial import mixing_module
 from zero3d.tensor_parallel.vocabulary import shifted
 
@@ -53,21 +60,21 @@ def model_of(name, **sizes):
 
 def trained(name, degrees, steps=2, lengths=(LENGTH,), activations="none", accumulate=1, ignored=range(0), **options):
     """Losses and gradient norms of a few steps, and the fingerprint; every row of ranks has micro-batches of its own."""
-    model = model_of(name, **options.pop("sizes", {}))
-    if options.pop("compiles", False):
-        compile_blocks(model, backend="eager")
+    model, more = model_of(name, **options.pop("sizes", {})), options.pop("more", {})
+    if (backend := options.pop("backend", None)) is not None:
+        compile_blocks(model, backend=backend)
     recompute(model, activations)
     with LiftCasts():
         engine, found = engine_of(model, degrees, accumulate=accumulate, **options), []
         rows, row = engine.mesh.degrees.rows, engine.mesh.row
         for step in range(steps):
             length = lengths[step % len(lengths)]
-            given = [batch(100 * step + k * rows + row, length, ignored=ignored) for k in range(accumulate)]
+            given = [batch(100 * step + k * rows + row, length, ignored=ignored) | more for k in range(accumulate)]
             found.append((float(engine.train_batch(given)), float(engine.last_step.grad_norm)))
     return found, engine.fingerprint()
 
 
-def reference(name, rows, steps=2, lengths=(LENGTH,), accumulate=1, ignored=range(0), sizes=None):
+def reference(name, rows, steps=2, lengths=(LENGTH,), accumulate=1, ignored=range(0), sizes=None, more=None):
     """The same of one process and no engine, in float64."""
     model, found = tiny(name, **(sizes or {})), []
     for p in model.parameters():  # buffers keep their dtype, as in an engine
@@ -77,7 +84,7 @@ def reference(name, rows, steps=2, lengths=(LENGTH,), accumulate=1, ignored=rang
         for step in range(steps):
             total, weight = 0.0, 0
             for k in range(accumulate * rows):
-                given = batch(100 * step + k, lengths[step % len(lengths)], ignored=ignored)
+                given = batch(100 * step + k, lengths[step % len(lengths)], ignored=ignored) | (more or {})
                 summed, count = sum_of(model(**given), given)
                 total, weight = total + summed, weight + count
             optimizer.zero_grad()
@@ -327,6 +334,7 @@ def test_exact_mode_goes_on_bitwise_at_its_sp_and_to_rounding_at_another(ranks, 
         again, fingerprint, told = run(settings, range(1, 2))
         assert told.startswith(said[0])
         assert said[-1] in told
+        assert "leaves" not in told  # parts of a sequence are one micro-batch
         if said[0].startswith("bitwise"):
             assert (again, fingerprint) == (whole[1:], states)
         else:
@@ -350,8 +358,6 @@ def attended(heads, keys, length, dtype, masked, cut, kind="auto"):
     from zero3d.distributed.collectives import Comm
     from zero3d.distributed.ledger import Ledger
     from zero3d.memory.arena import Arena
-    from zero3d.sequence.attention import SharedAttention
-    from zero3d.sequence.shares import Sharing, even_parts
 
     torch.manual_seed(5)
     query = torch.randn(2, heads, length, 8, dtype=dtype)
@@ -524,6 +530,122 @@ def test_masks_that_are_too_large_are_in_blocks(ranks, name, options):
     assert [len(told) for _, told in found] == [1, 0]
 
 
+def varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size=(-1, -1),
+    softcap=0,
+):
+    """Stands for a flash kernel: documents one by one, the last query of each sees its last key."""
+    assert causal
+    made, (key, value) = [], (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    for start, stop, first, last in zip(*cuts(cu_seqlens_q), *cuts(cu_seqlens_k), strict=True):
+        assert stop - start <= max_seqlen_q
+        assert last - first <= max_seqlen_k
+        scores = torch.einsum("qhd,khd->hqk", q[start:stop], key[first:last]) * softmax_scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        behind = torch.arange(start - stop, 0)[:, None] - torch.arange(first - last, 0)
+        seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else len(k)))
+        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value[first:last]))
+    return torch.cat(made)
+
+
+KERNELS = {"flash_attention_2": varlen}
+
+
+def cuts(ends):
+    return ends[:-1].tolist(), ends[1:].tolist()
+
+
+def trained_by_documents(name, **options):
+    """`trained` where a mask is too large to be made, and a flash kernel is there, and what is told of it."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    from zero3d.sequence import blocks
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(blocks, "flash_kernel", lambda *_: "flash_attention_2")
+        patch.setattr(flash, "_lazy_imports", lambda name, *_, **__: (None, KERNELS[name], None, None, None))
+        patch.setattr(flash, "_loaded_implementation", None)
+        found, _ = trained(name, {"sp": 2}, sp_mask_budget=600, **options)
+    return found, [str(each.message) for each in told if "where documents end" in str(each.message)]
+
+
+PACKED = torch.stack([torch.cat([torch.arange(n) for n in documents]) for documents in ((20, 9, 19), (30, 18))])
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("gemma2", {"sizes": {"sliding_window": 7}, "sp_kind": "gather"}),
+    ("llama", {"sizes": {"kv_heads": 2}, "activations": "full"}),
+    long("gemma2", {"sizes": {"sliding_window": 7}}), long("llama", {"sizes": {"kv_heads": 1}, "sp_kind": "gather"}),
+], ids=str)  # fmt: skip
+def test_packed_documents_of_masks_that_are_too_large_are_told_by_their_ends(ranks, name, options):
+    more = {"position_ids": PACKED}
+    found = ranks(2, partial(trained_by_documents, name, more=more, **options))
+    check(found, reference(name, 1, sizes=options["sizes"], more=more))
+    assert [len(told) for _, told in found] == [1, 0]
+
+
+@pytest.mark.parametrize(("changed", "kernel"), [
+    ({}, "flash_attention_3"), ({"card": (8, 0)}, "flash_attention_2"), ({"installed": ("2",)}, "flash_attention_2"),
+    ({"installed": ()}, None), ({"dtype": torch.float32}, None), ({"name": "gpt_oss"}, None),
+    ({"sizes": {"head_dim": 512}}, None),
+], ids=str)  # fmt: skip
+def test_a_flash_kernel_stands_in_where_it_computes_what_the_model_does(monkeypatch, changed, kernel):
+    given = {"card": (9, 0), "installed": ("2", "3"), "dtype": torch.bfloat16, "name": "llama", "sizes": {}} | changed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["card"])
+    for number in ("2", "3"):
+        monkeypatch.setattr(
+            f"transformers.utils.is_flash_attn_{number}_available", lambda n=number: n in given["installed"]
+        )
+    decoder = tiny(given["name"], **given["sizes"]).to(given["dtype"]).model
+    fallback, refused = Fallback(decoder, torch.device("cuda"), False), MaskTooLarge("too large")
+    assert fallback.flash == kernel
+    assert fallback.take(refused, documents=True) == (kernel or FLEX)
+    assert fallback.take(refused, documents=False) == FLEX
+    assert fallback.describe(4000) == f"{f'{kernel} or ' if kernel else ''}{FLEX} beyond 4,000 B"
+
+
+def test_documents_are_told_by_positions_and_padding_is_not(monkeypatch):
+    monkeypatch.setattr("zero3d.sequence.blocks.flash_kernel", lambda *_: "flash_attention_2")
+    decoder, told = tiny("llama").model, []
+    fallback = Fallback(decoder, torch.device("cpu"), False)
+    sharing = Sharing(2, "auto", False, 600)
+    entry = Entry(decoder, "sdpa", 1, sharing, fallback, lambda length, documents: told.append((length, documents)))
+    given = {"input_ids": batch(0)["input_ids"], "position_ids": PACKED}
+    _, passed = entry(decoder, (), given)
+    assert passed[ENDS].tolist() == [0, 20, 29, 48, 78, 96]
+    assert passed["attention_mask"] is None
+    assert told == [(LENGTH, True)]
+    with pytest.raises(MaskTooLarge, match="padding"):
+        entry(decoder, (), given | {"attention_mask": (PACKED > 0).long()})
+
+
+def test_what_attends_beyond_a_budget_is_the_dense_mask_s_on_cpus():
+    fallback = Fallback(tiny("llama").model, torch.device("cpu"), True)
+    assert fallback.describe(4000) == DENSE == USUAL["sp_masks"]
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({}, "Linear is not told where documents end"),
+    ({"slopes": torch.zeros(1, 2, 1, 1)}, "Linear passes slopes, whose second dimension is the number of heads, 2"),
+], ids=["ends", "heads"])  # fmt: skip
+def test_an_attention_that_is_told_too_little_or_too_much_is_refused(options, why):
+    attend = SharedAttention(None, False, SimpleNamespace(size=1, rank=0), Sharing(1, "auto", False, 10), None, {})
+    attend.tell(LENGTH, True)
+    with pytest.raises(ConfigError, match=why):
+        attend(torch.nn.Linear(1, 1), *torch.zeros(3, 1, 2, LENGTH, 4), None, **options)
+
+
 def checked_twice():
     """A step whose gradients are computed twice, what it sent, and the error where a bit of the next one's differs."""
     with LiftCasts():
@@ -554,7 +676,23 @@ def test_gradients_are_computed_twice_by_another_row(ranks):
 @pytest.mark.parametrize("activations", ["none", "full"])
 def test_compiled_blocks_have_the_bits_of_plain_ones(ranks, activations):
     case = partial(trained, precision="fp32", activations=activations, lengths=(48, 33))
-    assert ranks(2, partial(case, compiles=True), "llama", {"sp": 2}) == ranks(2, case, "llama", {"sp": 2})
+    assert ranks(2, partial(case, backend="eager"), "llama", {"sp": 2}) == ranks(2, case, "llama", {"sp": 2})
+
+
+def fused(**options):
+    """`trained` with blocks that inductor compiles, in this process."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        return trained("llama", {"sp": 2}, backend="inductor", **options)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(which("c++") is None, reason="inductor needs a C++ compiler")
+def test_fused_blocks_train_as_plain_ones(ranks):
+    options = {"precision": "fp32", "steps": 3, "lengths": (33,)}
+    plain, _ = ranks(2, partial(trained, **options), "llama", {"sp": 2})[0]
+    check(ranks(2, partial(fused, **options)), plain, 1e-5)
 
 
 def evaluated_and_generated():
@@ -672,7 +810,7 @@ def test_a_layer_whose_gradients_mix_tokens_is_refused_by_name(layer, name):
 
 HYBRIDS = {
     "mamba": ({"state_size": 4}, "linear_attention (layers.0.mixer)"),
-    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "RwkvModel cannot be tried"),
+    "rwkv": ({"attention_hidden_size": 32, "context_length": 64}, "attention of its own, "),
     "falcon_h1": ({}, "hybrid (layers.0.mamba)"),
     "mamba2": (
         {"num_heads": 4, "head_dim": 8, "expand": 1, "n_groups": 1, "state_size": 8, "chunk_size": 4},
@@ -697,12 +835,30 @@ def test_recurrences_and_hybrids_are_refused_by_name(ranks, name):
         assert why in told
 
 
+@pytest.mark.parametrize(("name", "where"), [
+    ("falcon", "h.0.self_attention"), ("mpt", "blocks.0.attn"), ("bloom", "h.0.self_attention"), ("gptj", "h.0.attn"),
+])  # fmt: skip
+def test_attention_that_is_not_registered_is_refused_with_its_name_and_what_to_use(name, where):
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(family(name), 2, 1, "auto")
+    assert f"has attention of its own, which transformers does not register ({where})" in str(refused.value)
+    assert "type mesh.sp=1. Long sequences take less with activations=full or mesh.tp" in str(refused.value)
+
+
 def odd_router():
     """A mixture of experts whose decoder returns router logits of other tokens than its own."""
     model = tiny("moe")
     model.model.register_forward_hook(
         lambda _, args, output: output.__setitem__("router_logits", (torch.zeros(96, 4),))
     )
+    return model
+
+
+def classifier():
+    import transformers as t
+
+    model = t.LlamaForSequenceClassification(t.LlamaConfig(**tiny("llama").config.to_diff_dict() | {"num_labels": 2}))
+    model.config.pad_token_id = 2
     return model
 
 
@@ -717,6 +873,7 @@ def net():
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention (layers.0.linear_attn)"),
     ("llama", {"sp": 2}, {"loads": net}, "is none"),
+    ("llama", {"sp": 2}, {"loads": classifier, "given": {"labels": torch.tensor([0, 1])}}, "a loss of its own"),
     ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "stage=2 or 3 and without a pipeline"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "times": 2}, "one micro-batch per step"),

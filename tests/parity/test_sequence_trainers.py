@@ -251,9 +251,35 @@ def test_a_trainer_that_scores_labels_itself_is_that_of_one_rank(ranks, tmp_path
             assert one == pytest.approx(other, **CLOSE)
 
 
+def of_launcher(**sizes):
+    """What `accelerate launch --use_parallelism_config` puts into the environment of ranks."""
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | {
+        f"PARALLELISM_CONFIG_{name}": size for name, size in sizes.items()
+    }
+
+
+def alike_as_launched(sizes):
+    from accelerate.utils import patch_environment
+
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched(), patch_environment(**of_launcher(**sizes)):
+        fresh()
+        accelerator = Accelerator(cpu=True)
+        found = accelerator.alike, accelerator.parallelism_config
+        fresh()
+        return found
+
+
+@pytest.mark.parametrize(("sizes", "alike"), [({"sp_size": 2}, 2), ({"sp_size": 1}, 1)], ids=str)
+def test_accelerates_launcher_may_ask_for_the_axis(ranks, sizes, alike):
+    assert ranks(2, alike_as_launched, sizes) == [(alike, None)] * 2
+
+
 def refused(asked, folder):
     """What a ParallelismConfig, or what is beside one, is refused for."""
     from accelerate import DataLoaderConfiguration, ParallelismConfig
+    from accelerate.utils import patch_environment
 
     from zero3d.integrations.accelerate import Accelerator
     from zero3d.integrations.transformers import Trainer
@@ -261,7 +287,7 @@ def refused(asked, folder):
     with launched():
         fresh()
         sizes = {name: value for name, value in asked.items() if name.endswith("_size")}
-        given = {"cpu": True, "parallelism_config": ParallelismConfig(**sizes)}
+        given = {"cpu": True, "parallelism_config": None if "launch" in asked else ParallelismConfig(**sizes)}
         if asked.get("mesh"):
             given["options"] = {"mesh": zero3d.Mesh(sp=dist.get_world_size())}
         if asked.get("dispatches"):
@@ -284,7 +310,8 @@ def refused(asked, folder):
                 trainer.train()
                 trainer.predict(Rows(4))
             else:
-                Accelerator(**given)
+                with patch_environment(**of_launcher(**asked["launch"]) if "launch" in asked else {}):
+                    Accelerator(**given)
         except zero3d.ConfigError as error:
             return str(error)
         finally:
@@ -295,6 +322,7 @@ def refused(asked, folder):
 @pytest.mark.parametrize(("asked", "words"), [
     ({"cp_size": 2}, r"ParallelismConfig(cp_size=2) is not here: the sequence axis is sp_size"),
     ({"tp_size": 2}, "ParallelismConfig(tp_size=2) is not here"),
+    ({"launch": {"tp_size": 2}}, "ParallelismConfig(tp_size=2) is not here"),
     ({"sp_size": 3}, "2 / 3 is not whole"),
     ({"sp_size": 2, "dp_shard_size": 2}, "dp_shard_size is 2 / 2 = 1"),
     ({"dp_replicate_size": 2, "dp_shard_size": 2}, "2 x 2 is not 2 / 1 = 2. Pass dp_shard_size=2 / dp_replicate_size"),

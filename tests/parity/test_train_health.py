@@ -171,7 +171,7 @@ def test_fp16_at_its_smallest_scale_saves_what_there_is_and_a_save_that_fails_hi
 ):
     from zero3d.engine.engine import Engine
 
-    def refuse(self, *_):
+    def refuse(self, *_, **__):
         raise CheckpointError("the disk is full.")
 
     if fails:

@@ -105,13 +105,6 @@ def test_a_script_of_trls_fine_tunes_on_shared_sequences(ranks, folder, more):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-NEEDS_A_GPU = "this TRL computes log-probabilities by Triton kernels, which need a GPU"
-on_this_device = pytest.mark.skipif(
-    find_spec("trl") is not None and find_spec("trl.kernels") is not None and not torch.accelerator.is_available(),
-    reason=NEEDS_A_GPU,
-)
-
-
 def preferring(stage, folder, adapters):
     """Losses of DPO, whose reference is a model of its own, or the base below the adapters."""
     from datasets import Dataset
@@ -144,7 +137,6 @@ def preferring(stage, folder, adapters):
         undo()
 
 
-@on_this_device
 @pytest.mark.parametrize("adapters", [False, True])
 def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters):
     wanted = ranks(2, preferring, None, folder, adapters)[0]
@@ -216,7 +208,6 @@ def grouped(stage, folder):
         undo()
 
 
-@on_this_device
 def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder):
     wanted, rewards = ranks(2, grouped, None, folder)[0]
     assert len(set(rewards)) > 1

@@ -55,6 +55,28 @@ def test_a_reduction_is_the_plain_sum_over_ranks_and_is_added_to_what_was_there(
         assert left == 0
 
 
+def gathered_by_the_first():
+    """What rank 0 has of shards that are apart, then of its own in place; the bytes that this rank sent."""
+    ledger, mesh = Ledger(), zero3d.Mesh()
+    comm = Comm(mesh.data, Arena(torch.device("cpu")), ledger)
+    full = torch.zeros(SHARD * comm.size if comm.rank == 0 else 0)
+    for turn in range(2):
+        shard = torch.arange(SHARD) + 100.0 * comm.rank + 1000 * turn
+        if turn and comm.rank == 0:
+            full[:SHARD] = shard
+            shard = full[:SHARD]
+        comm.gather_to_first(full, shard, "unit")
+    return full.view(-1, SHARD)[:, 0].tolist(), sum(entry.bytes for entry in ledger)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_first_rank_alone_gathers_shards_of_all(ranks, world):
+    (full, sent), *others = ranks(world, gathered_by_the_first)
+    assert full == [1000 + 100.0 * rank for rank in range(world)]
+    assert sent == 0
+    assert others == [([], 2 * 4 * SHARD)] * (world - 1)
+
+
 CASES = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (3, "every_step")]
 
 

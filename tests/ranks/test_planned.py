@@ -1,6 +1,7 @@
 """Plan against actual at step 3 of a run, and what a measured step does to the cluster file. The clock is made up."""
 
 import json
+import re
 from itertools import accumulate, chain, repeat
 from types import SimpleNamespace
 from unittest import mock
@@ -74,7 +75,7 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     slowest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
         f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s; slowest term: {slowest}"
+        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s by the rates of cluster.yaml (user); slowest term: {slowest}"
     )
     assert about_plans(first)[0] == wanted
     assert about_plans(second) == []  # the first rank alone makes a plan
@@ -82,6 +83,21 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     assert evaluate(spec, after, plan).seconds.mid == pytest.approx(MEASURED, rel=1e-6)
     assert after.provenance["gpu.matrix"] == after.provenance["gpu.flash"] == "measured"
     assert yaml.safe_load(file.read_text())["inside"] == {"bandwidth": 2e9}
+
+
+def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_it_took(ranks, tmp_path):
+    made = run_of(tmp_path, 10)
+    (line,) = about_plans(ranks(1, said, made)[0])
+    assert line.endswith(f"step {MEASURED} s, which no plan says of a CPU without plan.cluster")
+    file, config = f"{made['output']}/profile.json", load(made)
+    place = cluster("cpu", 1, 1, file)
+    estimate = evaluate(open_spec("demo", config.data.length), place, plan_of(config, 1))
+    assert estimate.seconds.mid == pytest.approx(1.0, rel=1e-6)  # STEPS' last, the median of steps 4 to 10
+    assert re.match(r"fitted on 1 s a step: .*, micro-batch \d+ x \d+, 1 ranks$", place.provenance["gpu.matrix"])
+    again = made | {"output": str(tmp_path / "again"), "plan": {"cluster": file}}
+    again["train"] = made["train"] | {"steps": 3}
+    (told,) = about_plans(ranks(1, said, again)[0])
+    assert f"step 1 s / {MEASURED} s by the rates of profile.json (fitted on 1 s a step: " in told
 
 
 def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path):

@@ -1,10 +1,12 @@
 """Streams of weights: the bits of an export on any mesh, and receivers in processes of their own that die, stop, sleep."""
 
+import filecmp
 import os
 import re
 import signal
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from mixtures import engine_of as engine_with_experts, own_part
 from models import adamw, build
 from pipelines import covering
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tensors import tiny
 
 import zero3d
-from zero3d.errors import ConfigError, NonFiniteError, StreamError
+from zero3d.checkpoint.streamed_folder import FolderSender
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
 from zero3d.precision import DTYPES
 from zero3d.watchdog.heartbeat import read_beat
 from zero3d.weights import GroupSender, LocalSender, connect
@@ -144,6 +148,53 @@ def with_experts(folder, ep, tp, pp):
 @pytest.mark.parametrize(("ep", "tp", "pp"), [(2, None, None), pytest.param(2, 2, 2, marks=pytest.mark.long)])
 def test_experts_on_several_ranks_have_the_layout_of_an_export(ranks, tmp_path, ep, tp, pp):
     assert ranks(ep * (tp or 1) * (pp or 1), with_experts, tmp_path / "hf", ep, tp, pp)[0] == []
+
+
+# --- a folder as receiver -----------------------------------------------------------------------------
+
+
+def into_folders(folder, shape):
+    """A folder of a stream beside an export's, in several files, and one in bf16; what differs."""
+    engine, first = engine_on(shape), None
+    if engine.mesh.rank == 0:
+        first = {name: FolderSender(folder / name) for name in ("streamed", "bf16")}
+    with patch("zero3d.checkpoint.export.FILE_BYTES", 20_000):
+        engine.export(folder / "hf")
+        engine.send_weights(first and first["streamed"], bucket_bytes=SMALL)
+    sent = engine.send_weights(first and first["bf16"], "bf16", bucket_bytes=SMALL)
+    with pytest.raises(CheckpointError) as refused:
+        engine.send_weights(first and first["bf16"], bucket_bytes=SMALL)
+    losses = step(engine, 0)
+    return sent.tensors, str(refused.value).replace(str(folder), "FOLDER"), losses
+
+
+def tensors_in(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.long)], ids=str)
+def test_a_folder_as_receiver_has_the_files_of_an_export_and_is_written_once(ranks, tmp_path, shape):
+    import transformers
+
+    (tensors, said, losses), (_, other, others) = ranks(2, into_folders, tmp_path, shape)
+    exported, streamed = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("hf", "streamed"))
+    whole = tensors_in(tmp_path / "hf")
+    if shape == (2, 1, 1):
+        assert len(exported) > 3
+        assert exported == streamed
+        assert filecmp.cmpfiles(tmp_path / "hf", tmp_path / "streamed", exported, shallow=False) == (exported, [], [])
+    assert all(same(tensor, whole.pop(name)) for name, tensor in tensors_in(tmp_path / "streamed").items())
+    assert whole == {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert tensors == len(tensors_in(tmp_path / "bf16")) == TENSORS
+    assert said == other
+    assert said.startswith("FOLDER/bf16 exists and is not empty: export to a new directory")
+    assert not list(tmp_path.glob(".*"))
+    assert losses == others
 
 
 # --- receivers in processes of their own --------------------------------------------------------------
@@ -310,14 +361,47 @@ def test_a_receiver_that_fails_at_any_bucket_is_named_on_all_ranks_and_training_
     assert losses == ranks(2, undisturbed)[0]
 
 
-@pytest.mark.parametrize("fault", [die, pytest.param(stop, marks=pytest.mark.long)])
-def test_a_receiver_of_another_job_that_fails_is_named_on_all_ranks_and_training_goes_on(ranks, tmp_path, fault):
-    (told, losses), (others, _) = ranks(2, faulty, tmp_path, fault, (TENSORS // 2,), "group", 10.0)
-    (said,) = told
-    assert "receiver (process PID of " in said
-    assert "is stopped, slow, gone, or the network between is cut" in said
+@pytest.mark.parametrize(("fault", "places", "timeout"), [
+    (die, (TENSORS // 2,), 10.0),
+    pytest.param(stop, (0, TENSORS // 2, TENSORS - 1), 1.0, marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_receiver_of_another_job_that_fails_is_named_on_all_ranks_and_training_goes_on(
+    ranks, tmp_path, fault, places, timeout
+):
+    (told, losses), (others, _) = ranks(2, faulty, tmp_path, fault, places, "group", timeout)
+    for said in told:
+        assert "receiver (process PID of " in said
+        assert "is stopped, slow, gone, or the network between is cut" in said
     assert [re.sub(r"process \d+", "process PID", text) for text in others] == told
     assert losses == ranks(2, undisturbed)[0]
+
+
+def stopped_and_watched(folder):
+    """What the watchdog reads on rank 0 while a receiver of another job is stopped, and the error in the end."""
+    engine, seen = engine_on(), set()
+    sender = sender_of(engine, folder, "group", timeout=1.0)
+    with sender or nullcontext(), receiving(sender, folder, TENSORS // 2, stop) if sender else nullcontext() as pid:
+        if sender:
+            look = sender._watch
+
+            def watch():
+                beat = read_beat(engine.mesh.heartbeat._memory)
+                seen.add((beat.phase, beat.axis, beat.op, beat.unit.replace(str(pid), "PID")))
+                look()
+
+            sender._watch = watch
+        with pytest.raises(StreamError):
+            engine.send_weights(sender, bucket_bytes=SMALL)
+    return seen, read_beat(engine.mesh.heartbeat._memory).depth
+
+
+@pytest.mark.long
+def test_a_watchdog_is_told_of_a_receiver_of_another_job_that_is_stopped(ranks, tmp_path):
+    (seen, depth), (none, _) = ranks(2, stopped_and_watched, tmp_path)
+    named = [unit for phase, axis, op, unit in seen if (phase, axis, op) == ("stream", "receivers", "wait")]
+    assert len(named) == len(seen)
+    assert any(re.match(r"receiver \(process PID of .*\) to acknowledge bucket \d+", unit) for unit in named), seen
+    assert (depth, none) == (0, set())
 
 
 def doze():
@@ -364,10 +448,10 @@ def nobody_comes(folder):
 
 
 def test_a_receiver_that_does_not_come_is_missed_by_all_ranks(ranks, tmp_path):
-    (said, losses), (other, _) = ranks(2, nobody_comes, tmp_path)
+    (said, losses), (other, others) = ranks(2, nobody_comes, tmp_path)
     assert said == other
     assert said.startswith("no receiver has connected to FOLDER/weights in 0.2 s (0 of 1 have): start it")
-    assert losses == losses
+    assert losses == others
 
 
 # --- a sampler in a process of its own ------------------------------------------------------------------
@@ -597,5 +681,52 @@ def test_a_stream_holds_one_unit_and_two_buckets(ranks):
     (held, entry, gathered, largest), (others_held, other, others_gathered, _) = ranks(2, measured, 3)
     assert held == {2 * SMALL}
     assert entry == (2 * SMALL, 0, 2 * SMALL)
-    assert gathered == others_gathered == largest
+    assert (gathered, others_gathered) == (largest, 0)
     assert (others_held, other) == (set(), None)
+
+
+def moved(stage):
+    """What a stream moves between ranks, beside agreements; the bytes of shards that others than rank 0 have."""
+    engine = engine_of(tiny("llama", kv_heads=4), mesh_of((2, 1, 1)), stage=stage, precision="bf16", accumulate=1)
+    engine.traffic.reset()
+    list(engine.stream_weights(bucket_bytes=SMALL))
+    sent = {}
+    for entry in engine.traffic:
+        if entry.op != "exchange":
+            sent[entry.op] = sent.get(entry.op, 0) + entry.bytes
+    return sent, sum(unit.layout.shard * unit.dtype.itemsize for unit in engine.units)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_ledger_has_the_shards_that_are_sent_to_rank_0_and_nothing_that_is_sent_to_others(ranks, stage):
+    (first, _), (other, shards) = ranks(2, moved, stage)
+    assert first == ({"gather": 0} if stage == 3 else {})
+    assert other == ({"gather": shards} if stage == 3 else {})
+
+
+def between_buckets(wire):
+    """Log-probabilities by a forward before a stream, and by one inside of it, of a unit that rank 0 has whole."""
+    model = tiny("llama", kv_heads=4)
+    engine = engine_of(model, mesh_of((2, 1, 1)), stage=3, precision="fp32", accumulate=1, gather_wire=wire)
+    given = share_of(engine, 0)[0]
+
+    def computed():
+        with torch.no_grad():
+            return engine(**given).logits
+
+    before, inside, tensors = computed(), [], {}
+    for bucket in engine.stream_weights(bucket_bytes=SMALL):
+        tensors |= {part.name: part.tensor.clone() for part in bucket.parts if part.whole}
+        if bucket.number % 4 == 1:
+            inside.append(computed())
+    return before, inside, computed(), tensors, engine.whole_state_dict()
+
+
+@pytest.mark.parametrize("wire", ["same", "int8"])
+def test_a_forward_between_two_buckets_computes_with_all_units_on_all_ranks(ranks, wire):
+    for before, inside, after, tensors, weights in ranks(2, between_buckets, wire):
+        assert len(inside) > 2
+        assert torch.equal(before, after)
+        if wire == "same":
+            assert all(torch.equal(before, each) for each in inside)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors.items())

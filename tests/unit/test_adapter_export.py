@@ -148,8 +148,8 @@ def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(
     assert max(waiting) == 1
     assert waiting[-1] == 0
     assert len(list(whole.glob("model-*.safetensors"))) > 5
-    gathered, acquire = [], engine.gathers.acquire
-    monkeypatch.setattr(engine.gathers, "acquire", lambda unit, token: (gathered.append(unit), acquire(unit, token)))
+    gathered, acquire = [], engine.gathers.acquire_on_first
+    monkeypatch.setattr(engine.gathers, "acquire_on_first", lambda unit: (gathered.append(unit), acquire(unit)))
     engine.export(tmp_path / "adapter")
     assert gathered
     assert all(unit.grads is not None for unit in gathered)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models import adamw, batch, build, loss_of
 
 import zero3d
-from zero3d.engine import auto_offload
+from zero3d.engine import auto_offload, foundation
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
 from zero3d.engine.foundation import update_threads
 from zero3d.models.blocks import find_all_units
@@ -255,17 +255,21 @@ def test_a_rank_has_what_is_free_on_its_device_and_its_share_of_the_host(monkeyp
 # --- threads ------------------------------------------------------------------------------------
 
 
-def threads_of_rank(pinned):
-    """How many threads update on the host of a rank that has 8 cores: by itself, or together with the other ranks."""
+def threads_of_rank(pinned, cores=8):
+    """How many threads update on the host of a rank that has 8 cores: by itself, or together with the other ranks.
+
+    cores: those that a quota leaves of them.
+    """
     first = 8 * dist.get_rank() if pinned else 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(first, first + 8)))
+        patch.setattr(foundation, "usable_cores", lambda: cores)
         return update_threads(parts({"optimizer": "host"})[0])
 
 
-@pytest.mark.parametrize(("pinned", "threads"), [(False, 4), (True, 8)])
-def test_ranks_share_the_cores_that_they_have_in_common(ranks, pinned, threads):
-    assert ranks(2, threads_of_rank, pinned) == [threads, threads]
+@pytest.mark.parametrize(("pinned", "cores", "threads"), [(False, 8, 4), (True, 8, 8), (False, 5, 2), (False, 1, 1)])
+def test_ranks_share_the_cores_that_they_have_in_common(ranks, pinned, cores, threads):
+    assert ranks(2, threads_of_rank, pinned, cores) == [threads, threads]
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("1", 8), ("", 8), ("3", 3), ("6,2", 6), ("many", 8)])

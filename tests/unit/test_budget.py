@@ -1,5 +1,6 @@
 """What a rank may take of its host: the least of what is available, of each cgroup and of what was granted."""
 
+import os
 from collections import namedtuple
 
 import psutil
@@ -7,7 +8,7 @@ import pytest
 
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.memory.budget import Bound, HostBudget, host_budget
-from zero3d.memory.cgroups import cgroups
+from zero3d.memory.cgroups import cgroups, usable_cores
 from zero3d.spec.offload import HOST_BUDGET
 from zero3d.spec.sizes import decimal, parse_size
 
@@ -104,6 +105,32 @@ def test_a_container_finds_its_group_at_the_root_and_nobody_looks_outside(tmp_pa
 
 def test_this_system_is_read_without_an_error():
     assert 0 <= host_budget(1).nbytes <= 40 * GB
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("files", "cores"), [
+    ({}, 16), ({"a/b/cpu.max": "max 100000"}, 16), ({"a/b/cpu.max": "250000 100000"}, 2), ({"a/b/cpu.max": "50000 100000"}, 1),
+    ({"a/b/cpu.max": "800000 100000", "a/cpu.max": "300000 100000"}, 3), ({"a/b/cpu.max": "9900000 100000"}, 16),
+])  # fmt: skip
+def test_threads_run_at_once_on_the_cores_that_a_quota_leaves(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    system(tmp_path, "0::/a/b\n")
+    for name, said in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{said}\n")
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(-1, 16), (350000, 3)])
+def test_a_quota_of_the_first_version_is_in_two_files(tmp_path, monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    system(tmp_path, "5:memory:/m\n4:cpu,cpuacct:/a\n")
+    folder = tmp_path / "sys/fs/cgroup/cpu/a"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(tmp_path) == cores
 
 
 def test_what_fits_is_granted_and_one_byte_more_refused():

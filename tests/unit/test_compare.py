@@ -138,8 +138,8 @@ def test_a_runs_command_has_its_own_output_and_leaves_out_what_is_not_compared(t
     )
     words = plan.arguments(plan.variants[1])
     assert words[:3] == ["train", "--json", "--ranks=2"]
-    assert words[3:] == ["checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null", "checkpoint.export=true",
-                         "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
+    assert words[3:] == ["checkpoint.export=false", "checkpoint.verify=false", "checkpoint.to=null", "evaluate.prompt=null",
+                         "checkpoint.export=true", "zero.stage=1", "output=out/zero.stage=1"]  # fmt: skip
 
 
 # --- results to rows ----------------------------------------------------------------------------
@@ -500,16 +500,25 @@ print({json.dumps(json.dumps(result()))})""")  # fmt: skip
                       "with output=FOLDER; each run's own folder is kept.\n"  # fmt: skip
 
 
-def test_a_signal_goes_to_the_run_and_ends_the_comparison(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_signal_goes_to_the_run_and_ends_the_comparison_with_the_runs_that_are_done(
+    tmp_path, monkeypatch, capfd, stage
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb, "draw", lambda *_: None)
     scripted(
         monkeypatch,
-        """
+        f"""
 import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-os.kill(os.getppid(), signal.SIGTERM)
-signal.pause()""",
+if sys.argv[1] == "zero.stage={stage}":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+print({json.dumps(json.dumps(result()))})""",
     )
-    assert main(["compare", "zero.stage=0,1", "output=out"]) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM in zero.stage=0" in capfd.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["zero.stage=0.log"]
+    assert main(["compare", "zero.stage=0,1,2", "output=out"]) == 128 + signal.SIGTERM
+    out, err = capfd.readouterr()
+    assert f"stopped by SIGTERM in zero.stage={stage}" in err
+    logs = [f"zero.stage={each}.log" for each in range(stage + 1)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*["compare.json"] * stage, *logs]
+    assert ("losses: " in out) == bool(stage), "the table"

@@ -75,14 +75,16 @@ def test_a_hosts_peak_is_of_its_ranks_together(monkeypatch, local_ranks, most):
 
 
 def test_the_plan_line_names_both():
-    told = check_line(ESTIMATE, ALLOCATED, 1.0, RESERVED)
+    told = check_line(ESTIMATE, ALLOCATED, 1.0, RESERVED, "the data sheet")
     assert " / actual 61.9 GB allocated (" in told
     assert " %), 63.0 GB reserved, step " in told
-    on_cpu = check_line(ESTIMATE, ALLOCATED, 1.0, None)
+    assert " s / 1 s by the data sheet; slowest term: " in told
+    on_cpu = check_line(ESTIMATE, ALLOCATED, 1.0, None, None)
     assert " of states (" in on_cpu
     assert "reserved" not in on_cpu
+    assert on_cpu.endswith(", step 1 s, which no plan says of a CPU without plan.cluster")
     nothing = replace(ESTIMATE, memory=replace(ESTIMATE.memory, states=0.0))
-    assert "plan 0 B / actual 0 B of states, step " in check_line(nothing, 0, 1.0, None)
+    assert "plan 0 B / actual 0 B of states, step " in check_line(nothing, 0, 1.0, None, None)
 
 
 def test_a_step_names_both():

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -14,14 +15,18 @@ from torch.distributed import TCPStore
 from zero3d.cli import elastic, spare_ranks
 from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
 from zero3d.cli.rank_environment import narrowed
-from zero3d.config import EXACT_DP, fitting_dp, fitting_ranks, load
+from zero3d.config import EXACT_DP, asked_degrees, fitting_dp, fitting_ranks, load, zero_of
+from zero3d.distributed.degrees import Degrees
 from zero3d.distributed.mesh import _launched
 from zero3d.errors import ConfigError, MeshError, Zero3dError
+from zero3d.plan.emit import plan_of
+from zero3d.setup.build import zero_options
 from zero3d.train.start import Start
 from zero3d.zero.layout import CANONICAL
 
 HERE = Path(__file__).parents[1]
 SHRINKS = ("health.min_ranks=1", "train.batch=8", "train.micro_batch=1")
+NEIGHBOURS = ("zero.stage=3", "health.min_ranks=1", "train.batch=72", "train.micro_batch=1")
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -104,6 +109,31 @@ def test_mesh_dp_is_the_most_and_min_ranks_the_least():
 def test_what_could_not_shrink_is_refused_before_a_start(words, told):
     with pytest.raises(ConfigError, match=told):
         load(None, ["health.min_ranks=1", *words])
+
+
+@pytest.mark.parametrize(("asked", "more", "ranks", "kept", "together"), [
+    (4, (), 8, 4, 4), (4, (), 4, 4, 1), (4, (), 2, 4, 1),  # all of dp 4 or 2: nobody keeps one
+    (4, (), 6, 3, 3), (4, (), 9, 3, 3), (2, (), 9, None, 1), (4, ("mesh.shard=6",), 12, 3, 3),
+])  # fmt: skip
+def test_a_second_shard_shrinks_with_dp_to_the_largest_number_that_divides_it(asked, more, ranks, kept, together):
+    config = load(None, [*NEIGHBOURS, f"zero.second_shard={asked}", *more])
+    degrees = Degrees.resolve(ranks, **asked_degrees(config))
+    assert zero_of(config, degrees) == replace(config.zero, second_shard=kept)
+    assert degrees.second_shard(kept, None) == together
+    assert plan_of(config, ranks).zero.second_shard == kept
+
+
+def test_what_became_of_a_second_shard_is_said_once_and_without_min_ranks_it_is_refused():
+    few, zero = SimpleNamespace(degrees=Degrees.resolve(6), rank=0), ["zero.stage=3", "zero.second_shard=4"]
+    with pytest.warns(match=r"^zero\.second_shard=4 does not divide the 6 ranks of dp .*: it is 3\.$"):
+        assert zero_options(load(None, [*NEIGHBOURS, *zero]), few)["second_shard"] == 3
+    assert (
+        zero_options(load(None, [*NEIGHBOURS, *zero]), SimpleNamespace(degrees=few.degrees, rank=1))["second_shard"]
+        == 3
+    )
+    assert zero_options(load(None, zero), few)["second_shard"] == 4
+    with pytest.raises(MeshError, match=r"6 / 4 = 1\.5 is not whole"):
+        few.degrees.second_shard(4, None)
 
 
 def test_ranks_of_a_smaller_world_know_how_many_are_on_their_host():

@@ -49,6 +49,12 @@ def test_every_summand_has_one_rank_and_a_sum_does_not_depend_on_how_many(n, per
     assert summands.total(table) != values.sum()
 
 
+def test_parts_of_a_sequence_are_one_micro_batch():
+    summands = Summands(Comm(Axis("dp", 0, 4), Arena(CPU), Ledger()), False, 2, 5, parts=2)
+    assert summands.per_batch == 4
+    assert summands.state(1, 1)["covers"]["dp"] == [2, 4, 8]
+
+
 @pytest.mark.parametrize(("n", "count"), [(1, 3), (1, 5), (1, 12), (2, 6), (2, 10), (4, 12), (8, 24)])
 def test_summands_are_filled_up_with_zeros_at_their_end(n, count):
     """A sum over the summands that there are, whatever stands behind them."""
@@ -207,6 +213,12 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     )
     assert resume_guarantee(exact, exact | {"ep": 2}).startswith(
         "bitwise: as if it had not been interrupted, ep 1 -> 2,"
+    )
+    masks = {"sp": 2, "sp_masks": "flex_attention beyond 4,000 B"}
+    assert resume_guarantee(FACTS | masks, FACTS | masks).startswith("bitwise")
+    assert resume_guarantee(FACTS | masks, FACTS | masks | {"sp_masks": "flex_attention beyond 900 B"}) == (
+        "not bitwise: sp_masks flex_attention beyond 4,000 B -> flex_attention beyond 900 B (other kernels attend where "
+        "a mask would be larger)"
     )
     by_rows = {"sp": 2, "sp_kind": "gather"}
     assert resume_guarantee(exact | {"sp": 2}, exact | by_rows).startswith("not bitwise: sp_kind heads -> gather (")

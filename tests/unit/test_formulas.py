@@ -8,8 +8,12 @@ import pytest
 from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, per_parameter
 from zero3d.account.traffic import UnitTraffic, step_traffic, traffic_elements
 from zero3d.errors import ConfigError
+from zero3d.pipeline.actions import Action
+from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers
 from zero3d.zero.stages import resolve_policies, stage_row
 from zero3d.zero.tokens import (
+    ROOT_TURN,
+    TURN,
     TokenEvent,
     backward_gathers,
     backward_tokens,
@@ -114,3 +118,37 @@ def test_gathers_by_formula_are_those_of_the_tokens_played():
         assert forward_gathers(forward, root) == played(None, forward_tokens(forward, root))
         backward = backward_tokens(forward, root, no_backward)
         assert backward_gathers(forward, root, no_backward, there) == played(before, backward)
+
+
+def played_in_a_pipeline(actions, chunks):
+    """Count the gathers of a rank's actions by playing tokens: what a forward leaves goes before the next one, else last."""
+    events, left = [], []
+    for kind, chunk, _ in actions:
+        if (kind, chunk) == ("I", 0):
+            continue
+        units = chunks[chunk]
+        if kind == "F":
+            events += [*left, *forward_tokens(units.forward, units.root)]
+            left = [TokenEvent(units.forward[-1], TURN, False)]
+            left += [TokenEvent(units.root, ROOT_TURN, False)] if units.root else []
+            continue
+        if kind == "W":
+            events += [TokenEvent(unit, "weights", acquire) for unit in units.names for acquire in (True, False)]
+        else:
+            events += backward_tokens(units.forward, units.root, units.no_backward)
+        events, left = [*events, *left], []
+    return count_gathers(events)
+
+
+def test_gathers_of_a_pipeline_by_formula_are_those_of_the_tokens_played():
+    draw = Random(2)
+    for _ in range(200):
+        chunks = {}
+        for chunk in (0, 1, 2):
+            names = [f"{chunk} {name}" for name in "abc"[: draw.randint(1, 3)]]
+            forward = [draw.choice(names) for _ in range(draw.randint(1, 5))]
+            root = draw.choice([None, f"{chunk} root"])
+            chunks[chunk] = ChunkUnits(forward, root, frozenset(name for name in names if draw.random() < 0.2))
+        actions = [Action(draw.choice("FFBIW"), draw.choice((0, 1, 2)), 0) for _ in range(draw.randint(1, 20))]
+        found = pipeline_gathers(actions, chunks, "every_use")
+        assert {unit: count for unit, count in found.items() if count} == played_in_a_pipeline(actions, chunks)

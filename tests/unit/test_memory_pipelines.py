@@ -1,5 +1,7 @@
 """The memory model of pipelines by hand: what is in flight, passed on, and kept between two backwards."""
 
+from math import isclose
+
 import pytest
 from by_hand import (
     BATCH,
@@ -21,7 +23,9 @@ from by_hand import (
     model_of,
 )
 
-from zero3d.plan.memory import memory
+from zero3d.plan.in_flight import moments
+from zero3d.plan.memory import _Ranks, memory
+from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 
 PIPE = {"stage": 0, "pp": 2, "accumulate": 4}
@@ -146,3 +150,37 @@ def test_recomputed_blocks_stay_whole_between_their_two_backwards():
     kept = TOKENS * (INPUT + HEAD_KEPT)
     waiting = kept + TOKENS * BLOCK_KEPT + FOR_WEIGHTS["block"] + FOR_WEIGHTS["head"] - LOGITS
     assert found["activations"] == 2 * TOKENS * INPUT + waiting + kept
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zbv"])
+@pytest.mark.parametrize("activations", ["none", "full"])
+@pytest.mark.parametrize("head", [512, 1 << 15])
+def test_bounds_leave_out_no_rank_and_no_moment_that_is_the_fullest(schedule, activations, head):
+    """Of small vocabularies a rank in the middle is the fullest, of large ones that of the logits."""
+    model = gpt(17, 256, 4, head, 256)
+    for pp, accumulate in ((2, 4), (4, 16), (8, 8)):
+        plan = ParallelPlan(pp=pp, accumulate=accumulate, schedule=schedule, activations=activations)
+        alone = [_Ranks(model, plan, (stage,)) for stage in range(pp)]
+        for rank in alone:
+            fullest = rank._starts()
+            assert fullest
+            for (turn, kind, reduces), (total, _, start) in fullest.items():
+                alike = [moment for moment in moments(plan, rank.stages[0]) if moment.kind == kind]
+                alike = [each for each in alike if each.chunk == start.moment.chunk and each.final == reduces]
+                bytes_of = [bytes_at(moment, turn, rank) for moment in alike]
+                assert total == max(bytes_of)
+                assert total == bytes_at(start.moment, turn, rank)
+            assert rank.fullest.peak.total <= rank.at_most()
+        most = max(sum(rank.base.values()) + rank.fullest.peak.total for rank in alone)
+        assert isclose(memory(model, plan).allocated, most)
+
+
+def bytes_at(moment, turn, rank):
+    """Bytes that other micro-batches keep at a moment, and of what is passed on, one by one."""
+    chunks = zip(moment.in_flight, moment.waiting, rank._sizes, strict=True)
+    kept = sum((alive - waits) * whole + waits * half for alive, waits, (whole, half) in chunks)
+    states, gradients = rank._passes()
+    passed = len(states) - 1 + gradients[turn] + moment.under_way
+    passed += sum(alive * each for alive, each in zip(moment.in_flight, states, strict=True))
+    passed += sum(waits * each for waits, each in zip(moment.waiting, gradients, strict=True))
+    return kept - rank._sizes[turn][0] + passed * rank._hidden

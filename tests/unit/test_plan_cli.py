@@ -149,7 +149,7 @@ def test_an_impossible_goal_is_told_with_the_nearest_and_what_would_do(plan):
         plan, "--params", "7e9", "--gpus", 1, "--gpu", "rtx-3090", "--seq", 1024, "--tokens-per-batch", 16384,
         "--offload", "none",
     )  # fmt: skip
-    assert re.search(r"Nearest: the GPU's memory is short by [\d.]+ GB with pp 1 x dp 1 x tp 1", said)
+    assert re.search(r"Nearest: the GPU's memory is short by [\d.]+ GiB with pp 1 x dp 1 x tp 1", said)
     assert re.search(r"It fits on --gpus 8: pp \d x dp \d x tp \d", said)
 
 

@@ -1,12 +1,15 @@
 """A search tells how far it is, and one that is stopped gives the best that it has found."""
 
+import json
+from collections import Counter
 from io import StringIO
 
 import pytest
 
 from zero3d.cli import plan, progress
 from zero3d.cli.main import main
-from zero3d.cli.progress import ProgressLine, search_text
+from zero3d.cli.plan import search_text
+from zero3d.cli.progress import STOPPED, ProgressLine
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
 from zero3d.plan.search import Progress, Target, search
@@ -49,15 +52,34 @@ def test_a_stopped_search_ranks_what_it_has_found():
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
-    def stop(self, told):
+    def stop(line, told):
         if told.done == 9:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ProgressLine, "of_search", stop)
-    assert main(["plan", "--params", "1e8", "--gpus", "2", "--seq", "256"]) == plan.STOPPED
+    monkeypatch.setattr(plan, "_show", stop)
+    assert main(["plan", "--params", "1e8", "--gpus", "2", "--seq", "256"]) == STOPPED
     out, error = capsys.readouterr()
     assert "Plans that fit" in out
     assert error.startswith("stopped: the best of")
+
+
+def test_each_plan_is_priced_once_and_tokens_of_a_training_price_none(monkeypatch, capsys):
+    counts = []
+
+    def counted(model, place, each):
+        counts[-1][each] += 1
+        return evaluate(model, place, each)
+
+    monkeypatch.setattr(plan, "evaluate", counted)
+    command = ["plan", "--params", "1e8", "--gpus", "2", "--seq", "256", "--tokens-per-batch", "1024", "--json"]
+    for words in ([], ["--tokens", "1e12", "--price", "2"]):
+        counts.append(Counter())
+        assert main([*command, *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+    assert counts[0] == counts[1]
+    assert set(counts[0].values()) == {1}
+    assert found["what_if"]
+    assert found["ladder"]
 
 
 @pytest.mark.parametrize(("stream", "shown"), [

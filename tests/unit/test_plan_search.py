@@ -1,8 +1,10 @@
 """The search of `zero3d plan`: what it tries, keeps, ranks and rejects, under a made-up price list."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
-from math import isclose, sqrt
+from itertools import product
+from math import inf, isclose, sqrt
 
 import pytest
 
@@ -14,11 +16,24 @@ from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.hardware import cluster
 from zero3d.plan.ladder import RULE, differs, ladder
-from zero3d.plan.search import Target, divisors, resized, search, sequence_ways, shares, tp_refused
+from zero3d.plan.search import (
+    ACTIVATIONS,
+    LONG,
+    PIPELINES,
+    Target,
+    divisors,
+    resized,
+    search,
+    sequence_ways,
+    shares,
+    tp_refused,
+)
 from zero3d.plan.shapes import gpt, llama
-from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds
+from zero3d.plan.spec import Estimate, Memory, ParallelPlan, Seconds, Weight
+from zero3d.plan.time import faster_reduction
 from zero3d.plan.what_if import what_if
 from zero3d.sequence.shares import Sharing
+from zero3d.spec.offload import Offload
 
 MODEL = gpt(8, 1024, 16, 50304, 1024)
 A100 = cluster("a100-80", 16, 2)
@@ -289,23 +304,106 @@ def test_what_a_file_cannot_say_is_refused():
     assert tree["tensor_parallel"] == {"autotp_size": 2}
 
 
-def test_no_plan_needs_less_than_its_bound_says_and_a_search_by_bounds_finds_what_one_of_every_plan_does():
+def test_no_plan_needs_less_than_its_bounds_say():
     model, place = gpt(4, 1024, 8, 50304, 1024), cluster("a100-80", 4)
-    priced = []
+    kinds = set()
 
-    def every(*what):
-        priced.append((evaluate(*what), device_at_least(*what)))
-        return priced[-1][0]
+    def bounded(model, place, plan):
+        estimate = evaluate(model, place, plan)
+        bounds = [device_at_least(model, place, plan, above) for above in (0, *sorted(found[plan.schedule]), inf)]
+        found[plan.schedule] |= {bounds[0], bounds[-1]}
+        assert bounds == sorted(bounds)
+        assert 0 < bounds[0] <= bounds[-1] <= estimate.memory.device
+        kinds.add((plan.schedule, bounds[0] < bounds[-1]))
+        return estimate
 
-    skipped = 0
-    for limit in (3e9, 6e9):
-        target = Target(16, limit)
-        priced.clear()
-        brute = search(model, place, target, every)
-        assert all(0 < bound <= estimate.memory.device for estimate, bound in priced)
-        many = len(priced)
-        assert search(model, place, target, every, device_at_least) == brute
-        skipped += 2 * many - len(priced)
-        assert brute.rows
-        assert brute.rejected
-    assert skipped > 0
+    found = {name: set() for name in PIPELINES}
+    assert search(model, place, Target(16, 4e9), bounded).rejected
+    assert kinds >= {(name, True) for name in PIPELINES}
+
+
+def mixture(blocks, experts):
+    """Llama's blocks, each with a layer of experts beside its MLP."""
+    dense = llama(blocks, 256, 4, 4, 512, 1000, 256)
+
+    def with_experts(part):
+        [unit] = part.units
+        shapes = {"up": ((experts, 512, 256), 1), "down": ((experts, 256, 512), 2)}
+        stacks = [
+            Weight(f"{unit.name}.experts.{n}", shape, cut=cut, stacked=True) for n, (shape, cut) in shapes.items()
+        ]
+        units = (replace(unit, weights=(*unit.weights, *stacks)),)
+        return replace(part, units=units, active=part.numel + 2 * 2 * 256 * 512, dispatched=part.operations)
+
+    parts = tuple(with_experts(part) if part.kind == "block" else part for part in dense.parts)
+    return replace(dense, parts=parts, experts=experts, chosen=2)
+
+
+def every_plan(model, place, sequences, tiers):
+    """All plans of the search's table, by its words: whatever is not said there, an engine refuses."""
+    world, long = place.gpus, model.length >= LONG
+    for (pp, tp), stage, away, schedule, activations, sliced in product(
+        product(divisors(world), repeat=2), range(4), tiers, PIPELINES, ACTIVATIONS, (False, True)
+    ):
+        dp = world // pp // tp
+        least = 3 if away.params != "none" else 2 if away.gradients == "host" else 0
+        if (
+            pp * dp * tp != world or tp > place.per_node or (pp == 1 and schedule != "1f1b")
+            or stage < least or (dp == 1 and stage > least) or (sliced and tp == 1)
+            or (away.activations != "none" and activations != "full")
+        ):  # fmt: skip
+            continue
+        moments = {"reduce": "every_micro_batch"} if pp > 1 and stage > 1 else {}
+        moments |= {"release": "every_use"} if pp > 1 and stage == 3 else {}
+        of_all = {"dp": dp, "tp": tp, "pp": pp, "stage": stage, "schedule": schedule, "activations": activations,
+                  "sequence_parallel": sliced, "tiled_loss": long, **moments}  # fmt: skip
+        virtual = 1 if schedule == "1f1b" else 2
+        inside = place.per_node // tp
+        for ep, sp, shard, micro in product(divisors(dp), divisors(dp), (None, inside), (1, 2, 4, 8, 16)):
+            own = sequences * sp // dp
+            few = own * dp != sequences * sp or own % micro
+            if few or (sp > 1 and not long) or (shard is not None and (stage == 0 or shard >= dp)):
+                continue
+            sizes = {"micro_batch": micro, "accumulate": own // micro, "virtual": virtual}
+            yield ParallelPlan(**of_all, **sizes, ep=ep, sp=sp, shard=shard).replace(offload=away)
+
+
+NODES = cluster("a100-80", 4, 2)
+HOST = (Offload(), *(Offload("host", params, to) for to in ("auto", "host") for params in ("none", "host")))
+NEAR, INPUTS = (Offload(),), (Offload(activations="host"),)
+GRIDS = {  # the last: what may leave the device, in turn, each where nothing fits before
+    "dense": (gpt(4, 256, 4, 1000, 256), NODES, 8, "none", [NEAR]),
+    "experts": (mixture(2, 4), cluster("a100-80", 4), 4, "none", [NEAR]),
+    "long": (gpt(8, 256, 4, 1000, LONG), NODES, 2, "none", [NEAR, INPUTS]),
+    "offload": (gpt(2, 256, 4, 1000, 256), cluster("a100-80", 2), 2, "host", [HOST]),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_search_finds_what_pricing_every_plan_of_its_table_does(name):
+    model, place, sequences, offload, rounds = GRIDS[name]
+    turns = [{}, {}][: len(rounds)]
+    for priced, tiers in zip(turns, rounds, strict=True):
+        for plan in every_plan(model, place, sequences, tiers):
+            with suppress(ConfigError):  # what an engine refuses
+                plan = faster_reduction(model, plan, place) if plan.shard > 1 else plan
+                priced[plan] = evaluate(model, place, plan)
+    for limit in limits_of(turns):
+        fitting = next(filter(None, ({
+            plan: (estimate.seconds.mid, estimate.memory.allocated)
+            for plan, estimate in priced.items()
+            if estimate.memory.device <= limit and not estimate.memory.lacks(place)
+        } for priced in turns)))  # fmt: skip
+        result = search(model, place, Target(sequences, limit, offload=offload), evaluate, device_at_least)
+        assert {row.plan: (row.estimate.seconds.mid, row.estimate.memory.allocated) for row in result.rows} == fitting
+        assert [fitting[row.plan] for row in result.rows] == sorted(fitting.values())
+        assert result.rejected
+        assert result == search(model, place, Target(sequences, limit, offload=offload), evaluate)
+
+
+def limits_of(turns):
+    """Bytes that some plans fit: for each turn some of its own alone, and half of the first turn's."""
+    sizes = [sorted(estimate.memory.device for estimate in priced.values()) for priced in turns]
+    least = [sizes[0][len(sizes[0]) // 2], *(each[0] for each in sizes)]
+    assert least[1:] == sorted(least[1:], reverse=True)
+    return least

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner_accuracy import Tables, as_text, beside, ranking, score
+from planner_accuracy import PUBLISHED, Tables, as_text, beside, margin_of, means, ranking, score
 from planner_tables import Point
+from planner_tables_recent import MIXTURES, mixture, model_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "planner"
@@ -36,8 +37,10 @@ def found():
 
 
 @pytest.mark.long
-def test_the_command_prints_them(found):
-    assert {(entry["set"], entry["kind"]): entry for entry in scores(DATA)["scores"]} == found
+def test_the_command_prints_them_and_those_of_recent_runs(found):
+    printed = {(entry["set"], entry["kind"]): entry for entry in scores(DATA)["scores"]}
+    assert {key: printed[key] for key in found} == found
+    assert {name for name, _ in printed.keys() - found.keys()} == {"automodel_2026", "megatron-core_2026"}
 
 
 def test_formulas_are_met(found):
@@ -67,6 +70,56 @@ def test_a_group_of_equal_times_has_no_ranking_and_every_table_of_one_row_is_sco
     assert ranking([point for point in points if point.group])["tau"] > 0
 
 
+def test_recent_runs_are_read_or_said_to_tell_too_little():
+    tables = Tables(PUBLISHED)
+    assert tables.counts() == {"read": 12, "skipped": 0, "unknown": 16}
+    assert len(tables.points) == 12
+    assert set(tables.untold.values()) >= {"the catalogue has no such card and no rate of MXFP8"}
+    text = as_text(beside(score(tables.points), []), {}, [], tables.untold, tables.counts())
+    assert "rows: 12 read, 0 skipped, 16 unknown" in text
+    assert "PRL-30B-32K-offload: sequences of a step and recomputation are not told" in text
+
+
+@pytest.mark.parametrize(("name", "weights"), [("Qwen3-30B-A3B", 30_532_122_624), ("DeepSeek-V3", 671_026_419_200)])
+def test_a_mixture_has_the_weights_of_its_config_but_for_some_norms(name, weights):
+    assert mixture(MIXTURES[name], 4096).params == pytest.approx(weights, rel=1e-6)
+
+
+def test_adapters_leave_two_of_three_products_and_hold_the_weights_frozen():
+    [row] = [row for row in Tables(PUBLISHED).rows["runs_2026"] if row["id"] == "AM-8B-LORA-1"]
+    model = model_of(row)
+    assert model.trainable == 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert model.weights - model.trainable == 8_030_261_248
+
+
+def test_every_source_counts_alike_in_the_means():
+    points = [Point("a", "1", "time", 1.1, 1.0), Point("a", "2", "time", 1.1, 1.0), Point("b", "1", "time", 1.3, 1.0)]
+    points.append(Point("noise (no gate)", "1", "time", 9.0, 1.0))
+    told = means(beside(score(points), score(points[:2])))
+    assert told["time"]["fitted"] == {
+        "sources": 2,
+        "mean": pytest.approx(0.2),
+        "worst": pytest.approx(0.3),
+        "worst_source": "b",
+    }
+    assert told["time"]["left_out"]["mean"] == pytest.approx(0.1)
+    assert told["memory"] == {"left_out": None, "fitted": None}
+
+
+def test_the_margin_is_the_error_within_which_nine_in_ten_memories_lie():
+    points = [Point("s", str(i), "memory", 1 + i / 100, 1.0) for i in range(20)]
+    assert margin_of([*points, Point("s", "t", "time", 9.0, 1.0)]) == pytest.approx(0.18)
+    assert margin_of([]) is None
+
+
+def test_each_group_of_runs_counts_alike_in_the_ranking():
+    right = [Point("s", str(i), "time", float(i), float(i), "right") for i in range(1, 5)]
+    wrong = [Point("s", str(i), "time", float(i), -float(i), "wrong") for i in range(1, 4)]
+    wrong = [point._replace(actual=10 + point.actual) for point in wrong]
+    assert ranking(right)["tau"] == 1
+    assert ranking([*right, *wrong])["tau"] == 0
+
+
 def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
     shutil.copy(DATA / "korthikanti2022_fig1_memory.csv", tmp_path)
@@ -75,7 +128,8 @@ def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):
     report = scores(tmp_path)
     assert report["unknown"] == ["notes.csv"]
     assert report["skipped"] == {"megatron_core_h100": 1}
-    assert [entry["rows"] for entry in report["scores"]] == [12, 1]
+    assert [entry["rows"] for entry in report["scores"] if "2026" not in entry["set"]] == [12, 1]
+    assert report["rows"] == {"read": 4 + 1 + 12, "skipped": 1, "unknown": 16}
 
 
 def test_the_committed_errors_are_those_of_this_code(found):

@@ -12,7 +12,16 @@ from zero3d.plan import Estimate, ParallelPlan, evaluate
 from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.hardware import cluster
 from zero3d.plan.kernels import IMBALANCE, Kernels, digest, part_work
-from zero3d.plan.network import REACHED, Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.network import (
+    REACHED,
+    Group,
+    Groups,
+    exchange_seconds,
+    gather_seconds,
+    neighbours_seconds,
+    reduce_seconds,
+    send_seconds,
+)
 from zero3d.plan.profiles import SYSTEMS, profile
 from zero3d.plan.shapes import gpt, llama, of_params
 from zero3d.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
@@ -425,15 +434,30 @@ def test_gradients_and_parameters_of_each_block_travel_over_dp():
     assert often == pytest.approx(2 * 2 * (2 * 2) + 2 * 2)  # each chunk's backward reduces both blocks of its rank
 
 
+def test_rows_for_neighbours_go_to_their_node_once_and_on_from_there():
+    """8 ranks on 2 nodes of 4: half of the rows leave, 3 of 4 of two copies of each go on inside."""
+    place = ClusterSpec(HOST.gpu, 2, 4, Link(1e9 / REACHED, 0.0, 0.0), Link(1e9 / REACHED, 0.0, 0.0), 1e12)
+    group = Group(8, 4)
+    assert neighbours_seconds(1e9, 2, group, place) == pytest.approx(2 * 3 / 4)
+    assert neighbours_seconds(1e9, 1, group, replace(place, inside=replace(place.inside, bandwidth=1e15))) == (
+        pytest.approx(1 / 2)
+    )
+    assert neighbours_seconds(1e9, 1, Group(1, 1), place) == neighbours_seconds(0.0, 1, group, place) == 0
+
+
 def test_what_hides_of_dp_and_what_adds_to_it():
     hosts = replace(HOST, nodes=2, per_node=1)  # 10 + 4 and 10 + 2 ms
     assert milliseconds(dp=2, spec=hosts)["dp"] == pytest.approx(2 * 14 + 2 * 12)
-    each_alone = milliseconds(dp=2, spec=hosts, pace={"unit_hops": 3})["dp"]
-    assert each_alone == pytest.approx(2 * (14 + 2 * 10) + 2 * (12 + 2 * 10))
-    assert milliseconds(dp=2, pace={"network": 0.5})["dp"] == pytest.approx(2 * (2 * 3 + 2 * 2))
+    assert milliseconds(dp=2, spec=hosts, pace={"unit_hops": 3})["dp"] == pytest.approx(2 * 14 + 2 * 12)
+    gathers = {"dp": 2, "stage": 3, "accumulate": 1, "spec": hosts}  # two units, there twice, each in three pieces
+    alone, whole = (milliseconds(**gathers, pace={"unit_hops": pieces})["dp"] for pieces in (3, 1))
+    assert alone - whole == pytest.approx(2 * 2 * 2 * 10)
+    buckets = milliseconds(dp=2, spec=hosts, pace={"bucket": 2.5e5})["dp"]  # four of a block of a million
+    assert buckets == pytest.approx(2 * (14 + 3 * 10) + 2 * 12)
     assert milliseconds(dp=2, pace={"hide_dp": 1})["dp"] == 0
     assert milliseconds(dp=2, stage=3, pace={"hide_dp": 1})["dp"] == pytest.approx(2)  # but for one gather
-    slow = milliseconds(dp=2, pace={"network": 0.05, "hide_dp": 0.5})["dp"]  # 120 and 80 ms, behind 70 and 35
+    links = replace(HOST, inside=Link(5e7 / REACHED, 20e-3, half=0.0))  # 120 and 80 ms, behind 70 and 35
+    slow = milliseconds(dp=2, spec=links, pace={"hide_dp": 0.5})["dp"]
     assert slow == pytest.approx(60 + 40 + (40 - 35))
 
 

@@ -20,9 +20,7 @@ PARAMS = EMBEDDING + LAYERS * BLOCK + NORM
 # Korthikanti: 34 h + 5 a s bytes of a token in a block, 10 h of them whole on every tp rank.
 CUT, WHOLE, SCORES, INPUT = 24 * H, 10 * H, 5 * HEADS * LENGTH, 2 * H
 LOGITS = 6 * VOCAB + 4 * VOCAB  # 2 bytes and their fp32 copy, kept; the fp32 gradient
-SYSTEM = Profile(
-    "by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, interior=1.5, buffers=3e6, units=3, selective=0.25
-)
+SYSTEM = Profile("by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, buffers=3e6, units=3)
 
 
 def of(system=SYSTEM, **plan):
@@ -36,7 +34,7 @@ def test_one_rank_has_states_all_activations_logits_and_buffers():
     found = of()
     assert found.parts == {
         "states": 18 * PARAMS, "gathered": 0.0, "buffers": 3e6, "transient": 0.0,
-        "activations": TOKENS * LAYERS * (1.5 * (CUT + WHOLE) + SCORES), "logits": TOKENS * LOGITS,
+        "activations": TOKENS * LAYERS * ((CUT + WHOLE) + SCORES), "logits": TOKENS * LOGITS,
     }  # fmt: skip
     assert found.states == 18 * PARAMS
     assert found.allocated == sum(found.parts.values())
@@ -61,16 +59,43 @@ def test_narrow_gradients_are_accumulated_in_fp32_beside_them():
 
 
 @pytest.mark.parametrize(("policy", "token"), [
-    ("none", LAYERS * (1.5 * (CUT + WHOLE) + SCORES)),
-    ("selective", LAYERS * 0.25 * 1.5 * (CUT + WHOLE) + SCORES),
-    ("full", LAYERS * INPUT + 1.5 * (CUT + WHOLE) + SCORES),
-    ("every:2", LAYERS / 2 * INPUT + 2 * (1.5 * (CUT + WHOLE) + SCORES)),
+    ("none", LAYERS * ((CUT + WHOLE) + SCORES)),
+    ("selective", LAYERS * (CUT + WHOLE) + SCORES),
+    ("full", LAYERS * INPUT + (CUT + WHOLE) + SCORES),
+    ("every:2", LAYERS / 2 * INPUT + 2 * ((CUT + WHOLE) + SCORES)),
 ])  # fmt: skip
 def test_what_recomputation_keeps(policy, token):
     assert of(activations=policy).parts["activations"] == TOKENS * token
-    if policy == "selective":
-        whole = of(replace(SYSTEM, selective=None), activations=policy).parts["activations"]
-        assert whole == TOKENS * (LAYERS * 1.5 * (CUT + WHOLE) + SCORES)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_selective_may_keep_the_input_attention_and_every_second_product(sequence):
+    """Of products 3 h, h, f and h wide half the 2-byte outputs; 2 h of attention."""
+    halves = replace(SYSTEM, every_other=True)
+    kept = 2 * H + (3 * H + H + F + H)
+    assert of(halves, activations="selective").parts["activations"] == TOKENS * (LAYERS * (INPUT + kept) + SCORES)
+    entry = INPUT / 2 if sequence else INPUT
+    cut = of(halves, activations="selective", tp=2, sequence_parallel=sequence).parts["activations"]
+    assert cut == TOKENS * (LAYERS * (entry + kept / 2) + SCORES / 2)
+    assert of(halves).parts == of().parts
+
+
+def test_a_loss_over_tp_may_hold_more_of_its_logits():
+    wide = replace(SYSTEM, loss_over_tp=6.0)
+    assert of(wide).parts == of().parts
+    assert of(wide, tp=2).parts["logits"] == TOKENS * (LOGITS + 6 * VOCAB) / 2
+
+
+def test_stages_may_be_cut_by_weights_so_that_the_head_has_fewer_blocks():
+    """A head of 32,768 products is 2/3 of a block's 49,152: of 4 2/3 blocks 2 1/3 are a half, two and a head of two."""
+    deep = gpt(6, H, HEADS, 4 * VOCAB, LENGTH, flash=False)  # a head of 8/3 blocks: 4 and 2 of 6
+    system = replace(SYSTEM, pace=Pace({}, weighed=True))
+    plan = ParallelPlan(pp=2, stage=1, micro_batch=2, accumulate=8)
+    place = cluster("a100-80", 16, 2)
+    even, weighed = profile_memory(deep, plan, place, SYSTEM), profile_memory(deep, plan, place, system)
+    assert even.instant == "pipeline rank 1 of 2"
+    assert weighed.instant == "pipeline rank 0 of 2"
+    assert weighed.parts["activations"] == TOKENS * 2 * 4 * (CUT + WHOLE + SCORES)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -78,12 +103,12 @@ def test_tp_divides_what_is_cut_and_sequence_parallelism_the_rest(sequence):
     found = of(tp=2, stage=3, sequence_parallel=sequence)
     whole = WHOLE / 2 if sequence else WHOLE
     assert found.states == pytest.approx(18 * PARAMS / 2, rel=1e-12)
-    assert found.parts["activations"] == TOKENS * LAYERS * (1.5 * (CUT / 2 + whole) + SCORES / 2)
+    assert found.parts["activations"] == TOKENS * LAYERS * ((CUT / 2 + whole) + SCORES / 2)
     assert found.parts["logits"] == TOKENS * LOGITS / 2
     assert found.parts["gathered"] == 3 * 2 * BLOCK / 2
     full = of(tp=2, sequence_parallel=sequence, activations="full").parts["activations"]
     entry = INPUT / 2 if sequence else INPUT
-    assert full == TOKENS * (LAYERS * entry + 1.5 * (CUT / 2 + whole) + SCORES / 2)
+    assert full == TOKENS * (LAYERS * entry + (CUT / 2 + whole) + SCORES / 2)
 
 
 @pytest.mark.parametrize(("plan", "flight"), [
@@ -93,7 +118,7 @@ def test_the_first_rank_of_a_pipeline_holds_the_most_micro_batches(plan, flight)
     wide = gpt(LAYERS, H, HEADS, 8, LENGTH, flash=False)  # hardly any logits
     found = profile_memory(wide, ParallelPlan(pp=4, stage=1, micro_batch=2, **plan), cluster("a100-80", 16, 2), SYSTEM)
     assert found.instant == "pipeline rank 0 of 4"
-    assert found.parts["activations"] == TOKENS * flight * (1.5 * (CUT + WHOLE) + SCORES)
+    assert found.parts["activations"] == TOKENS * flight * ((CUT + WHOLE) + SCORES)
     assert found.parts["transient"] == TOKENS * (2 * F + 6 * H)
     assert "logits" not in found.parts
     plan = ParallelPlan(**{"pp": 4, "tp": 2, "stage": 1, "micro_batch": 2} | plan)
@@ -106,7 +131,7 @@ def test_interleaving_holds_korthikanti_s_share_more():
     for accumulate, flight in ((8, 2 * (1 + 1 / 4)), (2, 2)):
         plan = ParallelPlan(pp=2, virtual=2, stage=1, micro_batch=2, accumulate=accumulate)
         found = profile_memory(few, plan, cluster("a100-80", 16, 2), SYSTEM)
-        assert found.parts["activations"] == TOKENS * flight * 2 * (1.5 * (CUT + WHOLE) + SCORES)
+        assert found.parts["activations"] == TOKENS * flight * 2 * ((CUT + WHOLE) + SCORES)
 
 
 def test_the_last_rank_has_logits_and_a_tied_embedding_once_more():

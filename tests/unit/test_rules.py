@@ -47,8 +47,6 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "zero.second_shard=node is about gathers", "type zero.release=every_use, or zero.second_shard=null."),
     (Spec(Zero(second_shard="host")),
      "zero.second_shard=host is no number", "zero.second_shard=node for those of a host, or zero.second_shard=null."),
-    (Spec(Zero(second_shard=4), mesh=Mesh(ep=2)),
-     "zero.second_shard=4 with mesh.ep=2", "type zero.second_shard=null, or mesh.ep=1."),
     (Spec(Zero(slow_wire="int8")),
      "zero.slow_wire=int8 is how sums travel", "type mesh.shard=8, or as many ranks as a host has, or zero.slow_wire=same."),
     (Spec(Zero(slow_wire="int4", exact=True), mesh=Mesh(shard=2)),

@@ -7,6 +7,7 @@ from contextlib import chdir
 from dataclasses import replace
 from fractions import Fraction
 from tempfile import TemporaryFile
+from threading import Event
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,8 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from zero3d.cli.main import main
+from zero3d.cli.progress import STOPPED
+from zero3d.cli.simulate import show_done
 from zero3d.config import load, to_dict
 from zero3d.distributed.degrees import Degrees
+from zero3d.page.text import size
 from zero3d.pipeline.actions import Action, bubble
 from zero3d.sim import rank as answering
 from zero3d.sim.memory import Log, Storage
@@ -26,7 +30,7 @@ from zero3d.sim.repeats import micro_batches_to_run, traffic_of_all
 from zero3d.sim.replay import peak_of, timeline_of
 from zero3d.sim.request import Request
 from zero3d.sim.result import Instant, LiveTensor, Simulation, TrafficEntry, from_json, to_json
-from zero3d.sim.simulate import in_own_process, representatives, simulate
+from zero3d.sim.simulate import Interrupted, in_own_process, representatives, simulate
 
 TINY = ["data.length=64", "train.micro_batch=2", "data.packing=false"]
 
@@ -251,3 +255,55 @@ def test_a_module_of_ones_own(alone, tmp_path):
     found = alone(dry_in, str(tmp_path), request)
     assert found.elements == 2 * 100 << 14
     assert found.peak.nbytes > found.elements * 2
+
+
+def interrupted(pipeline, done):
+    """Simulate the pipeline's two stages till so many ranks are done; then Ctrl-C comes, which ends the others."""
+    stop, counts = Event(), []
+
+    def run(request):
+        if done and request.rank == pipeline.ranks[0].rank:
+            return pipeline.ranks[0]
+        stop.wait()
+        raise RuntimeError("its process died")
+
+    def watch(found, many):
+        counts.append((len(found), many))
+        if len(found) >= done:
+            stop.set()
+            raise KeyboardInterrupt
+
+    config = tiny("mesh.pp=2", "train.accumulate=3", "zero.stage=0")
+    with mock.patch("zero3d.sim.simulate.in_own_process", run), pytest.raises(KeyboardInterrupt) as caught:
+        simulate(config, world=1024, watch=watch)
+    return caught.value, counts
+
+
+def test_a_simulation_that_is_stopped_has_the_ranks_that_are_done(pipeline):
+    error, counts = interrupted(pipeline, done=1)
+    assert isinstance(error, Interrupted)
+    assert [rank.rank for rank in error.simulation.ranks] == [0]
+    assert error.simulation.notes[-1].startswith("stopped: 1 of 2 pipeline stages follow")
+    assert counts[-1] == (1, 2)
+    assert not isinstance(interrupted(pipeline, done=0)[0], Interrupted), "nothing to show"
+
+
+def test_ctrl_c_prints_the_ranks_that_are_done(pipeline, monkeypatch, capsys):
+    def stop(*_):
+        raise Interrupted(pipeline)
+
+    monkeypatch.setattr("zero3d.sim.simulate.simulate", stop)
+    assert main(["simulate", *TINY, "--ranks", "1024"]) == STOPPED
+    assert "1. What each class of ranks holds" in capsys.readouterr().out
+
+
+def test_who_is_done_is_a_line_on_a_terminal_and_a_line_each_elsewhere(pipeline, capsys):
+    first, *more = pipeline.ranks
+    shown = []
+    line = SimpleNamespace(on_terminal=True, seconds=4.0, show=shown.append)
+    show_done(line, [], 1024, [first], 4)
+    assert shown == [f"1 of 4 ranks simulated, about 12 s left; the fullest so far: {size(first.peak.nbytes)}"]
+    said = []
+    for done in ([first], [first, *more]):
+        show_done(SimpleNamespace(on_terminal=False), said, 1024, done, len(done))
+    assert capsys.readouterr().err.count(" of 1024: ") == len(pipeline.ranks)

@@ -4,6 +4,7 @@ state             what a checkpoint takes of an engine: the full model by name, 
 frozen_base       which frozen weights of an engine are those of a folder, and are left out; the digest of that folder
 json_values       state dicts as JSON values and back
 folders           which checkpoints a directory holds, and what may go
+copies            which an object store holds; uploads of which a kill leaves nothing that counts
 writing           files that are on the disk once they are written: tensors through one buffer
 save              every rank's file and part of the manifest, the manifest over them, the rename that commits
 host_copy         the host's memory that states are copied into
@@ -21,6 +22,7 @@ resume_contract   whether a run that goes on has the bits of one that was never 
 fingerprint       one hash of all states, however ranks share them out
 published         the weights as whole tensors by their published names, unit by unit
 export            the weights as a folder that `from_pretrained` loads
+streamed_folder   the same folder, as a receiver of streamed weights
 
 In one process, without an engine:
 
@@ -30,6 +32,6 @@ stored_states     any range of any state, out of the boxes of all ranks
 difference        two checkpoints against each other
 offline_export    the folder that `export` writes, from a checkpoint's files
 
-No torch: folders, files, fields, frozen_base, manifest, manifest_parser, tiling, integrity, inventory,
+No torch: folders, copies, files, fields, frozen_base, manifest, manifest_parser, tiling, integrity, inventory,
 resume_contract.
 """

@@ -4,7 +4,7 @@
                                    random states, options, schedule, loss scale, what the loop says
     the copy          thread       what is large, masters, moments, frozen weights, into the host's copy (host_copy.py)
     the next update   main thread  waits for the copy, as does who else may write weights; nobody waits for the disk
-    files, commit     thread       what `save` does, from the copy: the same bytes
+    files, commit     thread       what `save` does, from the copy: the same bytes; the copy in a store, too
 
 Nothing but an update, a load, or a user inside `full_params` changes what is copied, and each of them waits for the
 copy. States in records are read as they lie after the update that was due: those on the host in place, those on a disk
@@ -82,11 +82,11 @@ class Saves:
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def now(self, directory: Path, engine: Callable[[], EngineState]) -> Path:
-        """Save while the caller waits. Raises CheckpointError, of the save before, too."""
+    def now(self, directory: Path, engine: Callable[[], EngineState], to: str | None = None) -> Path:
+        """Save while the caller waits; a copy goes to the URL `to`. Raises CheckpointError, of the save before, too."""
         begun = time.monotonic()
         self.finish()
-        saved = save(directory, engine())
+        saved = save(directory, engine(), to)
         self._seconds, self._nbytes = time.monotonic() - begun, saved.nbytes
         return saved.folder
 
@@ -95,15 +95,15 @@ class Saves:
         budget = self._copy.measure()
         agree(engine.world, lambda: self._places(capture(engine), engine, budget))
 
-    def begin(self, directory: Path, engine: Callable[[], EngineState]) -> Path:
-        """Begin to save behind training, and return the folder that will be there.
+    def begin(self, directory: Path, engine: Callable[[], EngineState], to: str | None = None) -> Path:
+        """Begin to save behind training, with a copy below the URL `to`, and return the folder that will be there.
 
         Raises CheckpointError, of the save before, too, and OutOfBudget.
         """
         begun = time.monotonic()
         self.finish()
         state = engine()
-        world, target = state.world.patient, Target.of(directory, state.step)
+        world, target = state.world.patient, Target.of(directory, state.step, to)
         budget = self._copy.measure()
         self._threads = self._threads or self._open()
         prepare(target, world)

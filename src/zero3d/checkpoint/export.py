@@ -159,16 +159,15 @@ def _join(temporary: Path, stages: int) -> None:
 
 def _finish(temporary: Path, directory: Path, module: nn.Module, form: Form, stages: int) -> None:
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-    finish_export(temporary, directory, form, next(floating, torch.float32), stages)
+    beside = partial(form.finish, dtype=next(floating, torch.float32))
+    finish_export(temporary, directory, beside, stages)
 
 
-def finish_export(temporary: Path, directory: Path, form: Form, dtype: torch.dtype, stages: int) -> None:
-    """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place.
-
-    dtype  of the weights, for the config
-    """
+def finish_export(temporary: Path, directory: Path, beside: Callable[[Path], object] | None, stages: int) -> None:
+    """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place."""
     _join(temporary, stages)
-    form.finish(temporary, dtype)
+    if beside is not None:
+        beside(temporary)
     if directory.exists():
         directory.rmdir()
     temporary.rename(directory)

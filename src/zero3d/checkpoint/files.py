@@ -1,6 +1,7 @@
 """A checkpoint's files: read without following links, and known again by their checksums. No torch.
 
-Only regular files are opened, and no links, so that nothing outside of a checkpoint's folder is ever read.
+Only regular files are opened, and no links, so that nothing outside of a checkpoint's folder is ever read. One of a
+store that is not on this host yet (`stores/cache.py`) is fetched first.
 
 Checksums are by XXH3: they find damage, and no forgery.
 
@@ -30,8 +31,10 @@ from typing import NamedTuple
 import numpy
 import xxhash
 
+from zero3d.checkpoint.copies import told
 from zero3d.checkpoint.fields import USE_ANOTHER
 from zero3d.errors import CheckpointError
+from zero3d.stores.cache import fetch, origin, shown
 
 SHA256_DIGITS, XXH3_DIGITS = 64, 32
 MOST_TEXT = 1 << 31  # bytes; a manifest of 10,000 ranks is smaller
@@ -43,7 +46,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file. Raises CheckpointError for anything else, and where the disk does not give it."""
     try:
         # Not blocking: opening a pipe that nobody writes to would wait for ever.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = os.open(present(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path} {_problem(error)}. {USE_ANOTHER}") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -54,6 +57,29 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
             yield file
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}). {USE_ANOTHER}") from error
+
+
+def present(path: Path) -> Path:
+    """Return a path, after its file was fetched where it is one of a store and is not there. Raises CheckpointError."""
+    if not os.path.lexists(path):
+        with told(shown(path), "read"):
+            fetch(path)
+    return path
+
+
+def fetched_again(path: Path) -> bool:
+    """Fetch a file of a store anew, as a disk of this host may have changed it; return whether it is one."""
+    if (known := origin(path)) is None or known.stored is None:
+        return False
+    path.unlink(missing_ok=True)
+    present(path)
+    return True
+
+
+def is_elsewhere(path: Path) -> bool:
+    """Return whether a file is in a store, and not on this host."""
+    known = None if os.path.lexists(path) else origin(path)
+    return known is not None and known.stored is not None
 
 
 def _problem(error: OSError) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero3d.errors import CheckpointError
+from zero3d.stores.cache import origin
 
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 _STEP = re.compile(r"step-([0-9]+)")
@@ -64,7 +65,12 @@ def find(directory: Path) -> Path:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Say whether a folder is a checkpoint by its name or its manifest, rather than a directory of them."""
+    """Say whether a folder is a checkpoint by its name or its manifest, rather than a directory of them.
+
+    One of a store is, before its files are on this host.
+    """
+    if origin(directory) is not None:
+        return True
     named = any(_number(pattern, directory.name) is not None for pattern in (_STEP, _ASIDE))
     return (directory / MANIFEST).is_file() or (named and directory.is_dir() and not checkpoints(directory))
 

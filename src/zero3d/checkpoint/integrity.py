@@ -15,12 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
-from zero3d.checkpoint.files import has_checksum, open_regular
+from zero3d.checkpoint.files import fetched_again, has_checksum, is_elsewhere, open_regular, present
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
 from zero3d.checkpoint.manifest_parser import open_manifest, read_contents
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
+from zero3d.stores.cache import shown
 
 NAMES = {code: dtype for dtype, code in CODES.items()}
 
@@ -34,8 +35,10 @@ def verify(folder: Path) -> None:
 def verify_file(manifest: Manifest, part: Part) -> None:
     """Hash one file of tensors and hold its header to what its rank says of it. Raises CheckpointError."""
     path = manifest.folder / part.file
-    if not has_checksum(path, part.checksum):
-        raise CheckpointError(f"{path} differs from what was saved: its checksum is not the manifest's. {USE_ANOTHER}")
+    if not has_checksum(path, part.checksum) and not (fetched_again(path) and has_checksum(path, part.checksum)):
+        raise CheckpointError(
+            f"{shown(path)} differs from what was saved: its checksum is not the manifest's. {USE_ANOTHER}"
+        )
     check_header(manifest, part)
 
 
@@ -70,8 +73,10 @@ def header(path: Path) -> dict[str, TensorSpec]:
 def check_size(path: Path) -> None:
     """Refuse a file of tensors that is no regular one, or has not the size that its header says; reads only that.
 
-    Raises CheckpointError.
+    One that is in a store alone was as long as the file that was uploaded: nothing is fetched. Raises CheckpointError.
     """
+    if is_elsewhere(path):
+        return
     with open_regular(path), _opened(path):
         pass
 
@@ -80,7 +85,7 @@ def check_size(path: Path) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file, whose header and size must agree. Raises CheckpointError."""
     try:
-        with safe_open(path, framework="np") as opened:
+        with safe_open(present(path), framework="np") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({quote(str(error))}). {USE_ANOTHER}") from None

@@ -1,7 +1,7 @@
 """What a directory of checkpoints holds, by a look that reads no tensors: for lists, and for what may go.
 
 looked at       manifest.json and every rank's part against their checksums; every file of tensors by the size that its
-                header says
+                header says, of a store by its name
 not looked at   bytes of tensors, which `examine.py` hashes
 """
 
@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero3d.checkpoint.copies import Copies, Look, find_places, told
 from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, leftovers, step_of
 from zero3d.checkpoint.integrity import check_size
 from zero3d.checkpoint.manifest import Manifest, file_of
 from zero3d.checkpoint.manifest_parser import open_manifest, read_part_text
 from zero3d.errors import CheckpointError, short
+from zero3d.stores.cache import origin
 
 QUICK = "manifest and parts by their checksums, files of tensors by their sizes; zero3d ckpt verify reads all bytes"
 CHECKPOINTS, BEST = "checkpoints", "best"
@@ -58,6 +60,14 @@ def inventory(folder: Path) -> list[Listed]:
     directory = directory_of(folder)
     best = best_step(directory)
     return [look_at(each, step == best) for step, each in checkpoints(directory).items()]
+
+
+def inventory_of_copies(url: str) -> list[Listed]:
+    """Return the checkpoints below a URL, or the one that it is, oldest first. Raises CheckpointError."""
+    found = find_places(url)
+    with told(url, "read"):
+        best = Copies(url).best()
+    return [look_at(place, step == best) for step, place in found.items()]
 
 
 def look_at(folder: Path, best: bool = False) -> Listed:
@@ -103,7 +113,9 @@ def best_step(directory: Path) -> int | None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of the regular files of a folder."""
+    """Return the bytes of the regular files of a folder, or of its objects in a store."""
+    if (known := origin(folder)) is not None:
+        return sum(stored.size for stored in known.objects.values())
     try:
         found = [entry.lstat() for entry in folder.iterdir()]
     except OSError:
@@ -112,6 +124,8 @@ def size_of(folder: Path) -> int:
 
 
 def _saved(folder: Path) -> float | None:
+    if origin(folder) is not None:
+        return None
     try:
         return (folder / MANIFEST).lstat().st_mtime
     except OSError:
@@ -120,9 +134,9 @@ def _saved(folder: Path) -> float | None:
 
 @dataclass(frozen=True)
 class Pruning:
-    """Says which checkpoints of a directory stay and which go, and which leftovers of killed saves go."""
+    """Says which checkpoints of a directory or a URL stay and which go, and which leftovers of killed saves go."""
 
-    directory: Path
+    directory: Path | str
     kept: Sequence[Listed]
     doomed: Sequence[Listed]
     leftovers: Sequence[Path]
@@ -141,6 +155,19 @@ def plan_pruning(folder: Path, keep: int | None, and_leftovers: bool) -> Pruning
     found = leftovers(directory)
     if not listed and not found:
         raise CheckpointError(f"no checkpoint in {short(folder)}: it has no step-N folder with a {MANIFEST}.")
+    return _choose(directory, listed, found if and_leftovers else [], keep)
+
+
+def plan_pruning_copies(url: str, look: Look, keep: int | None, and_leftovers: bool) -> Pruning:
+    """Choose likewise among copies below a URL. Raises CheckpointError."""
+    listed = inventory_of_copies(url)
+    if not look.objects:
+        raise CheckpointError(f"no checkpoint below {short(url)}: give the URL that step-N lie below.")
+    return _choose(url, listed, [Path(name) for name in look.leftovers] if and_leftovers else [], keep)
+
+
+def _choose(directory: Path | str, listed: Sequence[Listed], found: Sequence[Path], keep: int | None) -> Pruning:
+    """Choose among what was looked at. Raises CheckpointError where something cannot be read, or nothing is whole."""
     if unread := [each.fault for each in listed if each.unread]:
         raise CheckpointError(f"nothing is removed while {len(unread)} of {len(listed)} cannot be read: {unread[0]}")
     whole = [each for each in listed if each.fault is None]
@@ -156,4 +183,4 @@ def plan_pruning(folder: Path, keep: int | None, and_leftovers: bool) -> Pruning
         if each.folder not in staying and not each.best and each.folder.name == f"step-{each.step}"
     ]
     kept = [each for each in listed if each not in doomed]
-    return Pruning(directory, kept, doomed, found if and_leftovers else [])
+    return Pruning(directory, kept, doomed, found)

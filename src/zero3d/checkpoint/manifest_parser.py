@@ -11,12 +11,13 @@ refusal is a CheckpointError that names file and field.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Set
 from math import prod
 from pathlib import Path
 
 from zero3d.checkpoint.fields import USE_ANOTHER, Field, parse_fields, quote
-from zero3d.checkpoint.files import SHA256_DIGITS, XXH3_DIGITS, read
+from zero3d.checkpoint.files import SHA256_DIGITS, XXH3_DIGITS, present, read
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
 from zero3d.checkpoint.frozen_base import DIGITS
 from zero3d.checkpoint.manifest import (
@@ -56,7 +57,7 @@ HEXADECIMAL = frozenset("0123456789abcdef")
 def open_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises CheckpointError, which names file and field."""
     text = read(folder / MANIFEST)
-    sealed = (folder / CHECKSUM).exists() or (folder / CHECKSUM).is_symlink()
+    sealed = os.path.lexists(present(folder / CHECKSUM))
     if sealed and read(folder / CHECKSUM) != checksum_line(text).encode():
         raise CheckpointError(
             f"{folder / MANIFEST} or {CHECKSUM} differs from what was saved: they do not agree. {USE_ANOTHER}"

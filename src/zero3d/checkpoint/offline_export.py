@@ -80,7 +80,7 @@ def export_stored(
         writer.finish()
         dtypes = (getattr(torch, stored.parameters[name].dtype) for name in order)
         dtype = next((each for each in dtypes if each.is_floating_point), torch.float32)
-        finish_export(temporary, directory, form, dtype, 1)
+        finish_export(temporary, directory, partial(form.finish, dtype=dtype), 1)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_states, check_streams, fill_buffer
+from zero3d.checkpoint.copies import located
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
+from zero3d.checkpoint.files import present
 from zero3d.checkpoint.folders import find
 from zero3d.checkpoint.integrity import own_tensors, verify_file
 from zero3d.checkpoint.json_values import from_json
@@ -98,7 +100,7 @@ class Reader:
     def _open(self, name: str) -> Any:
         if name not in self._files:
             try:
-                self._files[name] = safe_open(self._source / name, framework="pt")
+                self._files[name] = safe_open(present(self._source / name), framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{self._source / name} cannot be read ({quote(str(error))}). {USE_ANOTHER}"
@@ -122,8 +124,8 @@ class VerifiedCheckpoint:
     streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
-def check(directory: Path, engine: EngineState) -> VerifiedCheckpoint:
-    """Find a checkpoint, or the newest in a directory of them, and check all of it; changes nothing.
+def check(directory: str | Path, engine: EngineState) -> VerifiedCheckpoint:
+    """Find a checkpoint, or the newest in a directory of them or below a URL, and check all of it; changes nothing.
 
     Raises CheckpointError on all ranks.
     """
@@ -181,8 +183,8 @@ class _Found:
                 self.buffers.setdefault(name, (part.file, saved))
 
 
-def _open(directory: Path, engine: EngineState) -> tuple[Manifest, _Found]:
-    manifest = open_manifest(find(directory))
+def _open(directory: str | Path, engine: EngineState) -> tuple[Manifest, _Found]:
+    manifest = open_manifest(find(located(directory)))
     check_compatible(manifest, engine)
     found = _Found(manifest, engine)
     check_states(manifest, found.states, engine)

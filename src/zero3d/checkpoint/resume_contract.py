@@ -5,9 +5,10 @@
                   dtype on the wire, dtype of Adam's moments, precision, dtype on the wire, dtype of Adam's moments,
                   where updates are made (accelerators only), where updates are made (accelerators only), torch,
                   algorithm, torch, kernels, threads, tiles,  kernels, threads, tiles, what is compiled,
-                  what is compiled, kernels of attention,     kernels of attention, what sp ranks share, layers in fp8
-                  what sp ranks share (heads, rows), layers
-                  in fp8;
+                  what is compiled, kernels of attention,     kernels of attention, what sp ranks share, how large
+                  what sp ranks share (heads, rows), how      their masks may be (accelerators only), layers in fp8
+                  large their masks may be (accelerators
+                  only), layers in fp8;
                   with several micro-batches a step the
                   moment of reduction
     may differ    stage, what leaves the device and where to  dp, ep, stage, moment of reduction, algorithm, what leaves
@@ -50,6 +51,7 @@ ALWAYS = {
     "compiled": "fused kernels round otherwise",
     "attention": "its kernels round otherwise",
     "sp_kind": "gradients of keys and values are summed in another order",
+    "sp_masks": "other kernels attend where a mask would be larger",
     "linear": "factors of products are rounded otherwise",
 }
 USUAL = {
@@ -64,6 +66,7 @@ USUAL = {
     "compiled": False,
     "attention": "sdpa",
     "sp_kind": "heads",
+    "sp_masks": "dense",
     "linear": None,
     "experts": "exact",
     **{fold.name: fold.usual for fold in FOLDS},

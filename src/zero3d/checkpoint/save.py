@@ -19,7 +19,7 @@ its part's checksum; rank 0 reads the parts one by one, for what they say togeth
 
     prepare          the temporary folder          rank 0
     capture, facts   what is to be written, tensors as views, and what is known beside them
-    write_all        tensors and parts, the manifest over them, all of it on the disk, the rename
+    write_all        tensors and parts, the manifest over them, all of it on the disk, the rename; a store's copy
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.copies import Copies, told as told_of_store
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
-from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
+from zero3d.checkpoint.folders import CHECKSUM, MANIFEST, step_of
 from zero3d.checkpoint.json_values import to_json
 from zero3d.checkpoint.manifest import (
     BUFFER,
@@ -110,20 +111,21 @@ class Saved(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a checkpoint will be, and where it is written."""
+    """Where a checkpoint will be, where it is written, and the URL of the store that gets a copy, if one does."""
 
     final: Path
     temporary: Path
+    to: str | None = None
 
     @classmethod
-    def of(cls, directory: Path, step: int) -> Target:
+    def of(cls, directory: Path, step: int, to: str | None = None) -> Target:
         """Name them."""
-        return cls(directory / f"step-{step}", directory / f".step-{step}.tmp")
+        return cls(directory / f"step-{step}", directory / f".step-{step}.tmp", to)
 
 
-def save(directory: Path, engine: EngineState) -> Saved:
-    """Write directory/step-N. A crash at any instant leaves the older checkpoints whole."""
-    target, world = Target.of(directory, engine.step), engine.world.patient
+def save(directory: Path, engine: EngineState, to: str | None = None) -> Saved:
+    """Write directory/step-N, and a copy below the URL `to`. A crash at any instant leaves the older ones whole."""
+    target, world = Target.of(directory, engine.step, to), engine.world.patient
     prepare(target, world)
     return write_all(target, world, lambda: capture(engine), lambda: Facts.of(engine))
 
@@ -142,7 +144,26 @@ def write_all(target: Target, world: Comm, capture: Callable[[], Captured], fact
             digests = _exchange_digests(world, sha256)
             agree(world, lambda: _complete(temporary, facts, digests if world.rank == 0 else (), files))
         agree(world, lambda: _publish(temporary, final) if world.rank == 0 else None)
+    if target.to is not None:
+        copy_to_store(final, target.to, world)
     return Saved(final, nbytes)
+
+
+def copy_to_store(folder: Path, url: str, world: Comm) -> None:
+    """Copy a checkpoint below a URL: every rank its own files, then rank 0 the manifest. Raises CopyError."""
+    place = f"{url.rstrip('/')}/{folder.name}"
+
+    def attempt(action: Callable[[Copies], None], mine: bool = True) -> None:
+        with told_of_store(place, "written", folder):
+            if mine:
+                action(Copies(url))
+
+    first = world.rank == 0
+    step, files = step_of(folder), (file_of(world.rank), part_of(world.rank))
+    assert step is not None
+    agree(world, lambda: attempt(lambda copies: copies.make_way(step), first))
+    agree(world, lambda: attempt(lambda copies: copies.upload(folder, files)))
+    agree(world, lambda: attempt(lambda copies: copies.commit(folder), first))
 
 
 def _prepare(directory: Path, temporary: Path) -> None:

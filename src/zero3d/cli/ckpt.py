@@ -8,7 +8,8 @@ export  a Hugging Face folder                                               all 
 import  another trainer's checkpoint, as one of ours               all of it
 prune   what may go
 
-A FOLDER is a run's output, its `checkpoints`, or one step-N; a STEP is one step-N, or the newest of such a folder.
+A FOLDER is a run's output, its `checkpoints`, one step-N, or a URL that has copies (checkpoint.to) or is one; a STEP is
+one step-N, or the newest of such a folder.
 Nothing of a model is run, and no pickle is read. Exit code 1: `verify` found damage, `diff` a difference.
 """
 
@@ -23,13 +24,27 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from zero3d.checkpoint.copies import Copies, Look, copy_export, find_places, located, told
 from zero3d.checkpoint.folders import MANIFEST, checkpoints, discard, is_checkpoint, leftovers, remove
-from zero3d.checkpoint.inventory import CHECKPOINTS, QUICK, Listed, directory_of, inventory, plan_pruning, size_of
+from zero3d.checkpoint.inventory import (
+    CHECKPOINTS,
+    QUICK,
+    Listed,
+    directory_of,
+    inventory,
+    inventory_of_copies,
+    plan_pruning,
+    plan_pruning_copies,
+    size_of,
+)
 from zero3d.cli import ckpt_import, ckpt_text
 from zero3d.errors import CheckpointError, ConfigError, short
 from zero3d.memory.file_lock import is_held
+from zero3d.stores.cache import shown
+from zero3d.stores.urls import check_url, is_url
 from zero3d.train.lock import LOCK, FolderLock, check_free
 
 if TYPE_CHECKING:
@@ -46,7 +61,8 @@ ACTIONS = {
     "prune": "remove older checkpoints; shows what would go until --yes is given",
 }
 FOLDER = "a run's output, its checkpoints, or one step-N"
-STEP = "a step-N, or a folder of which the newest is meant"
+COPIES = "a URL of copies (checkpoint.to)"
+STEP = "a step-N, or a folder or URL of which the newest is meant"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for name, summary in ACTIONS.items()
     }
     for name in ("ls", "prune"):
-        made[name].add_argument("folder", metavar="FOLDER", help=FOLDER if name == "ls" else f"{FOLDER[:-16]}")
-    made["verify"].add_argument("words", nargs="+", metavar="FOLDER", help=f"{FOLDER}; several, too")
+        made[name].add_argument(
+            "folder", metavar="FOLDER", help=f"{FOLDER if name == 'ls' else FOLDER[:-16]}; or {COPIES}"
+        )
+    made["verify"].add_argument("words", nargs="+", metavar="FOLDER", help=f"{FOLDER}; or {COPIES}; several, too")
     made["show"].add_argument("step", metavar="STEP", help=STEP)
     made["show"].add_argument("pattern", nargs="?", metavar="NAME-PATTERN", help="of parameters: 'layers.0.*'")
     made["diff"].add_argument("first", metavar="A", help=STEP)
     made["diff"].add_argument("second", metavar="B", help=STEP)
     export = made["export"]
     export.add_argument("step", metavar="STEP", help=STEP)
-    export.add_argument("folder", metavar="FOLDER", help="what is written: a new or empty folder")
+    export.add_argument("folder", metavar="FOLDER", help="what is written: a new or empty folder, or a URL")
     export.add_argument(
         "--config",
         metavar="PATH",
@@ -124,6 +142,9 @@ def step_in(folder: str) -> Path:
 
 def checkpoints_in(folder: str) -> list[Path]:
     """Return the checkpoint that was typed, or all of a folder. Raises CheckpointError where there is none."""
+    if is_url(folder):
+        check_url(folder)
+        return list(find_places(folder).values()) or [located(folder)]
     path = given(folder)
     found = [path] if is_checkpoint(path) else list(checkpoints(directory_of(path)).values())
     if not found:
@@ -146,6 +167,10 @@ def answer(arguments: argparse.Namespace, data: Any, lines: Iterator[str]) -> No
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    if is_url(arguments.folder):
+        data = list_copies(arguments.folder)
+        answer(arguments, data, ckpt_text.listed(data))
+        return 0
     folder = given(arguments.folder)
     listed = inventory(folder)
     one = is_checkpoint(folder)
@@ -166,11 +191,37 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def list_copies(url: str) -> dict[str, Any]:
+    """Return as data what is below a URL. Raises ConfigError and CheckpointError."""
+    check_url(url)
+    listed, look = inventory_of_copies(url), look_at_copies(url)
+    if not listed and not look.leftovers:
+        located(url)  # says that there is none
+    return {
+        "directory": url,
+        "running": False,
+        "checked": QUICK,
+        "checkpoints": [_as_json(each) for each in listed],
+        "leftovers": [_left_copy(url, look, name) for name in look.leftovers],
+    }
+
+
+def look_at_copies(url: str) -> Look:
+    """Return what a listing of a URL says. Raises CheckpointError."""
+    with told(url, "read"):
+        return Copies(url).look()
+
+
+def _left_copy(url: str, look: Look, name: str) -> dict[str, Any]:
+    objects = look.objects[name].values()
+    return {"name": name, "path": f"{url.rstrip('/')}/{name}", "bytes": sum(stored.size for stored in objects)}
+
+
 def _as_json(each: Listed) -> dict[str, Any]:
     manifest = each.manifest
     return {
         "name": each.folder.name,
-        "path": each.folder,
+        "path": shown(each.folder),
         "step": each.step,
         "saved": None if each.saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved)),
         "mesh": None if manifest is None else manifest.mesh._asdict(),
@@ -201,7 +252,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _examined(found: Examination, seconds: float) -> dict[str, Any]:
     return {
-        "path": found.folder,
+        "path": shown(found.folder),
         "step": found.step,
         "mesh": found.mesh,
         "state": "whole" if found.whole else "damaged",
@@ -239,7 +290,7 @@ def contents(stored: StoredStates, pattern: str | None) -> dict[str, Any]:
         raise CheckpointError(f"{stored.folder} has no parameter {short(pattern)!r}: {meant}.")
     single = names[0] if len(names) == 1 else None
     return {
-        "path": stored.folder,
+        "path": shown(stored.folder),
         "step": manifest.step,
         "format": manifest.format,
         "mesh": manifest.mesh._asdict(),
@@ -294,8 +345,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     a, b = (StoredStates(step_in(each)) for each in (arguments.first, arguments.second))
     compared = compare(a, b)
     data = {
-        "a": {"path": a.folder, "step": a.manifest.step, "states": compared.hashes[0]},
-        "b": {"path": b.folder, "step": b.manifest.step, "states": compared.hashes[1]},
+        "a": {"path": shown(a.folder), "step": a.manifest.step, "states": compared.hashes[0]},
+        "b": {"path": shown(b.folder), "step": b.manifest.step, "states": compared.hashes[1]},
         "equal": compared.equal,
         "tensors": compared.tensors,
         "differences": [each._asdict() for each in compared.differences],
@@ -315,23 +366,33 @@ def _export(arguments: argparse.Namespace) -> int:
     from zero3d.cli.ckpt_export import Asked, export
 
     asked = Asked(arguments.config, arguments.kind, arguments.base, arguments.ema)
-    data = export(step_in(arguments.step), Path(arguments.folder), asked)
+    step = step_in(arguments.step)
+    if is_url(arguments.folder):
+        check_url(arguments.folder)
+        with TemporaryDirectory() as place:
+            data = export(step, Path(place) / "export", asked)
+            copy_export(data["folder"], arguments.folder)
+        data |= {"folder": arguments.folder}
+    else:
+        data = export(step, Path(arguments.folder), asked)
+    data |= {"checkpoint": shown(step)}
     answer(arguments, data, ckpt_text.exported(data))
     return 0
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    data = prune(given(arguments.folder), arguments.keep, arguments.leftovers, arguments.yes)
+    chosen = arguments.keep, arguments.leftovers, arguments.yes
+    if is_url(arguments.folder):
+        data = prune_copies(arguments.folder, *chosen)
+    else:
+        data = prune(given(arguments.folder), *chosen)
     answer(arguments, data, ckpt_text.pruned(data))
     return 0
 
 
 def prune(folder: Path, keep: int | None, and_leftovers: bool, yes: bool) -> dict[str, Any]:
     """Choose what goes, and remove it if `yes`; return both as data. Raises ConfigError and CheckpointError."""
-    if keep is None and not and_leftovers:
-        raise ConfigError("nothing to remove was named: type --keep K, --leftovers, or both.")
-    if keep is not None and keep < 1:
-        raise ConfigError(f"--keep {keep}: at least 1 stays, the newest whole one.")
+    _check_pruning(keep, and_leftovers)
     with ExitStack() as stack:
         directory = directory_of(folder).resolve()
         root = directory.parent if directory.name == CHECKPOINTS else None
@@ -345,7 +406,7 @@ def prune(folder: Path, keep: int | None, and_leftovers: bool, yes: bool) -> dic
         if yes:
             for each in planned.doomed:
                 assert each.step is not None
-                discard(planned.directory, each.step)
+                discard(directory, each.step)
                 removed += [each.folder] if not each.folder.exists() else []
             for left in planned.leftovers:
                 remove(left)
@@ -360,10 +421,40 @@ def prune(folder: Path, keep: int | None, and_leftovers: bool, yes: bool) -> dic
     }
 
 
+def prune_copies(url: str, keep: int | None, and_leftovers: bool, yes: bool) -> dict[str, Any]:
+    """Choose what goes of copies below a URL, and remove it if `yes`; return both as data.
+
+    No lock says whether a run writes there. Raises ConfigError and CheckpointError.
+    """
+    check_url(url)
+    _check_pruning(keep, and_leftovers)
+    look = look_at_copies(url)
+    planned = plan_pruning_copies(url, look, keep, and_leftovers)
+    going = [each.folder.name for each in planned.doomed] + [each.name for each in planned.leftovers]
+    if yes:
+        with told(url, "pruned"):
+            Copies(url).discard(going, look)
+    return {
+        "directory": url,
+        "keep": keep,
+        "kept": [_described(each) for each in planned.kept],
+        "doomed": [_described(each) for each in planned.doomed],
+        "leftovers": [_left_copy(url, look, each.name) for each in planned.leftovers],
+        "removed": [f"{url.rstrip('/')}/{name}" for name in going] if yes else None,
+    }
+
+
+def _check_pruning(keep: int | None, and_leftovers: bool) -> None:
+    if keep is None and not and_leftovers:
+        raise ConfigError("nothing to remove was named: type --keep K, --leftovers, or both.")
+    if keep is not None and keep < 1:
+        raise ConfigError(f"--keep {keep}: at least 1 stays, the newest whole one.")
+
+
 def _described(each: Listed) -> dict[str, Any]:
     return {
         "name": each.folder.name,
-        "path": each.folder,
+        "path": shown(each.folder),
         "step": each.step,
         "bytes": each.size,
         "best": each.best,

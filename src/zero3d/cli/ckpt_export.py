@@ -18,6 +18,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.open import Opened, open_bare
 from zero3d.models.places import is_called
 from zero3d.models.trained import as_trained, open_trained
+from zero3d.stores.cache import shown
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
 
 NONE = "none"
@@ -81,8 +82,8 @@ def find_config(step: Path, typed: str | None) -> Config:
     file = step.resolve().parent.parent / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"{short(step)} lies in no run's folder ({file} is not there), so its model is not known: type {WHAT}, or "
-            f"{ALONE}."
+            f"{short(shown(step))} lies in no run's folder ({file} is not there), so its model is not known: type "
+            f"{WHAT}, or {ALONE}."
         )
     return load(file)
 

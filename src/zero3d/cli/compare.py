@@ -29,6 +29,7 @@ from rich.text import Text
 
 from zero3d.cli import workers
 from zero3d.cli.preflight import check_positions, check_transformers, check_world
+from zero3d.cli.progress import time_left
 from zero3d.cli.rank_environment import join_environment
 from zero3d.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.cli.workers import ranks_here
@@ -150,12 +151,14 @@ def compare(plan: ComparisonPlan, as_object: bool) -> int:
         console.width = max(console.width, WIDTH)
     axes = " ".join(f"{axis.key}={','.join(axis.values)}" for axis in plan.axes)
     _say(console, f"zero3d compare: {len(plan.variants)} runs of {plan.name}: {axes}; writing to {plan.output}")
-    outcomes = Outcomes()
+    outcomes, begun, stopped = Outcomes(), time.monotonic(), None
     with StopRequest() as request:
-        for variant in plan.variants:
-            code, text = run_variant(plan, variant, request, console)
+        for number, variant in enumerate(plan.variants):
+            left = time_left(number, len(plan.variants), time.monotonic() - begun)
+            code, text = run_variant(plan, variant, request, console, left)
             if request.signal is not None or (code == BAD_INPUT and not outcomes.results):
-                return unfinished(plan, variant, request.signal)
+                stopped = unfinished(plan, variant, request.signal)
+                break
             if code:
                 outcomes.failed[variant] = reason(plan, variant, code)
                 line = failure(variant, outcomes.failed[variant])
@@ -165,18 +168,23 @@ def compare(plan: ComparisonPlan, as_object: bool) -> int:
             console.print(line, soft_wrap=True)
             write(plan, outcomes)
     conclude(plan, outcomes, console)
-    if as_object:
+    if as_object and (stopped is None or outcomes.results):
         print(json.dumps(report(plan, outcomes)))
-    return 1 if outcomes.failed else 0
+    return bool(outcomes.failed) if stopped is None else stopped
 
 
 # --- a run --------------------------------------------------------------------------------------
 
 
-def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, console: Console) -> tuple[int, str]:
-    """Run a variant; return exit code and stdout. A request to stop is passed on, and again for a second Ctrl-C."""
+def run_variant(
+    plan: ComparisonPlan, variant: Variant, request: StopRequest, console: Console, left: str
+) -> tuple[int, str]:
+    """Run a variant; return exit code and stdout. A request to stop is passed on, and again for a second Ctrl-C.
+
+    left  of all runs' time, as the live line says it
+    """
     log = _log(plan, variant)
-    label = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)})"
+    label = f"{variant.label} ({plan.variants.index(variant) + 1} of {len(plan.variants)}, {left})"
     stopping = False
     with TemporaryFile("w+") as stdout, log.open("wb") as stderr, console.status(label) as status:
         process = workers.start_process(plan.arguments(variant), stdout=stdout, stderr=stderr)
@@ -196,7 +204,7 @@ def run_variant(plan: ComparisonPlan, variant: Variant, request: StopRequest, co
 
 
 def unfinished(plan: ComparisonPlan, variant: Variant, stop_signal: int | None) -> int:
-    """Print on stderr why there is no table; return the exit code: of the signal that stopped it, or 2."""
+    """Print on stderr why no more runs follow; return the exit code: of the signal that stopped it, or 2."""
     kept = plan.output / "compare.json"
     before = f"; the runs before it are in {kept}" if kept.exists() else ""
     if stop_signal is not None:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero3d.checkpoint.folders import checkpoints
@@ -143,7 +143,7 @@ class Course:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.folder = None if job.config.output is None else Folder(Path(job.config.output))
+        self.folder = None if job.config.output is None else Folder.of(job.config)
         self.restarts = -1
         self._saved_before = _identities(self.folder)
         self._metrics_before: object = None
@@ -152,7 +152,7 @@ class Course:
     def note_output(self, chosen: str) -> None:
         """Take the folder that the run has chosen for itself, if it has."""
         if self.folder is None and chosen:
-            self.folder = Folder(Path(chosen))
+            self.folder = replace(Folder.of(self.job.config), root=Path(chosen))
 
     def begin(self) -> list[str]:
         """Return the words of the next attempt's workers, for which the folder is made ready."""

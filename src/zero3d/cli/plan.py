@@ -8,29 +8,32 @@ zero3d plan --theory --params 7.5e9 --gpus 64           the ZeRO paper's figures
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zero3d.cli import plan_explain, plan_theory
+from zero3d.cli import plan_theory
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, format_of, lora_of, number, open_cluster, parse_size, tokens_of
+from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, tokens_of
 from zero3d.cli.plan_theory import parse_params
-from zero3d.cli.progress import ProgressLine
+from zero3d.cli.planned_file import RunFile
+from zero3d.cli.progress import STOPPED, ProgressLine, time_left
 from zero3d.config import Config, to_dict
 from zero3d.errors import ConfigError, short
 from zero3d.page import plan_text
-from zero3d.page.plan_page import plan_page
 from zero3d.plan.emit import deepspeed_config, train_config
 from zero3d.plan.estimate import device_at_least, evaluate
 from zero3d.plan.ladder import ladder
 from zero3d.plan.links import Way, crosses, ways
+from zero3d.plan.margin import MARGIN, ends
 from zero3d.plan.rollout import EXAMPLE
-from zero3d.plan.search import GOALS, LONG, OFFLOADS, Row, Target, resized, search
+from zero3d.plan.search import GOALS, LONG, OFFLOADS, Evaluate, Progress, Row, SearchResult, Target, resized, search
 from zero3d.plan.spec import ClusterSpec, ModelSpec
 from zero3d.plan.what_if import what_if
 from zero3d.spec.formats import FORMATS
@@ -39,7 +42,6 @@ from zero3d.spec.optimizer import ADAMW, NAMES
 USAGE = "zero3d plan qwen2.5-72b --gpus 128 --gpu a100-80, or zero3d plan --theory --params 7.5e9 --gpus 64"
 TOKENS = 4 * 2**20  # of a step, where nothing is said
 MOST = 4096  # tokens of a sequence, where nothing is said
-STOPPED = 130  # exit code of what Ctrl-C ended
 LARGER = 64  # times the cluster, up to which one that fits is looked for
 
 
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="MODEL",
-        help="a folder, config.json, preset or module:function; or: explain CONFIG KEY=VALUE ...",
+        help="a folder, config.json, preset, module:function or a run's train.yaml; or: explain CONFIG KEY=VALUE ...",
     )
     parser.add_argument("--theory", action="store_true", help="the ZeRO paper's formulas for --params and --gpus")
     parser.add_argument("--params", help="a number of parameters in place of MODEL: 7.5e9, 7.5B, 1500M")
@@ -76,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default=ADAMW, help=f"{' or '.join(NAMES)} (default %(default)s)")
     parser.add_argument("--assert-fits", metavar="SIZE", help="exit with 1 unless a plan needs no more, such as 78GB")
     parser.add_argument(
+        "--margin",
+        metavar="M",
+        help=f"of planned memory that must be free beyond it: 10%%, 0.1 (default: {MARGIN:g}, from published runs)",
+    )
+    parser.add_argument(
         "--rl", metavar="WHAT", help=f"of explain: price a step of reinforcement learning and its stream: {EXAMPLE}"
     )
     parser.add_argument("--top", type=int, default=10, help="plans shown (default %(default)s)")
@@ -96,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan_theory.show(arguments.params or "7.5e9", arguments.gpus or "64", arguments.json)
         return 0
     if words[:1] == ["explain"]:
+        from zero3d.cli import plan_explain  # with all that opens the file of a run
+
         return plan_explain.run(arguments, words[1:])
     if arguments.rl:
         raise ConfigError("--rl prices one given run: zero3d plan explain train.yaml --gpu h100 --rl " + EXAMPLE)
@@ -119,14 +128,16 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(f"--offload {short(arguments.offload)!r} is unknown: pass one of {', '.join(OFFLOADS)}.")
     if arguments.optimizer not in NAMES:
         raise ConfigError(f"--optimizer {short(arguments.optimizer)!r} is unknown: pass one of {', '.join(NAMES)}.")
-    quantize = format_of(arguments.quantize)
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
-    tokens = number(arguments.tokens, "--tokens")
-    model = open_model(arguments, path)
-    sequences = _sequences(arguments, model, cluster)
-    target = Target(sequences, limit, arguments.goal, arguments.offload, arguments.optimizer, quantize)
-    with ProgressLine() as line:
-        result = search(model, cluster, target, evaluate, device_at_least, line.of_search)
+    file = RunFile.of(path)
+    quantize = format_of(arguments.quantize) or (file.config.model.quantize if file else None)
+    optimizer = file.config.optimizer.name if file and arguments.optimizer == ADAMW else arguments.optimizer
+    limit = limit_of(arguments, cluster)
+    model = open_model(arguments, path, file)
+    tokens = number(arguments.tokens, "--tokens") or (file.tokens(model) if file else None)
+    sequences = _sequences(arguments, model, cluster, file)
+    target = Target(sequences, limit, arguments.goal, arguments.offload, optimizer, quantize)
+    priced = cache(evaluate)  # knobs and rungs are in part what the search has tried
+    result = _searched(model, cluster, target, priced)
     if not result.whole:
         print(f"stopped: the best of {result.tried:,} plans follow, and others may be better", file=sys.stderr)
     if not result.rows:
@@ -136,19 +147,55 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
         raise ConfigError(plan_text.nothing_fits(model, cluster, target, result, _larger(model, cluster, target)))
     best = result.rows[0]
     used = resized(cluster, best.plan.world)
-    rungs = ladder(model, used, target.sequences, target.limit, evaluate, target.optimizer)
-    knobs = what_if(best, model, used, evaluate)
-    links = _over_links(model, used, result.rows) if arguments.cluster else ()
-    answer = plan_text.Answer(model, used, target, result, rungs, knobs, tokens, arguments.price, links)
-    _write(arguments, answer, path)
+    rungs = ladder(model, used, target.sequences, target.limit, priced, target.optimizer)
+    knobs = what_if(best, model, used, priced)
+    links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
+    end = ends(model, used, best.plan, limit, priced)
+    answer = plan_text.Answer(
+        model, used, target, result, rungs, knobs, tokens, arguments.price, links, margin_of(arguments.margin), end
+    )
+    _write(arguments, answer, path, file)
     print(
         json.dumps(plan_text.as_json(answer), indent=2) if arguments.json else plan_text.as_text(answer, arguments.top)
     )
     return 0 if result.whole else STOPPED
 
 
-def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
-    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError."""
+def _searched(model: ModelSpec, cluster: ClusterSpec, target: Target, priced: Evaluate) -> SearchResult:
+    """Search, with a line on how far that is.
+
+    Python looks for no cycles meanwhile: there are none among a million small objects, and caches keep most of them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with ProgressLine() as line:
+            return search(model, cluster, target, priced, device_at_least, partial(_show, line))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _show(line: ProgressLine, progress: Progress) -> None:
+    """Write how far a search is, where a line is due."""
+    if line.due:
+        line.show(search_text(progress, line.seconds))
+
+
+def search_text(progress: Progress, seconds: float) -> str:
+    """Return a line on a search: how many plans are priced, the time left, and the best plan so far."""
+    text = f"{progress.priced:,} plans priced, {time_left(progress.done, progress.all, seconds)}"
+    if progress.best is None:
+        return f"{text}; none fits yet"
+    best = progress.best
+    return f"{text}; best so far {best.estimate.seconds.mid:.3g} s a step: {plan_text.short(best.plan)}"
+
+
+def open_model(arguments: argparse.Namespace, path: str | None, file: RunFile | None = None) -> ModelSpec:
+    """Trace a model where there is one, else take a typical shape of that many parameters. Raises ConfigError.
+
+    file  a run's, whose model it is
+    """
     length = None if arguments.seq is None else tokens_of(arguments.seq)
     if length is not None and length < 2:
         raise ConfigError(f"--seq {arguments.seq}: a sequence has 2 tokens or more.")
@@ -161,23 +208,25 @@ def open_model(arguments: argparse.Namespace, path: str | None) -> ModelSpec:
 
         return of_params(parse_params(arguments.params), length or MOST)
     lora = lora_of(arguments.lora) if arguments.lora else None
+    if file is not None:
+        return file.model(length, lora)
     if arguments.quantize and lora is None:
         raise ConfigError("--quantize is of frozen layers, and all are trained: pass --lora r=128, too.")
     packed = False if length is not None and length >= LONG else None  # as zero3d train does by default
     return open_spec(path, length, lora=lora, packed=packed, beyond=True, quantize=format_of(arguments.quantize))
 
 
-def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row]) -> Sequence[Way]:
+def _over_links(model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], priced: Evaluate) -> Sequence[Way]:
     """Price the ways to train over the links between nodes, from the best plan whose dp has several ranks on each."""
     plan = next((row.plan for row in rows if crosses(row.plan, cluster)), None)
-    return () if plan is None else ways(model, plan, cluster, evaluate, any_stage=True)
+    return () if plan is None else ways(model, plan, cluster, priced, any_stage=True)
 
 
-def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> int:
+def _sequences(arguments: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, file: RunFile | None) -> int:
     """Return sequences of a step. Raises ConfigError for tokens that are no whole ones, or too few for every GPU."""
     tokens = number(arguments.tokens_per_batch, "--tokens-per-batch")
     if tokens is None:
-        return _typical_batch(model, cluster)
+        return (file.config.train.batch if file else None) or _typical_batch(model, cluster)
     sequences = int(tokens) // model.length
     if sequences < 1 or tokens != sequences * model.length:
         near = max(1, sequences) * model.length
@@ -202,21 +251,23 @@ def _larger(model: ModelSpec, cluster: ClusterSpec, target: Target) -> tuple[int
         offload = "none" if target.offload == "auto" else target.offload
         wanted = target._replace(sequences=sequences, goal="fastest", offload=offload)
         with ProgressLine() as line:
-            result = search(model, bigger, wanted, evaluate, device_at_least, line.of_search)
+            result = search(model, bigger, wanted, evaluate, device_at_least, partial(_show, line))
         if result.rows:
             return bigger.gpus, result.rows[0]
         times *= 2
     return None
 
 
-def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None) -> None:
+def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | None, file: RunFile | None) -> None:
     """Write the files that --emit, --emit-deepspeed and --html name. Raises ConfigError before any is written."""
     rows = answer.result.rows
     texts: dict[str, str] = {}
     if arguments.emit:
         if path is None:
             raise ConfigError("--emit writes a file for `zero3d train`, and got --params, which is no model.")
-        tree = train_config(answer.model, rows[0].plan, path, _tokenizer(path)) | _adapters(arguments.lora)
+        known = file.config.model.path if file else path
+        tree = train_config(answer.model, rows[0].plan, known, None if file else _tokenizer(path))
+        tree = (file.with_plan(tree) if file else tree) | _adapters(arguments.lora)
         texts[arguments.emit] = plan_text.head(answer) + yaml.safe_dump(tree, sort_keys=False)
     if arguments.emit_deepspeed:
         flat = next(
@@ -224,6 +275,8 @@ def _write(arguments: argparse.Namespace, answer: plan_text.Answer, path: str | 
         )
         texts[arguments.emit_deepspeed] = json.dumps(deepspeed_config(flat.plan), indent=2) + "\n"
     if arguments.html:
+        from zero3d.page.plan_page import plan_page
+
         texts[arguments.html] = plan_page(answer, arguments.top)
     for name, text in texts.items():
         try:

@@ -6,26 +6,40 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import USABLE, format_of, lora_of, open_cluster, parse_size
+from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, open_cluster
 from zero3d.cli.train import config_source
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError
 from zero3d.page import plan_text
-from zero3d.page.text import columns
+from zero3d.page.text import binary, columns
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
+from zero3d.plan.margin import Range, ends
 from zero3d.plan.rollout import Rollout, split
 from zero3d.plan.search import Row, resized, tp_refused
-from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.what_if import WhatIf, what_if
+from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 PLACES = ("none", *tiers_of(OPTIMIZER))  # that auto tries in turn
 TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d simulate has it"
+
+
+class Fitting(NamedTuple):
+    """What a plan must fit: bytes of a GPU that may be planned, and the share of them that must be free beyond."""
+
+    limit: float
+    margin: float
+
+    @property
+    def room(self) -> float:
+        """Return the bytes that a plan and its margin may take."""
+        return self.limit * (1 + self.margin)
 
 
 def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
@@ -51,7 +65,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     )
     check(model, plan, cluster)
     cluster = resized(cluster, plan.world)
-    limit = parse_size(arguments.assert_fits) if arguments.assert_fits else USABLE * cluster.gpu.memory
+    limit = limit_of(arguments, cluster)
     places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)
     row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
     if config.zero.gather_budget is not None:
@@ -60,7 +74,9 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(plan_text.row_json(row) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
-        print("\n".join(_lines(model, cluster, row, limit, what_if(row, model, cluster, evaluate))))
+        fitting = Fitting(limit, margin_of(arguments.margin))
+        for line in _lines(model, cluster, row, fitting):  # as they come: Ctrl-C leaves those that are known
+            print(line, flush=True)
         print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
 
@@ -81,28 +97,33 @@ def check(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> None:
         Schedule.of(plan.schedule).check_blocks(len(model.blocks), plan.pp, model.name)
 
 
-def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, knobs: Sequence[WhatIf]) -> Iterator[str]:
+def _lines(model: ModelSpec, cluster: ClusterSpec, row: Row, fitting: Fitting) -> Iterator[str]:
     plan, estimate = row.plan, row.estimate
     yield from plan_text.heading(model, cluster, plan.micro_batch * plan.accumulate * plan.rows)
     yield plan_text.short(plan)
     yield ""
     yield from plan_text.memory_lines(estimate.memory)
-    yield _verdict(estimate, limit, cluster)
+    yield _verdict(model, row, fitting, cluster)
     yield ""
     yield from plan_text.time_lines(estimate, plan.world)
     yield ""
     yield "What if, one setting changed:"
-    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, limit, cluster), "<>><")
+    knobs = what_if(row, model, cluster, evaluate)
+    yield from columns(plan_text.knob_rows(knobs[: plan_text.KNOBS], row, fitting.limit, cluster), "<>><")
     for note in estimate.notes:
         yield f"Note: {note}"
 
 
-def _verdict(estimate: Estimate, limit: float, cluster: ClusterSpec) -> str:
-    left = limit - estimate.memory.device
-    if lacks := estimate.memory.lacks(cluster):
+def _verdict(model: ModelSpec, row: Row, fitting: Fitting, cluster: ClusterSpec) -> str:
+    memory, room = row.estimate.memory, binary(fitting.room)
+    if lacks := memory.lacks(cluster):
         name, more = next(iter(lacks.items()))
         there = cluster.figure(TIERS[name].capacity)
         return f"Does not fit a {name} of {there / 1e9:.1f} GB: {more / 1e9:.1f} GB too much."
+    planned = plan_text.around(memory.device, fitting.margin)
+    left = fitting.room - Range.of(memory.device, fitting.margin).high
+    margin = f"a margin of {100 * fitting.margin:.3g} %, {plan_text.origin(fitting.margin)}"
     if left < 0:
-        return f"Does not fit {limit / 1e9:.1f} GB: {-left / 1e9:.1f} GB too much."
-    return f"Fits {limit / 1e9:.1f} GB, {left / 1e9:.1f} GB to spare."
+        return f"Does not fit {room} with {margin}: {planned} GiB, {binary(-left)} too much."
+    end = plan_text.would_end(ends(model, cluster, row.plan, fitting.limit, evaluate))
+    return f"Fits {room} with {margin}: {planned} GiB, {binary(left)} left{end}."

@@ -9,11 +9,11 @@ from zero3d.config import Lora
 from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
 from zero3d.plan.hardware import base_of, card, cluster, read_file
+from zero3d.plan.margin import MARGIN, usable
 from zero3d.plan.spec import ClusterSpec
 from zero3d.spec.formats import FORMATS
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
-USABLE = 0.95  # of a GPU's memory: what estimates may be wrong by, and what fragments
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
@@ -65,6 +65,26 @@ def parse_size(text: str) -> float:
     if not 0 < value < 1e18:
         raise ConfigError(f"{short(text)!r} is no size: type 78GB, 72.5GiB or 800MB.")
     return value
+
+
+def margin_of(text: str | None) -> float:
+    """Return the share of planned memory that 10% or 0.1 is. Raises ConfigError."""
+    if text is None:
+        return MARGIN
+    digits = text.strip()
+    try:
+        share = float(digits.removesuffix("%")) / (100 if digits.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ConfigError(f"--margin {short(text)!r} is no share of memory below 1: type 10% or 0.1.")
+    return share
+
+
+def limit_of(arguments: argparse.Namespace, cluster: ClusterSpec) -> float:
+    """Return the bytes of a GPU that may be planned: --assert-fits or the card, less the margin. Raises ConfigError."""
+    room = parse_size(arguments.assert_fits) if arguments.assert_fits else cluster.gpu.memory
+    return usable(room, margin_of(arguments.margin))
 
 
 def lora_of(asked: str) -> Lora:

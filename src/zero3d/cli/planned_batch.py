@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zero3d.cli.plan_options import USABLE
 from zero3d.config import Config
 from zero3d.errors import ConfigError
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster, named
+from zero3d.plan.margin import usable
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec
 
 MOST = 64  # sequences of a micro-batch
@@ -26,7 +26,7 @@ def planned_micro_batch(config: Config, ranks: int) -> int:
     found, least, most = 0, float("inf"), None
     for micro_batch, estimate in _estimates(config, ranks, hardware):
         most = estimate if most is None else most
-        if estimate.memory.device > USABLE * hardware.gpu.memory or estimate.memory.lacks(hardware):
+        if estimate.memory.device > usable(hardware.gpu.memory) or estimate.memory.lacks(hardware):
             break
         seconds = estimate.seconds.mid / estimate.tokens
         if seconds < WORTH * least:

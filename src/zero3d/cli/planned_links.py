@@ -6,7 +6,6 @@ ways       plan/links.py: those that fit, by the seconds of a step; a simpler on
 
 from __future__ import annotations
 
-from zero3d.cli.plan_options import USABLE
 from zero3d.cli.planned_batch import cluster_of_these, model_of
 from zero3d.config import Config
 from zero3d.config.sections import GIVEN, NARROW
@@ -16,6 +15,7 @@ from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import read_file
 from zero3d.plan.links import SETTINGS, as_words, crosses, fastest, ways
+from zero3d.plan.margin import usable
 from zero3d.spec.declaring import in_file
 from zero3d.spec.zero import SAME
 
@@ -44,7 +44,7 @@ def planned_links(config: Config, ranks: int, local: int | None) -> tuple[list[s
     )
     if not crosses(plan, hardware):
         return words, [f"{asked}: no data-parallel axis has several ranks on several hosts; nothing is changed"]
-    found, limit = ways(model_of(config), plan, hardware, evaluate), USABLE * hardware.gpu.memory
+    found, limit = ways(model_of(config), plan, hardware, evaluate), usable(hardware.gpu.memory)
     chosen = fastest(found, hardware, limit, config.plan.links == NARROW)
     settings = as_words(chosen.settings)
     took = f"{asked}: {chosen.name}: {' '.join(settings) or 'nothing is changed'}"

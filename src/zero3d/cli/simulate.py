@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero3d.cli.preflight import check_transformers
-from zero3d.cli.progress import say
+from zero3d.cli.progress import STOPPED, ProgressLine, say, time_left
 from zero3d.cli.train import check_ranks, config_source, quiet_libraries
 from zero3d.cli.worker import quiet_environment
 from zero3d.cli.workers import ranks_here
@@ -50,22 +51,39 @@ def run(arguments: argparse.Namespace) -> int:
     from zero3d.page.simulation_page import simulation_page
     from zero3d.sim.chrome import chrome_trace
     from zero3d.sim.result import to_json
-    from zero3d.sim.simulate import simulate
+    from zero3d.sim.simulate import Interrupted, simulate
 
     world = arguments.ranks or ranks_here(config.mesh)
-
-    def report(rank: RankResult) -> None:
-        print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
-
     say(f"simulating a step of {world} ranks: one of each class, each in a process of its own")
     given = arguments.rank, arguments.backend, arguments.every_micro_batch
-    simulation = simulate(config, world, *given, report, arguments.nodes)
+    code = 0
+    with ProgressLine() as line:
+        try:
+            simulation = simulate(config, world, *given, partial(show_done, line, [], world), arguments.nodes)
+        except Interrupted as interrupted:
+            simulation, code = interrupted.simulation, STOPPED
     if arguments.trace is not None:
         write("--trace", arguments.trace, json.dumps(chrome_trace(simulation)))
     if arguments.html is not None:
         write("--html", arguments.html, simulation_page(simulation))
     print(json.dumps(to_json(simulation)) if arguments.json else "\n".join(as_text(simulation)))
-    return 0
+    return code
+
+
+def show_done(line: ProgressLine, said: list[int], world: int, done: Sequence[RankResult], many: int) -> None:
+    """Write who is done: on a terminal in one line, elsewhere each rank in one of its own.
+
+    said  ranks of which that is written
+    """
+    if line.on_terminal:
+        fullest = max((rank.peak.nbytes for rank in done), default=0)
+        peak = f"; the fullest so far: {size(fullest)}" if done else ""
+        line.show(f"{len(done)} of {many} ranks simulated, {time_left(len(done), many, line.seconds)}{peak}")
+        return
+    for rank in done:
+        if rank.rank not in said:
+            said.append(rank.rank)
+            print(f"rank {rank.rank} of {world}: {rank.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def write(option: str, file: str, text: str) -> None:

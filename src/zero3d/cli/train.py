@@ -31,7 +31,7 @@ from zero3d.config import Config, fitting_ranks, load, split_words
 from zero3d.config.sections import GIVEN
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import check_model_path
-from zero3d.setup.packages import check_packages
+from zero3d.setup.packages import check_packages, urls_of
 from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
 
@@ -231,7 +231,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     from zero3d.train.run import run as run_training
 
     stdout = own_stdout() if arguments.json else sys.stdout
-    quiet_libraries()
+    quiet_libraries(any(url.startswith("hf://") for _, url in urls_of(config, arguments.resume)))
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
     start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with)
@@ -250,9 +250,10 @@ def own_stdout() -> TextIO:
     return stdout
 
 
-def quiet_libraries() -> None:
-    """Keep bars and notes of libraries off the terminal, and have none of them reach for a hub."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+def quiet_libraries(needs_hub: bool = False) -> None:
+    """Keep bars and notes of libraries off the terminal, and have none reach for a hub that is not asked for."""
+    if not needs_hub:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if find_spec("transformers") is not None:
         from transformers.utils import logging

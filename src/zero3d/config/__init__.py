@@ -35,7 +35,7 @@ from zero3d.config.sections import (
     Schedule,
     Train,
 )
-from zero3d.config.shrinking import EXACT_DP, asked_degrees, degrees_of, fitting_dp, fitting_ranks
+from zero3d.config.shrinking import EXACT_DP, asked_degrees, degrees_of, fitting_dp, fitting_ranks, zero_of
 from zero3d.config.sources import DataSource
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
@@ -78,4 +78,5 @@ __all__ = [
     "split_words",
     "to_dict",
     "to_yaml",
+    "zero_of",
 ]

@@ -22,6 +22,7 @@ from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 from zero3d.spec.rules import refusals
 from zero3d.spec.sections import Spec
 from zero3d.spec.sizes import parse_size
+from zero3d.stores.urls import is_url
 
 TAKES_APART = "takes singular vectors out of the base, which then is that of no folder: an adapter would fit no base"
 OTHER_INITS = {  # PEFT's init_lora_weights -> why there is no lora.init of this name
@@ -53,6 +54,7 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     for key, size in (
         ("zero.gather_budget", config.zero.gather_budget),
         ("mesh.sp_mask_budget", config.mesh.sp_mask_budget),
+        ("data.cache_limit", config.data.cache_limit),
     ):
         try:
             if size is not None:
@@ -68,6 +70,7 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     yield from evaluation_problems(config)
     yield from optimizer_problems(config)
     yield from offload_problems(config)
+    yield from url_problems(config)
     yield from refusals(_spec_of(config))
 
 
@@ -173,6 +176,29 @@ def offload_problems(config: Config) -> Iterator[tuple[str, str]]:
             parse_size(section.host_budget, HOST_BUDGET)
         except ConfigError as error:
             yield HOST_BUDGET, str(error)
+
+
+def url_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that has a URL of an object store and takes none, or the other way round, and what to type."""
+    paths = {
+        "output": (config.output, "a run keeps logs and locks in it: type output=FOLDER checkpoint.to={url}"),
+        "model.path": (config.model.path, "weights are read in place: copy the folder to this host, and name that"),
+        "data.tokenizer": (config.data.tokenizer, "copy the folder to this host, and name that"),
+        "data.images": (config.data.images, "images are read in place: copy them to this host, and name that folder"),
+        "data.cache": (config.data.cache, "tokens are mapped into memory: name a folder of this host"),
+        "offload.directory": (
+            config.offload.directory,
+            "states are read and written in place: name a folder on a disk",
+        ),
+        "plan.cluster": (config.plan.cluster, "copy the file to this host, and name that"),
+    }
+    for name, (value, remedy) in paths.items():
+        if value is not None and is_url(value):
+            yield name, f"{name}={short(value)} is in an object store; {remedy.format(url=short(value))}."
+    to = config.checkpoint.to
+    if to is not None and not is_url(to):
+        text = f"checkpoint.to={short(to)} is no URL of an object store: type one such as checkpoint.to=s3://bucket/run"
+        yield "checkpoint.to", f"{text}; output=FOLDER names a folder of this host."
 
 
 def _spec_of(config: Config) -> Spec:

@@ -94,7 +94,8 @@ class Data:
 
     train: tuple[DataSource, ...] | tuple[str, ...] = key(
         ("stdlib",),
-        "files or folders; stdlib is the text of Python's standard library; or sources, drawn from by their weights",
+        "files or folders, or URLs of object stores (s3://bucket/corpus); stdlib is the text of Python's standard "
+        "library; or sources, drawn from by their weights",
     )
     validation: float | tuple[DataSource, ...] | tuple[str, ...] = key(
         0.0, "files or folders, or the fraction of documents held out of each source", least=0, most=0.5
@@ -126,6 +127,9 @@ class Data:
         None, "processes per host that tokenize; by default by its cores and the size of the data", least=1
     )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
+    cache_limit: str = key(
+        "200GB", "how much of that files of object stores may take; those that were used longest ago go first"
+    )
 
 
 @dataclass(frozen=True)
@@ -312,6 +316,11 @@ class Checkpoint:
         choices=EXPORTS,
     )
     verify: bool = key(False, "load what is exported on one rank, as anybody would, and compare the held-out loss")
+    to: str | None = key(
+        None,
+        "a URL of an object store (s3://bucket/run) that gets a copy of every checkpoint and of what is exported; "
+        "--resume auto looks there, too",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
-"""How many of the ranks that are there a run takes under health.min_ranks: train.batch stays, accumulation grows.
+"""What a run makes of the ranks that are there under health.min_ranks: train.batch stays, accumulation grows.
 
 batch 12, micro_batch 1             dp of 1, 2, ... 8 ranks
 zero.exact                          1 2 2 4 4 4 4 4       the largest power of two that divides batch / micro_batch
 without                             1 2 3 4 4 6 6 6       the largest number that does
+
+zero.second_shard=4 is 3 at dp 6: the largest number of neighbours up to it that divides dp.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from zero3d.config.sections import Config
 from zero3d.distributed.degrees import Degrees, least_dp
 from zero3d.errors import MeshError
 from zero3d.spec.mesh import Mesh
+from zero3d.spec.zero import Zero
 
 EXACT_DP = 64  # the largest dp of zero.exact
 
@@ -61,6 +65,18 @@ def asked_dp(config: Config) -> int | None:
 def asked_degrees(config: Config) -> dict[str, Any]:
     """Return the degrees that ranks must form, as keywords of `Degrees.resolve` and of a Mesh."""
     return degrees_of(config.mesh) | {"dp": asked_dp(config)}
+
+
+def zero_of(config: Config, degrees: Degrees) -> Zero:
+    """Return section `zero` for these degrees: under health.min_ranks the number of zero.second_shard shrinks with dp.
+
+    It is then the largest up to what was asked that divides the ranks over which states are cut; None for 1.
+    """
+    asked, ranks = config.zero.second_shard, degrees.size("shard")
+    if config.health.min_ranks is None or not isinstance(asked, int) or asked >= ranks or ranks % asked == 0:
+        return config.zero
+    fits = next(number for number in range(asked, 0, -1) if ranks % number == 0)
+    return replace(config.zero, second_shard=None if fits == 1 else fits)
 
 
 def degrees_of(mesh: Mesh) -> dict[str, Any]:

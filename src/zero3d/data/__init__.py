@@ -1,5 +1,6 @@
 """Training data, from files to the micro-batches of a rank.
 
+fetched.py   URLs of object stores -> files of this host
 files.py     paths -> files and their formats
 records.py   files -> text, prompt + completion, chat, rows of ids
 encode.py    records -> tokens and targets     (tokenizers.py, chat.py)

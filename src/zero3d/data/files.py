@@ -24,9 +24,11 @@ from typing import NamedTuple
 from zero3d.config.hints import nearest
 from zero3d.config.sections import Data
 from zero3d.config.sources import Part, names_function, parts_of
+from zero3d.data.fetched import objects_of
 from zero3d.data.saved_datasets import SPLITS, files_of, is_bookkeeping, is_saved, split_of
 from zero3d.errors import DataError, short
 from zero3d.reading import Unreadable, check_regular
+from zero3d.stores.urls import is_url
 
 STDLIB = "stdlib"
 HELD_OUT = "validation"  # the split of a folder with several that data.validation means
@@ -70,10 +72,13 @@ def function_of(part: Part) -> str | None:
 
 
 def check_paths(data: Data) -> None:
-    """Refuse files that are not there, and folders without any, by their names. Raises DataError."""
+    """Refuse files that are not there, and folders and URLs without any, by their names. Raises DataError."""
     for part in parts_of_data(data):
         for path in () if function_of(part) else part.paths:
-            check_path(path, part.format)
+            if is_url(path):
+                objects_of(path)
+            else:
+                check_path(path, part.format)
 
 
 def named_formats(data: Data) -> dict[str, str]:

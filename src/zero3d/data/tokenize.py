@@ -27,6 +27,7 @@ from zero3d.data.encode import Encoded, Encoder, batches
 from zero3d.data.files import Source
 from zero3d.data.records import Record, read
 from zero3d.errors import DataError, Zero3dError
+from zero3d.memory.cgroups import usable_cores
 
 AHEAD = 3  # batches per process that are read before they are wanted
 WORTH = 1 << 26  # bytes of data that are worth a process: it takes seconds to start
@@ -109,7 +110,7 @@ def processes_for(sources: Sequence[Source], encoder: Encoder, asked: int | None
     size = sum(source.path.stat().st_size for source in sources if source.format != "npy")
     if not size or (asked is None and encoder.of_bytes):
         return 1
-    return asked or max(1, min(len(os.sched_getaffinity(0)), size // WORTH))
+    return asked or max(1, min(usable_cores(), size // WORTH))
 
 
 def _read(sources: Sequence[Source], progress: TokenizingProgress) -> Iterator[Batch]:

@@ -27,14 +27,28 @@ def agree(comm: Comm, action: Callable[[], T]) -> T:
     On the others it carries `from_rank`, so that it is told once, and the failing rank's exit code. Moves 8 bytes per
     rank, and the message after a failure.
     """
+    return _agree(comm, action, None)[0]
+
+
+def agree_and_count(comm: Comm, action: Callable[[], T], count: Callable[[T], int]) -> tuple[T, list[int]]:
+    """Do so, and return every rank's count of its own result, too, by rank. Moves 16 bytes per rank."""
+    result, rows = _agree(comm, action, count)
+    return result, [row[1] for row in rows]
+
+
+def _agree(comm: Comm, action: Callable[[], T], count: Callable[[T], int] | None) -> tuple[T, list[list[int]]]:
+    """Return the result, and of every rank whether it failed and, if `count` is there, its count."""
     failure: Exception | None = None
+    counted = [] if count is None else [0]
     try:
         result = action()
+        counted = [] if count is None else [count(result)]
     except Exception as error:  # noqa: BLE001 (passed on below)
         failure = error
-    failed = [rank for rank, bad in enumerate(_gather(comm, [int(failure is not None)])) if bad[0]]
+    rows = _gather(comm, [int(failure is not None), *counted])
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
     if not failed:
-        return result
+        return result, rows
     raised = None if failure is None else _raised(failure, comm.rank)
     text = json.dumps([type(raised).__name__, str(raised)[:_TEXT], getattr(raised, "exit_code", FAULT)])
     name, message, code = json.loads(exchange_texts(comm, text)[failed[0]])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -74,7 +75,12 @@ class Axis:
     @property
     def backend(self) -> str:
         """Name of the torch.distributed backend that carries its device's tensors; "none" without groups."""
-        return "none" if self.gathers is None else backends_of(self.gathers)[self.device.type]
+        return "none" if self.gathers is None else self._backends[self.device.type]
+
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """Return what carries each type of device's tensors: asked of torch once, where every exchange wants it."""
+        return backends_of(self.gathers)
 
     @property
     def place(self) -> torch.device:
@@ -183,6 +189,13 @@ class Call(NamedTuple):
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks of the axis and receive others from them, by rank; returns when all are through."""
+    start_messages(axis, op, unit, sends, receives).wait()
+
+
+def start_messages(
+    axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+) -> Pending:
+    """Start to send tensors to ranks of the axis and to receive others from them, by rank."""
     group, place, number, peers = axis.reductions, axis.place, axis.count(op), {*sends, *receives}
     peer = peers.pop() if len(peers) == 1 else None
     arriving = {
@@ -192,11 +205,16 @@ def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receiv
     calls += [dist.P2POp(dist.irecv, into, group=group, group_peer=peer) for peer, into in arriving.items()]
     works = axis.call(op, unit, lambda: dist.batch_isend_irecv(calls), number, peer)
     whom = [*sends, *arriving] if len(works) == len(calls) else [peer] * len(works)  # NCCL has one for all
-    for work, one in zip(works, whom, strict=True):
-        axis.call(op, unit, work.wait, number, one)
-    for peer, into in receives.items():
-        if arriving[peer] is not into:
-            into.copy_(arriving[peer])
+
+    def finish() -> None:
+        for work, one in zip(works, whom, strict=True):
+            axis.call(op, unit, work.wait, number, one)
+        for peer, into in receives.items():
+            if arriving[peer] is not into:
+                into.copy_(arriving[peer])
+        calls.clear()  # what travels must live until here
+
+    return Pending(finish)
 
 
 def leave_note(text: str, code: int = FAULT) -> None:

@@ -4,6 +4,7 @@
     reduce_scatter   full -> shard, summed in rank order
     all_reduce       a shard that several ranks have -> its sum, on all of them
     all_to_all       full -> everybody's shards, not summed (zero/exact)
+    gather_to_first  shard -> full, on rank 0 alone
     exchange         a few numbers per rank, all-gathered, from wherever they are to there
     broadcast        rank 0's buffer, at construction
 
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.distributed.algorithms import AllToAll, Fake, Native, Pairwise
-from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages
+from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages, start_messages
 from zero3d.distributed.block_bytes import sum_of_copies
 from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.coded_sums import CodedSum
@@ -275,6 +276,21 @@ class Comm:
         self._ledger.record("trade", self.axis, unit, values.numel(), values.dtype.itemsize)
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
+
+    def gather_to_first(self, full: Tensor, shard: Tensor, unit: str) -> None:
+        """Fill rank 0's `full` [total] from every rank's `shard` [total/N], which the others send: 1/N of total."""
+        if self.rank:
+            self._ledger.record("gather", self.axis, unit, shard.numel(), shard.element_size())
+            messages(self._axis, "gather", unit, {0: shard}, {})
+            return
+        own, *others = full.view(self.size, -1)
+        arriving = DONE
+        if others:
+            self._ledger.record("gather", self.axis, unit, 0, shard.element_size())
+            arriving = start_messages(self._axis, "gather", unit, {}, dict(enumerate(others, 1)))
+        if not same_memory(own, shard):
+            own.copy_(shard)
+        arriving.wait()
 
     def send_to_first(self, buffer: Tensor, source: int, unit: str) -> None:
         """Copy one rank's `buffer` into that of rank 0; the other ranks have no part in it."""

@@ -176,7 +176,8 @@ def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held,
     """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
     policy, layout = base.resolved.policy, lay_out(base, spec)
     comm = base.axes.shard(spec.experts)
-    node, coded = base.axes.node, base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
+    node = None if spec.experts and base.axes.ep.size > 1 else base.axes.node
+    coded = base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
     second = second_shard_bytes(spec.dtype.itemsize, coded, 1 if node is None else node.size)
     width = spec.dtype.itemsize
     share = UnitShare(policy.stage.number, comm.size, width, trains(spec), _sources(base, spec), second=second)

@@ -34,10 +34,11 @@ from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.slots import Slots
 from zero3d.engine.state import engine_state
 from zero3d.engine.unshard import Unsharded
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.offload.tiered_records import TieredRecords
 from zero3d.spec.tiers import HOST
+from zero3d.stores.urls import check_url, is_url
 
 COPY = "checkpoint"  # the category of the host's copy
 
@@ -63,9 +64,12 @@ class Checkpoints:
 
     # --- to files -------------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
+    def save(
+        self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True, to: str | None = None
+    ) -> Path:
         """Write `directory/step-N`, as `Engine.save` says."""
         self._refuse("save()")
+        _check_places("save", directory, to)
         self._assembly.registry.check()
         if micro_batches := self._assembly.runtime.accumulation.count:
             raise CheckpointError(
@@ -76,7 +80,7 @@ class Checkpoints:
         with self._mesh.heartbeat.phase("save"), self._unsharded.resharded():
             self._assembly.runtime.optimizer.flush()
             save = self._saves.now if wait else self._saves.begin
-            return save(Path(directory), lambda: self._state(loop))
+            return save(Path(directory), lambda: self._state(loop), to)
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder, as `Engine.saved` says."""
@@ -118,10 +122,11 @@ class Checkpoints:
 
     def export(self, directory: str | Path, kind: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
+        _check_places("export", directory)
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.flush()
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
-            return export(Path(directory), self._state(), self._assembly.whole_parameters.gathered, kind)
+            return export(Path(directory), self._state(), self._assembly.whole_parameters.on_first, kind)
 
     # --- from files -----------------------------------------------------------------------------
 
@@ -130,12 +135,12 @@ class Checkpoints:
         before = self._unsharded.now
         try:
             with self._mesh.heartbeat.phase("load"), self._unsharded.resharded():
-                return self._load(Path(directory))
+                return self._load(directory)
         except CheckpointError:  # of all ranks
             self._unsharded.again(*before)
             raise
 
-    def _load(self, directory: Path) -> Any:
+    def _load(self, directory: str | Path) -> Any:
         self._unsharded.refuse_open("load()")
         self._refuse("load()")
         with self._mesh.heartbeat.phase("save"):
@@ -185,6 +190,17 @@ class Checkpoints:
     @property
     def _slots(self) -> Slots | None:
         return self._assembly.runtime.slots
+
+
+def _check_places(call: str, directory: str | Path, to: str | None = None) -> None:
+    """Refuse a URL in the place of a folder, and what is no URL of a store in the place of one. Raises ConfigError."""
+    if is_url(directory):
+        copied = f"engine.save(FOLDER, to={str(directory)!r})" if call == "save" else "copy that where it is to be"
+        raise ConfigError(f"{call}({str(directory)!r}) writes a folder of this host first: give one, and {copied}.")
+    if to is not None and not is_url(to):
+        raise ConfigError(f"save(to={to!r}) has no URL of an object store: give one such as s3://bucket/run.")
+    if to is not None:
+        check_url(to)
 
 
 def open_saves(base: Foundation) -> Saves:

@@ -590,14 +590,17 @@ class Engine:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
+    def save(
+        self, directory: str | Path, loop: Mapping[str, Any] | None = None, wait: bool = True, to: str | None = None
+    ) -> Path:
         """Write `directory/step-N` atomically: masters, optimizer states, frozen weights, buffers, RNG.
 
         `loop` is what the training loop wants back from `load`: plain values, those of rank 0. `wait=False` returns at
         once, with the folder that will be there: a thread copies the states into the host's memory, for which the next
         update waits, then writes. `saved()` says what came of it; the next save, a load and the process' end wait, too.
+        `to` is a URL of an object store, such as s3://bucket/run, that gets a copy: every rank uploads its own files.
         """
-        return self.checkpoints.save(directory, loop, wait)
+        return self.checkpoints.save(directory, loop, wait, to)
 
     def saved(self) -> Path | None:
         """Wait for a save with `wait=False` and return its folder; None where there is none, or it was told before.
@@ -621,7 +624,7 @@ class Engine:
         self.checkpoints.reserve_saves()
 
     def load(self, directory: str | Path) -> Any:
-        """Continue from a checkpoint (or the newest in a directory of them), on any mesh, at any stage.
+        """Continue from a checkpoint (or the newest in a directory of them, or below a URL), on any mesh, at any stage.
 
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.

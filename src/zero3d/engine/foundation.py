@@ -22,6 +22,7 @@ from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
+from zero3d.memory.cgroups import usable_cores
 from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
@@ -185,7 +186,7 @@ def host_share(base: Foundation) -> HostBudget:
 
 
 def update_threads(base: Foundation) -> int:
-    """Return how many threads update on the host: those asked for, or this rank's share of the cores it may run on.
+    """Return how many threads update on the host: those asked for, or this rank's share of the cores it may use.
 
     A launcher may give every rank cores of its own, or all of them the same: only ranks that have the same share them.
     One exchange of a number, at the start.
@@ -194,7 +195,7 @@ def update_threads(base: Foundation) -> int:
     own = float(crc32(f"{gethostname()} {cores}".encode()))
     rows = world.exchange(torch.tensor([own], dtype=torch.float64, device=mesh.device)).flatten()
     alike = world.read(rows, [own] * world.size).count(own)
-    return mesh.threads_asked or max(1, len(cores) // alike)
+    return mesh.threads_asked or max(1, usable_cores() // alike)
 
 
 def ranks_per_host(mesh: Mesh, world: Comm) -> int | None:

@@ -84,14 +84,18 @@ def build_units(
 
 
 def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
-    """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing."""
+    """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing.
+
+    Neighbours that share experts out have other ones each, so that these keep no second shards.
+    """
     cut, policy = base.axes.shard(experts=True), setting.policy
     gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
     gathers = gathers or setting.codec is not None  # what is decoded, the same at every degree
     if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
         policy = replace(policy, stage=stage_row(2))
     sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
-    return setting._replace(policy=policy, comm=cut, sources=sources, part=base.axes.ep.rank)
+    node = setting.node if base.axes.ep.size == 1 else None
+    return setting._replace(policy=policy, comm=cut, sources=sources, part=base.axes.ep.rank, node=node)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:

@@ -84,6 +84,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "slow_rounding": base.options.zero.slow_rounding,
         "attention": _attention(assembly),
         "sp_kind": "heads" if base.sequence is None or base.sequence.by_heads(mesh.tp) else "gather",
+        "sp_masks": USUAL["sp_masks"] if base.sequence is None else base.sequence.masks,
         "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),
     }

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.adapter_folder import AdapterForm, streamed_name
-from zero3d.checkpoint.forms import ADAPTER, MERGED, WHOLE
+from zero3d.checkpoint.forms import ADAPTER, MERGED, WHOLE, Form
 from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
-from zero3d.distributed.agreement import agree, exchange_texts
+from zero3d.checkpoint.streamed_folder import FolderSender
+from zero3d.distributed.agreement import agree, agree_and_count, exchange_texts
 from zero3d.distributed.degrees import Place
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.assembly import Assembly
@@ -36,7 +37,7 @@ from zero3d.engine.features import required
 from zero3d.engine.state import engine_state
 from zero3d.engine.stream_guard import Streaming
 from zero3d.engine.unshard import Unsharded
-from zero3d.errors import ConfigError, StreamError
+from zero3d.errors import ConfigError, StreamError, Zero3dError
 from zero3d.models.bases import model_of
 from zero3d.precision import DTYPES
 from zero3d.spec.sizes import parse_size
@@ -58,7 +59,7 @@ class Sender(Protocol):
     current: int
 
     def memory(self, nbytes: int) -> Sequence[Tensor]:
-        """Return the memory of two buckets."""
+        """Return the memory of two buckets, or of one where `send` has read it when it returns."""
 
     def meet(self) -> None:
         """Return when all receivers are there; `current` is 0 if they are others than before."""
@@ -106,7 +107,10 @@ class WeightStreams:
 
     memory  the entry of buckets while a stream holds them
     _last   what receivers have, as far as this rank packed it; `_packers` are those of the stream under way
+    _form   in which the stream under way has weights
     """
+
+    _form: Form | None = None
 
     def __init__(self, assembly: Assembly, unsharded: Unsharded) -> None:
         self._assembly, self._unsharded = assembly, unsharded
@@ -139,7 +143,7 @@ class WeightStreams:
         """Stream to a sender's receivers, as `Engine.send_weights` says."""
         with self._mesh.heartbeat.phase("stream"):
             kind, nbytes, wanted = self._checked(dtype, bucket_bytes, adapters)
-            agree(self._world, partial(self._check_sender, sender))
+            agree(self._world, partial(self._check_sender, sender, kind))
             if sender is not None:
                 sender.waiting = self._waiting
             known = self._known(sender, nbytes) if changed_only else {}
@@ -171,11 +175,13 @@ class WeightStreams:
                     if not bucket.number:
                         sender.begin()
                     sender.send(bucket)
-                except StreamError as error:
+                except Zero3dError as error:
                     stream.throw(error)
                 buckets += 1
                 tensors += sum(part.checksum != "" for part in bucket.parts)
                 nbytes += sum(part.tensor.nbytes for part in bucket.parts)
+            if isinstance(sender, FolderSender):
+                sender.form = self._form
             agree(self._world, lambda: None if sender is None else _finish(sender, buckets, tensors, nbytes))
         except BaseException as error:
             if sender is not None:
@@ -187,9 +193,11 @@ class WeightStreams:
         unchanged = int(self._world.exchange(left_out).sum())
         return Sent(tensors, nbytes, buckets, time.perf_counter() - begun, 0 if sender is None else unchanged)
 
-    def _check_sender(self, sender: Sender | None) -> None:
+    def _check_sender(self, sender: Sender | None, kind: str) -> None:
         if (sender is not None) != (self._world.rank == 0):
             raise ConfigError("send_weights(sender): rank 0 gives a sender, and the others None.")
+        if isinstance(sender, FolderSender) and kind == ADAPTER:
+            raise ConfigError("a folder of the adapter alone is written by engine.export(directory, 'adapter').")
 
     def _waiting(self, whom: str) -> Any:
         return self._mesh.heartbeat.inside(AXIS, "wait", whom)
@@ -221,7 +229,7 @@ class WeightStreams:
         ):
             state, place = engine_state(self._assembly), self._mesh.place
             published = agree(self._world, lambda: Published(state, kind))
-            packs = (place.tp, place.dp) == (0, 0)
+            self._form, packs = published.form, (place.tp, place.dp) == (0, 0)
             memories = agree(self._world, lambda: memory(nbytes)[: 1 if place.pp else 2] if packs else [])
             self._held = self._peak = sum(each.numel() for each in memories)
             self._packers = [Packer(memories, known)] if packs else []
@@ -252,7 +260,7 @@ class WeightStreams:
             hand = partial(self._handed, head, memories)
             for i in range(counts[head]):
                 unit = published.units[i] if self._mesh.place.pp == stage else None
-                with nullcontext() if unit is None else self._assembly.whole_parameters.gathered(unit):
+                with nullcontext() if unit is None else self._assembly.whole_parameters.on_first(unit):
                     number = yield from hand(number, self._packed(published, unit, packer, dtype))
             last = agree(world, partial(_others, published, sent) if packer is not None else dict[str, Tensor])
             names = list(last)
@@ -263,19 +271,18 @@ class WeightStreams:
     def _packed(
         self, published: Published, unit: Unit | None, packer: Packer | None, dtype: torch.dtype | None
     ) -> Iterator[Bucket]:
-        """Return the buckets that a unit of this stage fills, on its first rank; other ranks have none."""
-        tensors = agree(self._world, dict[str, Tensor] if unit is None else partial(published.take, unit))
-        return iter(()) if packer is None else packer.feed(tensors, dtype)
+        """Yield the buckets that a unit of this stage fills, on its first rank; others help to make it whole."""
+        tensors = {} if unit is None else published.take(unit)
+        if packer is not None:
+            yield from packer.feed(tensors, dtype)
 
     def _handed(
         self, head: int, memories: Sequence[Tensor], number: int, packed: Iterator[Bucket]
     ) -> Generator[Bucket, None, int]:
         """Yield what a stage's first rank packs, on rank 0 in its own memory; return the number of the next bucket."""
-        world = self._world
         while True:
-            bucket = agree(world, lambda: next(packed, None))
-            text = b"" if bucket is None else json.dumps([bucket.nbytes, bucket.header()]).encode()
-            length = int(world.exchange(torch.tensor([len(text)], dtype=torch.int64))[head, 0])
+            (bucket, text), lengths = agree_and_count(self._world, partial(_next, packed, head), _length)
+            length = lengths[head]
             if not length:
                 return number
             if head:
@@ -305,17 +312,32 @@ class WeightStreams:
         return Bucket.of(number, memory, nbytes, header)
 
     def _yielded(self, bucket: Bucket) -> Buckets:
-        """Yield a bucket; whoever leaves the stream there, or fails, all ranks raise that."""
+        """Yield a bucket; whoever leaves the stream there, or fails, all ranks raise that.
+
+        The others are told where they ask for the next bucket.
+        """
         rank = self._world.rank
         try:
             yield bucket
         except GeneratorExit:
             left = StreamError(f"rank {rank} left the stream of weights at bucket {bucket.number}.")
             with suppress(StreamError):
-                agree(self._world, partial(_fail, left))
+                agree_and_count(self._world, partial(_fail, left), _length)
             raise
         except Exception as error:  # noqa: BLE001 (agree raises it)
-            agree(self._world, partial(_fail, error))
+            agree_and_count(self._world, partial(_fail, error), _length)
+
+
+def _next(packed: Iterator[Bucket], head: int) -> tuple[Bucket | None, bytes]:
+    """Return the next bucket, if there is one, and what rank 0 has to read of it if rank `head` is another."""
+    bucket = next(packed, None)
+    if bucket is None:
+        return None, b""
+    return bucket, json.dumps([bucket.nbytes, bucket.header()] if head else []).encode()
+
+
+def _length(found: tuple[Bucket | None, bytes]) -> int:
+    return len(found[1])
 
 
 def _others(published: Published, sent: Collection[str]) -> dict[str, Tensor]:

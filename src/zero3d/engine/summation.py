@@ -143,7 +143,7 @@ def choose_order(
     seed = broadcast_ints(world, [torch.initial_seed() % (1 << 52)])[0]
     per_step = resolved.policy.reduce == "every_step"
     return ExactOrder(
-        Summands(dp, per_step, accumulate, seed, resolved.mesh.sp > 1),
+        Summands(dp, per_step, accumulate, seed, resolved.mesh.sp),
         resolved.mesh.pp > 1,
         resolved.mesh.ep if has_experts else None,
     )

@@ -3,6 +3,7 @@
 open, shut  full_params() and unshard(): reads and writes; what was written is kept on every rank
 show_masters  values and dtype of masters for those that are open: what a program finds that has trained by autocast
 gathered    one unit, to be read
+on_first    one unit, to be read where it is exported from: on the first of its ranks
 copied      all units one by one, into the host memory of the first rank
 masters     all masters one by one, on every rank: what a model is given back with
 of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
@@ -220,6 +221,15 @@ class WholeParameters:
             yield whole
         finally:
             self._arena.give_back("gathered", whole)
+
+    @contextmanager
+    def on_first(self, unit: Unit) -> Iterator[None]:
+        """Keep one unit whole inside on the first of the ranks that it is cut over; on gloo on no other."""
+        self._gathers.acquire_on_first(unit)
+        try:
+            yield
+        finally:
+            self._gathers.release(unit, EXPORT)
 
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:

@@ -1,10 +1,11 @@
-"""Memory cgroups of this process on Linux: what they allow and what they hold. No torch.
+"""Cgroups of this process on Linux: the memory they allow and hold, and the CPU time they allow. No torch.
 
               v2, /sys/fs/cgroup/PATH              v1, /sys/fs/cgroup/memory/PATH
 limit         memory.max, memory.high              memory.limit_in_bytes
 use           memory.current                       memory.usage_in_bytes
 given back    active_file, inactive_file and       total_active_file, total_inactive_file of memory.stat:
               slab_reclaimable of memory.stat      what the kernel takes back before it refuses memory
+CPU time      cpu.max: quota and period            cpu.cfs_quota_us, cpu.cfs_period_us, in /sys/fs/cgroup/cpu/PATH
 
 PATH is in /proc/self/cgroup; a limit of any folder above it holds too. A container sees its own cgroup as the root.
 Outside Linux, and where a file is missing, there is nothing to say.
@@ -12,6 +13,7 @@ Outside Linux, and where a file is missing, there is nothing to say.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,14 +94,38 @@ class Cgroup:
 
 def cgroups(root: Path = ROOT) -> Iterator[Cgroup]:
     """Yield the folders that may be this process's memory cgroup, from its own up to the root of all."""
+    for folder, is_v1 in _folders("memory", root):
+        yield Cgroup(folder, V1 if is_v1 else V2)
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Return how many threads of this process can run at once: cores of its affinity, or what a quota leaves of them.
+
+    A container with a limit of 2.5 CPUs may run on every core of its host, for 2.5 seconds a second: that is 2.
+    """
+    quotas = [_quota(folder, is_v1) for folder, is_v1 in _folders("cpu", root)]
+    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def _folders(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of a controller, from this process's own up to the root of all, and whether they are of v1."""
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base, files = (root / "sys/fs/cgroup/memory", V1) if controllers else (root / "sys/fs/cgroup", V2)
+        base = root / "sys/fs/cgroup" / controller if controllers else root / "sys/fs/cgroup"
         parts = [part for part in path.split("/") if part]
         for depth in range(0 if ".." in parts else len(parts), -1, -1):
-            yield Cgroup(base.joinpath(*parts[:depth]), files)
+            yield base.joinpath(*parts[:depth]), bool(controllers)
+
+
+def _quota(folder: Path, is_v1: bool) -> float:
+    """Return seconds of CPU time that a cgroup allows per second; infinity without a quota."""
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+    words = " ".join(text(folder / name) for name in names).split()
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):  # "max", -1: none
+        return float("inf")
+    return int(words[0]) / int(words[1])
 
 
 def text(file: Path) -> str:

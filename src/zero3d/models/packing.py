@@ -65,10 +65,18 @@ def as_row(batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Mapping[s
     if "max_length_q" not in options or "position_ids" not in batch:
         return batch
     row = {name: values.reshape(1, -1) for name, values in batch.items()}
-    positions = row["position_ids"][0]
-    starts = (positions == 0).nonzero().flatten()
-    ends = torch.cat([starts, starts.new_tensor([len(positions)])]).to(torch.int32)
+    ends = document_ends(batch["position_ids"])
     return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def document_ends(positions: Tensor) -> Tensor:
+    """Return where documents of positions [batch, length] end in one row of all, and 0 before: int32 [documents + 1].
+
+    One begins with each sequence, and where positions do not rise by one. Reads the device.
+    """
+    begins = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
 
 
 def forward_options(model: nn.Module) -> dict[str, Any]:

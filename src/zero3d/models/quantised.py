@@ -237,6 +237,8 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
     modules  that have the layers, with the names of the whole model
     base     has the matrices as they were, by their own names; where it is None they are decoded
     """
+    if not any(values.dtype == torch.uint8 for values in tensors.values()):  # as all that is packed is
+        return dict(tensors)
     named = [pair for module in modules for pair in module.named_modules()]
     layers = {f"{name}.{PACKED}": layer for name, layer in named if isinstance(layer, QuantisedLinear)}
     stacks = {f"{name}.{key}": stack for name, layer in named for key, stack in stacks_of(layer).items()}

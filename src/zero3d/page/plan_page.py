@@ -15,18 +15,23 @@ from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.page.markup import tag
 from zero3d.page.plan_text import (
     Answer,
+    around,
     costs,
     distinct,
+    gib,
     gpu_hours,
     heading,
+    headline,
     held_apart,
     knob_rows,
     mesh,
+    mfu,
+    missed,
     places_lines,
     settings,
     short,
 )
-from zero3d.page.text import size
+from zero3d.page.text import GIB, binary
 from zero3d.plan.ladder import RULE, differs
 from zero3d.plan.search import Row
 from zero3d.plan.spec import Estimate, Seconds
@@ -43,6 +48,7 @@ def plan_page(answer: Answer, top: int) -> str:
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
         *(frame.paragraph(line, "dim") for line in heading(answer.model, answer.cluster, answer.target.sequences)),
+        *(frame.paragraph(line.strip()) for line in headline(answer)),
         frame.tiles(_figures(answer)),
         _ranked(answer, shown),
         _pareto(answer),
@@ -59,10 +65,10 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     more = f"ZeRO stage {best.plan.zero.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
     yield "Best plan", mesh(best.plan), more.removesuffix(", -")
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
-    allowed = f"of {size(int(answer.target.limit))} allowed, {size(int(cluster.gpu.memory))} there"
-    yield "Memory of a GPU", f"{memory.device / GB:.1f} GB", allowed
+    allowed = f"GiB, of {binary(answer.room)} with the margin, {binary(cluster.gpu.memory)} there"
+    yield "Memory of a GPU", around(memory.device, answer.margin), allowed
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
-    useful = f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / cluster.gpu.flops:.0f} % of its peak"
+    useful = f"{rate / 1e12:.0f} TFLOP/s, MFU {100 * mfu(best, cluster):.0f} %"
     yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
     yield "GPU-hours", f"{gpu_hours(best.estimate, cluster, 1e9):,.0f}", "per billion tokens"
     yield "Plans that fit", f"{len(answer.result.rows):,}", f"of {answer.result.tried:,} tried"
@@ -78,22 +84,25 @@ def _between(seconds: Seconds) -> str:
 
 
 def _ranked(answer: Answer, rows: Sequence[Row]) -> Markup:
-    title = f"Plans that fit {size(int(answer.target.limit))} of a GPU, {answer.target.goal} first"
+    title = f"Plans that fit {binary(answer.room)} of a GPU with the margin, {answer.target.goal} first"
     apart = held_apart(rows)
     more = [f"{name.capitalize()} GB" for name in apart]
-    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GB", "Host GB", *more)
+    head = ("", "Mesh", "ZeRO", "Micro x accum", "Settings", "GPU GiB", "Host GB", *more)
     remark = "The best plan of each mesh, ZeRO stage, schedule and place of states."
     return frame.card(
         title,
         frame.paragraph(remark, "dim"),
         frame.table(
-            title, (*head, "Step s", "Tokens/s per GPU", "Why"), _cells(rows), "><><=>>" + ">" * len(apart) + ">>="
+            title,
+            (*head, "Step s", "Tokens/s per GPU", "MFU", "Why"),
+            _cells(rows, answer),
+            "><><=>>" + ">" * len(apart) + ">>>=",
         ),
         *(frame.paragraph(f"{line[0].upper()}{line[1:]}.") for line in places_lines(answer.best.estimate.memory)),
     )
 
 
-def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
+def _cells(rows: Sequence[Row], answer: Answer) -> Iterator[tuple[object, ...]]:
     apart = held_apart(rows)
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
@@ -103,11 +112,12 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[object, ...]]:
             plan.zero.stage,
             f"{plan.micro_batch} x {plan.accumulate}",
             settings(plan),
-            f"{memory.device / GB:.1f}",
+            around(memory.device, answer.margin),
             f"{memory.host / GB:,.0f}",
             *(f"{memory.tiers[name] / GB:,.0f}" for name in apart),
             f"{_digits(seconds.mid)} ({_between(seconds)})",
             f"{row.estimate.tokens / seconds.mid / plan.world:,.0f}",
+            f"{100 * mfu(row, answer.cluster):.0f} %",
             row.reason,
         )
 
@@ -130,12 +140,10 @@ def _pareto(answer: Answer) -> Markup:
         groups.setdefault(f"ZeRO stage {row.plan.zero.stage}", []).append(_place(row.estimate))
     best = front(answer.result.rows)
     dots = [Dot(*_place(row.estimate), f"{_figures_of(row)} with {short(row.plan)}") for row in best]
-    across = Axis("memory of a GPU (GB)", answer.target.limit / GB)
+    across = Axis("memory of a GPU (GiB)", answer.target.limit / GIB)
     chart = scatter("pareto", "Memory against time of all plans that fit", groups, dots, across, Axis("step (s)"))
-    head = ("GPU GB", "Step s", "Plan")
-    rows = [
-        (f"{row.estimate.memory.device / GB:.1f}", _digits(row.estimate.seconds.mid), short(row.plan)) for row in best
-    ]
+    head = ("GPU GiB", "Step s", "Plan")
+    rows = [(gib(row.estimate.memory.device), _digits(row.estimate.seconds.mid), short(row.plan)) for row in best]
     return frame.card(
         "What memory buys",
         frame.paragraph("Every plan that fits. Those on the line: none needs less memory and is as fast.", "dim"),
@@ -147,11 +155,11 @@ def _pareto(answer: Answer) -> Markup:
 
 
 def _place(estimate: Estimate) -> tuple[float, float]:
-    return estimate.memory.device / GB, estimate.seconds.mid
+    return estimate.memory.device / GIB, estimate.seconds.mid
 
 
 def _figures_of(row: Row) -> str:
-    return f"{row.estimate.memory.device / GB:.1f} GB, {_digits(row.estimate.seconds.mid)} s"
+    return f"{gib(row.estimate.memory.device)} GiB, {_digits(row.estimate.seconds.mid)} s"
 
 
 # --- parts --------------------------------------------------------------------------------------
@@ -164,15 +172,14 @@ def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
         memory = estimate.memory
         inside = memory.parts or {"allocated": memory.allocated}
         beyond = {BEYOND: memory.device - memory.allocated}
-        return {name: value / GB for name, value in {**inside, **beyond}.items()}
+        return {name: value / GIB for name, value in {**inside, **beyond}.items()}
 
     drawn = [
-        Bar(_name(i, row), parts(row.estimate), f"{row.estimate.memory.device / GB:.1f} GB")
-        for i, row in _numbered(rows)
+        Bar(_name(i, row), parts(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in _numbered(rows)
     ]
     series = _series(drawn)
     title = "Memory of the fullest GPU at its peak"
-    chart = bars("memory", title, drawn, series, "GB", answer.target.limit / GB)
+    chart = bars("memory", title, drawn, series, "GiB", answer.target.limit / GIB)
     return frame.card(title, frame.legend(series), chart)
 
 
@@ -209,15 +216,15 @@ def _ladder(answer: Answer) -> Markup:
     rows = [
         (
             rung.name,
-            f"{rung.estimate.memory.states / GB:.1f}",
-            f"{rung.estimate.memory.device / GB:.1f}",
+            gib(rung.estimate.memory.states),
+            gib(rung.estimate.memory.device),
             f"{rung.estimate.memory.host / GB:,.0f}",
             _digits(rung.estimate.seconds.mid),
             "yes" if rung.fits else tag("span", "no", class_="bad"),
         )
         for rung in answer.ladder
     ]
-    head = ("ZeRO stage", "States GB", "GPU GB", "Host GB", "Step s", "Fits")
+    head = ("ZeRO stage", "States GiB", "GPU GiB", "Host GB", "Step s", "Fits")
     title = f"The ladder for N = {answer.ladder[0].plan.dp} data-parallel ranks, blocks recomputed"
     verdict = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
     return frame.card(
@@ -243,7 +250,7 @@ def _left_out(answer: Answer) -> Markup:
         (
             f"{rejection.plans:,}",
             rejection.reason,
-            f"+{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else "-",
+            f"+{missed(rejection)} with {short(rejection.nearest)}" if rejection.nearest else "-",
         )
         for rejection in answer.result.rejected
     ]

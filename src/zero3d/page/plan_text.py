@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from zero3d.distributed.degrees import AXES, FOLDS
-from zero3d.page.text import columns, count, size
+from zero3d.page.text import GIB, binary, columns, count, size
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
 from zero3d.plan.links import Way, as_words, fastest
+from zero3d.plan.margin import MARGIN, ORIGIN, Ends, Range
 from zero3d.plan.rollout import Rollout, Split
-from zero3d.plan.search import LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
+from zero3d.plan.search import DEVICE_MEMORY, LONG, Rejection, Row, SearchResult, Target, memory_of, sequence_ways, ways
 from zero3d.plan.spec import APART, ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.what_if import WhatIf
 from zero3d.spec.mesh import Mesh
@@ -29,6 +30,8 @@ class Answer(NamedTuple):
 
     tokens  of the whole training; price: of a GPU-hour
     links   ways to train over links between nodes, where a file says what these are
+    margin  of planned memory, either way; the limit of the target has it left out
+    ends    what would no longer fit beside the first plan, where that was looked for
     """
 
     model: ModelSpec
@@ -40,11 +43,18 @@ class Answer(NamedTuple):
     tokens: float | None = None
     price: float | None = None
     links: Sequence[Way] = ()
+    margin: float = MARGIN
+    ends: Ends | None = None
 
     @property
     def best(self) -> Row:
         """Return the first plan."""
         return self.result.rows[0]
+
+    @property
+    def room(self) -> float:
+        """Return the bytes of a GPU in which a plan must fit with its margin."""
+        return self.target.limit * (1 + self.margin)
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -53,8 +63,8 @@ class Answer(NamedTuple):
 def as_text(answer: Answer, top: int) -> str:
     """Write everything, the ranked table first."""
     shown = distinct(answer.result.rows)[:top]
-    lines = [*heading(answer.model, answer.cluster, answer.target.sequences), ""]
-    lines += _ranked(shown, answer.target)
+    lines = [*heading(answer.model, answer.cluster, answer.target.sequences), "", *headline(answer), ""]
+    lines += _ranked(shown, answer)
     lines += ["", *_experts(answer)] if answer.model.experts else []
     lines += ["", *_sequences(answer)] if answer.model.length >= LONG else []
     lines += ["", *links_lines(answer.links, answer.cluster, answer.target.limit)] if answer.links else []
@@ -71,10 +81,53 @@ def heading(model: ModelSpec, cluster: ClusterSpec, sequences: int) -> Iterator[
     )
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node}"
     yield (
-        f"{cluster.gpus} x {cluster.gpu.name} with {size(int(cluster.gpu.memory))} ({nodes}; "
+        f"{cluster.gpus} x {cluster.gpu.name} with {binary(cluster.gpu.memory)} ({nodes}; "
         f"{cluster.inside.bandwidth / 1e9:g} GB/s inside, {cluster.across.bandwidth / 1e9:g} GB/s across per GPU)"
     )
     yield f"{sequences:,} sequences = {sequences * model.length:,} tokens a step"
+
+
+def headline(answer: Answer) -> Iterator[str]:
+    """Yield lines: the first plan, its memory and its step with their ranges, and what would end it."""
+    row, cluster = answer.best, answer.cluster
+    memory = Range.of(row.estimate.memory.device, answer.margin)
+    yield f"{answer.target.goal.capitalize()}: {short(row.plan)}"
+    yield (
+        f"   {binary(memory.mid)} ({gib(memory.low)}-{gib(memory.high)}) of {binary(answer.room)}, "
+        f"{binary(answer.room - memory.high)} left{would_end(answer.ends)}"
+    )
+    yield f"   {_seconds(row.estimate.seconds)} s a step, MFU {100 * mfu(row, cluster):.0f} %"
+    yield f"   margin {100 * answer.margin:.3g} %: {origin(answer.margin)}"
+
+
+def origin(margin: float) -> str:
+    """Say where a margin is from."""
+    return f"{ORIGIN} (--margin)" if margin == MARGIN else "as --margin says"
+
+
+def would_end(ends: Ends | None) -> str:
+    """Say what would no longer fit."""
+    if ends is None or ends == Ends(None, None):
+        return ""
+    longer = [] if ends.length is None else [f"a sequence of more than {ends.length:,} tokens"]
+    more = [] if ends.micro_batch is None else [f"a micro-batch of {ends.micro_batch + 1:,}"]
+    return f": {' or '.join([*longer, *more])} would not fit"
+
+
+def gib(nbytes: float) -> str:
+    """Write bytes of a device in GiB, without the unit."""
+    return f"{nbytes / GIB:.1f}"
+
+
+def around(nbytes: float, margin: float) -> str:
+    """Write bytes of a device in GiB, and their range."""
+    memory = Range.of(nbytes, margin)
+    return f"{gib(memory.mid)} ({gib(memory.low)}-{gib(memory.high)})"
+
+
+def mfu(row: Row, cluster: ClusterSpec) -> float:
+    """Return the useful operations of a step over those of all GPUs' peak in that time."""
+    return row.estimate.flops / (row.estimate.seconds.mid * row.plan.world * cluster.gpu.flops)
 
 
 def mesh(plan: ParallelPlan) -> str:
@@ -122,11 +175,12 @@ def distinct(rows: Sequence[Row]) -> list[Row]:
     return list(kept.values())
 
 
-def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
-    yield f"Plans that fit {size(int(target.limit))} of a GPU, {target.goal} first:"
+def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
+    target = answer.target
+    yield f"Plans that fit {binary(answer.room)} of a GPU with the margin, {target.goal} first:"
     apart = held_apart(rows)
-    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GB", "host GB", *(f"{name} GB" for name in apart))
-    table = [(*head, "step s", "tokens/s/GPU", "why")]
+    head = ("", "mesh", "ZeRO", "micro x accum", "settings", "GPU GiB", "host GB", *(f"{name} GB" for name in apart))
+    table = [(*head, "step s", "tokens/s/GPU", "MFU", "why")]
     for place, row in enumerate(rows, 1):
         plan, memory, seconds = row.plan, row.estimate.memory, row.estimate.seconds
         rate = row.estimate.tokens / seconds.mid / plan.world
@@ -137,15 +191,16 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
                 str(plan.zero.stage),
                 f"{plan.micro_batch} x {plan.accumulate}",
                 settings(plan),
-                f"{memory.device / 1e9:.1f}",
+                around(memory.device, answer.margin),
                 f"{memory.host / 1e9:.0f}",
                 *(f"{memory.tiers[name] / 1e9:.0f}" for name in apart),
                 _seconds(seconds),
                 f"{rate:,.0f}",
+                f"{100 * mfu(row, answer.cluster):.0f} %",
                 row.reason,
             )
         )
-    yield from columns(table, "><<<<>>" + ">" * len(apart) + ">><")
+    yield from columns(table, "><<<<>>" + ">" * len(apart) + ">>><")
     if rows and rows[0].plan.offload.states and target.offload == "auto":
         yield "   With all states on the GPU none fits: those of these plans leave it."
     elif rows and rows[0].plan.offload.activations_leave:
@@ -155,7 +210,7 @@ def _ranked(rows: Sequence[Row], target: Target) -> Iterator[str]:
 
 def _experts(answer: Answer) -> Iterator[str]:
     yield f"Where the {answer.model.experts} experts of a layer are, the {answer.target.goal} plan of each way:"
-    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GB", "step s", "why")]
+    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GiB", "step s", "why")]
     for name, row in ways(answer.result.rows):
         cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
         table.append((name, *cells))
@@ -164,7 +219,7 @@ def _experts(answer: Answer) -> Iterator[str]:
 
 def _sequences(answer: Answer) -> Iterator[str]:
     yield f"Where the {answer.model.length:,} tokens of a sequence are, the {answer.target.goal} plan of each way:"
-    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GB", "step s", "why")]
+    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GiB", "step s", "why")]
     for name, row in sequence_ways(answer.result.rows):
         cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
         table.append((name, *cells))
@@ -173,17 +228,17 @@ def _sequences(answer: Answer) -> Iterator[str]:
 
 def _way(row: Row) -> tuple[str, ...]:
     memory, seconds = row.estimate.memory, row.estimate.seconds
-    return mesh(row.plan), str(row.plan.zero.stage), f"{memory.device / 1e9:.1f}", figure(seconds.mid), row.reason
+    return mesh(row.plan), str(row.plan.zero.stage), gib(memory.device), figure(seconds.mid), row.reason
 
 
 def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
     """Yield lines: what each way to train sends between nodes of several GPUs, how long it takes, and the fastest."""
     yield "Data parallelism over the links between nodes, every way from the best plan that has any:"
-    table = [("way", "settings", "GPU GB", "step s", "of it dp", "sent as it is")]
+    table = [("way", "settings", "GPU GiB", "step s", "of it dp", "sent as it is")]
     for way in links:
         memory, seconds = way.estimate.memory, way.estimate.seconds
         full = memory.device > limit or bool(memory.lacks(cluster))
-        cells = (f"{memory.device / 1e9:.1f}", figure(seconds.mid), figure(seconds.parts.get("dp", 0.0)))
+        cells = (gib(memory.device), figure(seconds.mid), figure(seconds.parts.get("dp", 0.0)))
         said = "does not fit" if full else "rounded" if way.rounds else "yes"
         table.append((way.name, " ".join(as_words(way.settings)) or "-", *cells, said))
     yield from columns(table, "<<>>><")
@@ -216,8 +271,14 @@ def figure(value: float) -> str:
 def _rejected(result: SearchResult) -> Iterator[str]:
     yield f"{result.tried:,} plans: {len(result.rows):,} fit; left out were"
     for rejection in result.rejected:
-        near = f"; nearest: +{size(int(rejection.excess))} with {short(rejection.nearest)}" if rejection.nearest else ""
+        near = f"; nearest: +{missed(rejection)} with {short(rejection.nearest)}" if rejection.nearest else ""
         yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")
+
+
+def missed(rejection: Rejection) -> str:
+    """Write the bytes by which the nearest plan missed: of a device in GiB, of other tiers in GB."""
+    device = rejection.reason == DEVICE_MEMORY
+    return binary(rejection.excess) if device else size(int(rejection.excess))
 
 
 def _what_if(answer: Answer) -> Iterator[str]:
@@ -233,7 +294,7 @@ def knob_rows(knobs: Sequence[WhatIf], row: Row, limit: float, cluster: ClusterS
     return [
         (
             knob.change,
-            f"{knob.memory / 1e9:+.1f} GB",
+            f"{knob.memory / GIB:+.1f} GiB",
             f"{100 * knob.seconds / mid:+.1f} %",
             _misfit(knob.estimate.memory, limit, cluster),
         )
@@ -250,14 +311,14 @@ def _misfit(memory: Memory, limit: float, cluster: ClusterSpec) -> str:
 def _ladder(answer: Answer) -> Iterator[str]:
     n = answer.ladder[0].plan.dp
     yield f"The ladder for this model with N = {n} data-parallel ranks, blocks recomputed, by the bytes of its states:"
-    rows = [("stage", "states GB", "GPU GB", "host GB", "step s", "")]
+    rows = [("stage", "states GiB", "GPU GiB", "host GB", "step s", "")]
     for rung in answer.ladder:
         memory = rung.estimate.memory
         rows.append(
             (
                 rung.name,
-                f"{memory.states / 1e9:.1f}",
-                f"{memory.device / 1e9:.1f}",
+                gib(memory.states),
+                gib(memory.device),
                 f"{memory.host / 1e9:.0f}",
                 figure(rung.estimate.seconds.mid),
                 "" if rung.fits else "does not fit",
@@ -317,10 +378,11 @@ def head(answer: Answer) -> str:
     nodes = f" --nodes {answer.cluster.nodes}" if answer.cluster.nodes > 1 else ""
     return (
         f"# {short(plan)}\n"
-        f"# planned: {estimate.memory.device / 1e9:.1f} GB of each GPU, {_seconds(estimate.seconds)} s a step, on "
-        f"{answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
+        f"# planned: {around(estimate.memory.device, answer.margin)} GiB of each GPU, {_seconds(estimate.seconds)} s a "
+        f"step, on {answer.cluster.gpus} x {answer.cluster.gpu.name}\n"
         f"# start: zero3d launch torchrun THIS_FILE{nodes} --gpus-per-node {answer.cluster.per_node}\n"
-        "# data.train is the text of Python's standard library until you say data.train: FILES\n"
+        "# output is a folder that all machines share; "
+        "data.train is the text of Python's standard library until you say data.train: FILES\n"
     )
 
 
@@ -333,12 +395,12 @@ def nothing_fits(
     """Write one line: the nearest plan, and what would make it fit."""
     outcome = (
         f"{model.name} ({count(model.weights)} parameters, {model.length:,} tokens) fits no plan on {cluster.gpus} x "
-        f"{cluster.gpu.name} within {size(int(target.limit))}: {result.tried:,} plans tried"
+        f"{cluster.gpu.name} within {binary(target.limit)}: {result.tried:,} plans tried"
     )
     nearest = min((r for r in result.rejected if r.nearest), key=lambda rejection: rejection.excess, default=None)
     if nearest is None:
         return f"{outcome}, {_reasons(result.rejected)}. {_other_batch(model, cluster, target)}"
-    miss = f"{outcome}. Nearest: {nearest.reason} is short by {size(int(nearest.excess))} with {_named(nearest)}"
+    miss = f"{outcome}. Nearest: {nearest.reason} is short by {missed(nearest)} with {_named(nearest)}"
     if larger is None:
         for name in tiers_of(OPTIMIZER):
             if nearest.reason == memory_of(name):
@@ -386,12 +448,12 @@ def terms(parts: Mapping[str, float], total: float, scale: float, unit: str) -> 
 
 def memory_lines(memory: Memory) -> Iterator[str]:
     """Yield lines: the four meanings of memory, and what is there at the peak."""
-    yield f"Memory of the fullest GPU: {memory.device / 1e9:.2f} GB as a device monitor shows it"
+    yield f"Memory of the fullest GPU: {memory.device / GIB:.2f} GiB as a device monitor shows it"
     yield from columns(
         [
-            ("model states", f"{memory.states / 1e9:.2f} GB"),
-            ("most allocated", f"{memory.allocated / 1e9:.2f} GB"),
-            ("reserved for it", f"{memory.reserved / 1e9:.2f} GB"),
+            ("model states", f"{memory.states / GIB:.2f} GiB"),
+            ("most allocated", f"{memory.allocated / GIB:.2f} GiB"),
+            ("reserved for it", f"{memory.reserved / GIB:.2f} GiB"),
             ("of the fullest host", f"{memory.host / 1e9:.2f} GB"),
             *((f"of its {name}", f"{held / 1e9:.2f} GB") for name, held in memory.tiers.items() if held),
         ],
@@ -400,7 +462,7 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     for line in places_lines(memory):
         yield f"{line[0].upper()}{line[1:]}"
     yield f"At the peak, {memory.instant}:"
-    yield from terms(memory.parts, memory.allocated, 1e9, "GB")
+    yield from terms(memory.parts, memory.allocated, GIB, "GiB")
 
 
 def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
@@ -459,6 +521,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "sequences": answer.target.sequences,
         "goal": answer.target.goal,
         "limit_bytes": answer.target.limit,
+        "margin": answer.margin,
+        "margin_from": origin(answer.margin),
+        "device_range_bytes": Range.of(answer.best.estimate.memory.device, answer.margin)._asdict(),
+        "fits_up_to": None if answer.ends is None else answer.ends._asdict(),
+        "mfu": mfu(answer.best, answer.cluster),
         "tried": answer.result.tried,
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+GIB = 2.0**30
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -26,6 +27,12 @@ def size(nbytes: Fraction | int, keep_zero: bool = False) -> str:
             value = float(nbytes) / scale
             return f"{f'{value:.1f}' if keep_zero else trim(value)} {unit}"
     return f"{trim(float(nbytes))} B"
+
+
+def binary(nbytes: float, digits: int = 1) -> str:
+    """Write bytes of a device's memory as GiB or MiB, in which cards are sold."""
+    unit, scale = ("GiB", GIB) if abs(nbytes) >= GIB / 10 else ("MiB", GIB / 1024)
+    return f"{f'{nbytes / scale:.{digits}f}'.removesuffix('.0')} {unit}"
 
 
 def trim(value: float) -> str:

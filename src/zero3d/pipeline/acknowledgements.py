@@ -41,14 +41,14 @@ def acknowledgements(order: Mapping[int, Sequence[Action]], rank: int, owners: S
         if peer == rank:
             continue
         needs_message: Work | None = None  # work of `rank` for which `peer` sends next, from an action on
-        for action in reversed(actions):
-            work = work_of(action)
-            if work is None:
+        for kind, chunk, micro_batch in reversed(actions):
+            if kind == "W":
                 continue
-            receiver = work.chunk - 1 if work.backward else work.chunk + 1
+            backward = kind in BACKWARDS
+            receiver = chunk - 1 if backward else chunk + 1
+            sender = chunk + 1
             if 0 <= receiver < len(owners) and owners[receiver] == rank:
-                needs_message = work._replace(chunk=receiver)
-            sender = work.chunk + 1
-            if work.backward and needs_message is not None and sender < len(owners) and owners[sender] == rank:
-                acknowledged[work._replace(chunk=sender)] = needs_message
+                needs_message = Work(backward, receiver, micro_batch)
+            if backward and needs_message is not None and sender < len(owners) and owners[sender] == rank:
+                acknowledged[Work(True, sender, micro_batch)] = needs_message
     return acknowledged

@@ -23,6 +23,7 @@ section 3.1, for 16; Korthikanti et al. (2022), section 4.1, for 34.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -76,16 +77,15 @@ def chain_costs(
 def cut(costs: Sequence[int], chunks: int, before: int = 0, after: int = 0) -> list[int]:
     """Return how many consecutive blocks each of `chunks` groups gets, so that the dearest group costs least.
 
-    costs          of each block, in order
+    costs          of each block, in order; none is below 0
     before, after  added to the first and to the last group
     Exact. Among equals the sum of squares is least, and then earlier groups have more blocks.
-    Time: chunks x blocks^2. Errors: fewer blocks than chunks, chunks below 1 (ConfigError).
+    Time: chunks x blocks x the blocks of a group. Errors: fewer blocks than chunks, chunks below 1 (ConfigError).
     """
     if not 1 <= chunks <= len(costs):
         raise ConfigError(f"{len(costs)} blocks cannot make {chunks} chunks: pass chunks=1 to {len(costs)}.")
-    sums = list(accumulate(costs, initial=0))
-    groups = _Groups(sums, chunks, before, after)
-    limit = _solve(groups, squares=False)[0]
+    groups = _Groups(list(accumulate(costs, initial=0)), chunks, before, after)
+    limit = _solve(groups, squares=False, limit=groups.dearest_if_even())[0]
     bounds = _solve(groups, squares=True, limit=limit)[1]
     return [stop - start for start, stop in pairwise(bounds)]
 
@@ -100,11 +100,19 @@ class _Groups(NamedTuple):
 
     def cost(self, chunk: int, start: int, stop: int) -> int:
         """Return the cost of a group of the blocks from `start` to before `stop`."""
-        ends = self.before * (chunk == 0) + self.after * (chunk == self.chunks - 1)
-        return self.sums[stop] - self.sums[start] + ends
+        return self.sums[stop] - self.sums[start] + self.ends(chunk)
+
+    def ends(self, chunk: int) -> int:
+        """Return what a group has beside its blocks."""
+        return self.before * (chunk == 0) + self.after * (chunk == self.chunks - 1)
+
+    def dearest_if_even(self) -> int:
+        """Return the cost of the dearest group of an even deal: no group of the best deal costs more."""
+        bounds = [(len(self.sums) - 1) * chunk // self.chunks for chunk in range(self.chunks + 1)]
+        return max(self.cost(chunk, start, stop) for chunk, (start, stop) in enumerate(pairwise(bounds)))
 
 
-def _solve(groups: _Groups, squares: bool, limit: int | None = None) -> tuple[int, list[int]]:
+def _solve(groups: _Groups, squares: bool, limit: int) -> tuple[int, list[int]]:
     """Return the least value of all groupings and its bounds: of the dearest group, or the sum of squares.
 
     limit   no group may cost more
@@ -119,15 +127,15 @@ def _solve(groups: _Groups, squares: bool, limit: int | None = None) -> tuple[in
 
 
 def _best_group(
-    groups: _Groups, chunk: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int | None
+    groups: _Groups, chunk: int, start: int, best: dict[int, tuple[int, list[int]]], squares: bool, limit: int
 ) -> tuple[int, list[int]] | None:
     """Return the best first group of the blocks from `start` on, the longest among equals; None if none is allowed."""
     first = None
-    for stop in sorted(best, reverse=True):
-        cost = groups.cost(chunk, start, stop) if stop > start else None
-        if cost is None or (limit is not None and cost > limit):
-            continue
-        value = best[stop][0] + cost * cost if squares else max(best[stop][0], cost)
-        if first is None or value < first[0]:
-            first = value, [start, *best[stop][1]]
+    beside = groups.ends(chunk) - groups.sums[start]
+    for stop in range(bisect_right(groups.sums, limit - beside) - 1, start, -1):
+        if stop in best:
+            cost = groups.sums[stop] + beside
+            value = best[stop][0] + cost * cost if squares else max(best[stop][0], cost)
+            if first is None or value < first[0]:
+                first = value, [start, *best[stop][1]]
     return first

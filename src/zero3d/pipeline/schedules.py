@@ -50,9 +50,9 @@ class Schedule(NamedTuple):
     def of(cls, name: str | None = None) -> Schedule:
         """Return the schedule of this name, 1f1b for None. Raises ConfigError."""
         name = DEFAULT if name is None else name
-        if name not in SCHEDULES:
-            raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(SCHEDULES)}.")
-        return cls(name, *SCHEDULES[name])
+        if name not in _BY_NAME:
+            raise ConfigError(f"schedule {name!r} is unknown: pass one of {', '.join(_BY_NAME)}.")
+        return _BY_NAME[name]
 
     @classmethod
     def requested(cls, pp: int, name: str | None, blocks: str | None) -> Schedule:
@@ -121,6 +121,9 @@ class Schedule(NamedTuple):
         if self.in_a_v:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + turn * ranks for turn in range(self.chunks_per_rank)]
+
+
+_BY_NAME = {name: Schedule(name, *row) for name, row in SCHEDULES.items()}
 
 
 def _at_most(pp: int) -> str:

@@ -21,6 +21,7 @@ from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, read_file
 from zero3d.plan.kernels import KERNELS
 from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, ParallelPlan
+from zero3d.plan.spec_json import to_json
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
 
@@ -51,6 +52,20 @@ def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
         gpu, bandwidth=rates.memory * gpu.bandwidth, matrix=factor * rates.matrix, flash=factor * rates.flash
     )  # a second time memory's part is 1
     return replace(cluster, gpu=gpu_rates)
+
+
+def profile(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> str:
+    """Return a run's profile as a cluster file that --cluster reads: rates by which its step takes what it took.
+
+    Raises ConfigError where no rate of products explains the step.
+    """
+    what = (
+        f"fitted on {seconds:.3g} s a step: {model.name}, {model.length:,} tokens, micro-batch {plan.micro_batch} x "
+        f"{plan.accumulate}, {plan.world} ranks"
+    )
+    found = corrected(model, cluster, plan, seconds)
+    sources = {**found.provenance, **dict.fromkeys(("gpu.matrix", "gpu.flash"), what)}
+    return json.dumps(to_json(replace(found, provenance=sources)), indent=2) + "\n"
 
 
 def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:

@@ -14,9 +14,10 @@ optimizer                         optimizer.name              refused but AdamW
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch
+from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch, zero_of
 from zero3d.distributed.degrees import FOLDS, Degrees, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
@@ -37,7 +38,8 @@ DEEPSPEED = {HOST: "cpu", DISK: NVME}  # tiers as its JSON names them; it has no
 def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str | None) -> dict[str, Any]:
     """Return the tree of a file for `zero3d train`. tokenizer: of data.tokenizer, None for the model's own.
 
-    What is on a disk is in OUTPUT/offload, since the file names no folder for it.
+    What is on a disk is in OUTPUT/offload, since the file names no folder for it. OUTPUT is runs/ and the model's name:
+    launchers need one that all machines share.
     """
     folds = {fold.name for fold in FOLDS if getattr(plan, fold.name) == (fold.usual or plan.dp)}
     left_out = folds | without_effect(plan)
@@ -48,6 +50,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
     health = {"health": {"replay": plan.replay}} if plan.replay else {}
     return (
         {
+            "output": f"runs/{_name(path)}",
             "model": {"path": path}
             | {key: value for key in ("linear", "quantize") if (value := getattr(plan, key)) is not None},
             "data": {"length": model.length}
@@ -66,6 +69,12 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
         | saves
         | health
     )
+
+
+def _name(path: str) -> str:
+    """Return the name of a model's folder, or of what makes it."""
+    where = Path(path)
+    return (where.parent.name or "model") if where.name == "config.json" else where.name.replace(":", "-")
 
 
 def _non_default(section: Zero | Offload | Mesh, *always: str) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     known = {**degrees._asdict(), "schedule": schedule.name, "sequence_parallel": sequence_parallel}
     place = "none" if config.offload.optimizer == AUTO else config.offload.optimizer
     return ParallelPlan(
-        zero=planned(config.zero),
+        zero=planned(zero_of(config, degrees)),
         offload=replace(planned(config.offload), optimizer=place),
         mesh=replace(planned(mesh), **known),
         precision=config.precision,

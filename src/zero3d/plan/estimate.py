@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from math import inf
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
@@ -98,9 +99,12 @@ def evaluate(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, system:
     return Priced.of(model, cluster, plan, chosen, memory)
 
 
-def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan) -> float:
-    """Return bytes below which `evaluate` does not find the device's, for less work. Raises ConfigError as it does."""
-    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True))
+def device_at_least(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, above: float = inf) -> float:
+    """Return bytes below which `evaluate` does not find the device's, for less work. Raises ConfigError as it does.
+
+    above  the first bound of more than these bytes will do
+    """
+    return memory_at_least(model, _resolved(model, cluster, plan, as_zero3d=True), above)
 
 
 @lru_cache(maxsize=64)

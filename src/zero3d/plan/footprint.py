@@ -2,7 +2,7 @@
 
     forward      | kept: all of it, without attention's, or a block's input in `every` blocks
     backward     | recomputed: what was not kept comes back (again), then instants of the backward beside it
-    of inputs    | its end, where weights wait: gradients of their outputs (for weights); the head's logits dropped
+    of inputs    | its end: gradients of weights' outputs (for weights); while these wait, the head's logits are dropped
 
 Every number is bytes, linear in the micro-batch but for gradients that autograd holds. They come from `Operations`
 (traced, or closed forms).
@@ -31,7 +31,7 @@ class Footprint(NamedTuple):
     again        what recomputation brings back
     transients   beyond those, at the instants of the backward that may be the fullest
     for_weights  gradients of weights' outputs, which a backward of inputs leaves for that of weights
-    dropped      of what is kept, what lies behind the last weight: the head's logits in fp32
+    dropped      of what is kept, what a backward of inputs lets go at its end: the head's logits in fp32
     skipped      of what the part would keep, what recomputation leaves out
     """
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby, takewhile
 from operator import le, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from zero3d.pipeline.acknowledgements import Work, acknowledgements, work_of
+from zero3d.pipeline.acknowledgements import BACKWARDS, Work, acknowledgements
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.spec import ParallelPlan
@@ -47,53 +48,95 @@ class Moment(NamedTuple):
     final: bool
 
 
+ALONE = (Moment(0, WHOLE, (1,), (0,), 0, final=True),)  # without a pipeline
+
+
 def moments(plan: ParallelPlan, pp_stage: int) -> tuple[Moment, ...]:
     """Return the backwards of a step that may be the fullest: none has less of everything than another one alike."""
     if plan.pp == 1:
-        return (Moment(0, WHOLE, (1,), (0,), 0, final=True),)
+        return ALONE
     return _moments(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
 
 
-class Counted(NamedTuple):
-    """The beginning of a backward as sums need it.
+class Start(NamedTuple):
+    """A moment of one of several ranks.
 
-    turn     the place of its chunk among the rank's
+    number   its place among all of theirs
     flights  of each chunk, micro-batches in flight that keep all, and those that wait for their W
-    passed   hidden states and gradients of them, beside what they keep
     """
 
     moment: Moment
-    turn: int
+    stage: int
+    number: int
     flights: tuple[tuple[int, int], ...]
+
+
+class Group(NamedTuple):
+    """Moments that differ in the chunks which their micro-batches in flight are of.
+
+    whole    micro-batches in flight that keep all, of all chunks together; waiting: those that wait for their W
+    passed   hidden states and gradients of them, beside what they keep
+    """
+
+    whole: int
+    waiting: int
     passed: int
+    starts: list[Start]
 
 
-def counted(
-    plan: ParallelPlan, pp_stage: int, states: tuple[int, ...], gradients: tuple[int, ...]
-) -> tuple[Counted, ...]:
-    """Count what is there at each of `moments`.
+class Rivals(NamedTuple):
+    """All moments of one kind, of chunks that have one place among their ranks'.
 
-    states, gradients  by chunk of the rank, what a micro-batch in flight has beside what it keeps, and one that waits
+    turn  that place
+    most  what no group has more of, each by itself: whole and waiting together, waiting, passed
+    """
+
+    turn: int
+    kind: str
+    final: bool
+    groups: list[Group]
+    most: tuple[int, int, int]
+
+
+def rivals(
+    plan: ParallelPlan, stages: tuple[int, ...], states: tuple[int, ...], gradients: tuple[int, ...]
+) -> list[Rivals]:
+    """Return the `moments` of ranks, those of one kind together.
+
+    states, gradients  by chunk of a rank, what a micro-batch in flight has beside what it keeps, and one that waits
     """
     if plan.pp == 1:
-        return tuple(_count(moment, (0,), states, gradients) for moment in moments(plan, pp_stage))
-    return _counted(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage, states, gradients)
+        start = Start(*ALONE, 0, 0, ((1, 0),))
+        passed = gradients[0] + states[0]
+        return [Rivals(0, WHOLE, True, [Group(1, 0, passed, [start])], (1, 0, passed))]
+    return _rivals(plan.schedule, plan.pp, _micro_batches_to_run(plan), stages, states, gradients)
 
 
 @lru_cache(maxsize=4096)
-def _counted(
-    name: str, pp: int, count: int, stage: int, states: tuple[int, ...], gradients: tuple[int, ...]
-) -> tuple[Counted, ...]:
-    chunks = Schedule.of(name).chunks_of(stage, pp)
-    return tuple(_count(moment, chunks, states, gradients) for moment in _moments(name, pp, count, stage))
-
-
-def _count(moment: Moment, chunks: Sequence[int], states: Sequence[int], gradients: Sequence[int]) -> Counted:
-    turn = chunks.index(moment.chunk)
-    passed = len(chunks) - 1 + gradients[turn] + moment.under_way
-    passed += sum(map(mul, moment.in_flight, states)) + sum(map(mul, moment.waiting, gradients))
-    flights = tuple((i - w, w) for i, w in zip(moment.in_flight, moment.waiting, strict=True))
-    return Counted(moment, turn, flights, passed)
+def _rivals(
+    name: str, pp: int, count: int, stages: tuple[int, ...], states: tuple[int, ...], gradients: tuple[int, ...]
+) -> list[Rivals]:
+    found: dict[tuple[int, str, bool], dict[tuple[int, int, int], list[Start]]] = {}
+    number = 0
+    for stage in stages:
+        turns = {chunk: turn for turn, chunk in enumerate(Schedule.of(name).chunks_of(stage, pp))}
+        for moment in _moments(name, pp, count, stage):
+            turn, waiting = turns[moment.chunk], sum(moment.waiting)
+            passed = len(turns) - 1 + gradients[turn] + moment.under_way
+            passed += sum(map(mul, moment.in_flight, states)) + sum(map(mul, moment.waiting, gradients))
+            flights = tuple([(i - w, w) for i, w in zip(moment.in_flight, moment.waiting, strict=True)])
+            groups = found.setdefault((turn, moment.kind, moment.final), {})
+            alike = groups.setdefault((sum(moment.in_flight) - waiting, waiting, passed), [])
+            alike.append(Start(moment, stage, number, flights))
+            number += 1
+    return [
+        Rivals(
+            *kind,
+            [Group(*counts, starts) for counts, starts in groups.items()],
+            (max(w + h for w, h, _ in groups), max(h for _, h, _ in groups), max(passed for _, _, passed in groups)),
+        )
+        for kind, groups in found.items()
+    ]
 
 
 def _micro_batches_to_run(plan: ParallelPlan) -> int:
@@ -106,41 +149,56 @@ def _micro_batches_to_run(plan: ParallelPlan) -> int:
     return count
 
 
+def first_in_flight(plan: ParallelPlan, pp_stage: int) -> tuple[int, ...]:
+    """Count, by chunk of the rank, the micro-batches in flight as its first backward begins."""
+    return (1,) if plan.pp == 1 else _first_in_flight(plan.schedule, plan.pp, _micro_batches_to_run(plan), pp_stage)
+
+
+@lru_cache(maxsize=4096)
+def _first_in_flight(name: str, pp: int, count: int, stage: int) -> tuple[int, ...]:
+    schedule = Schedule.of(name)
+    forwards = Counter(turn for _, turn in takewhile(lambda each: each[0] == "F", _order(schedule, stage, pp, count)))
+    return tuple(min(count, forwards[turn]) for turn in range(schedule.chunks_per_rank))
+
+
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, count: int, stage: int) -> tuple[Moment, ...]:
     schedule = Schedule.of(name)
-    chunks = schedule.chunks_of(stage, pp)
-    under_way = _under_way(schedule, pp, count, stage)
-    done: Counter[tuple[str, int]] = Counter()
+    turns = {chunk: turn for turn, chunk in enumerate(schedule.chunks_of(stage, pp))}
     ends = WEIGHTS if schedule.splits_backward else WHOLE
-    starts: dict[Moment, None] = {}
-    turns = range(len(chunks))
-    for action in actions_of_rank(name, pp, count, stage):
-        kind, turn = action.kind, chunks.index(action.chunk)
-        done[kind, turn] += 1
-        if kind != "F":
-            alive = tuple(done["F", i] - done[ends, i] + (kind == ends and i == turn) for i in turns)
-            waits = tuple(done[INPUTS, i] - done[WEIGHTS, i] - (kind == INPUTS and i == turn) for i in turns)
-            waits = waits if schedule.splits_backward else (0,) * len(chunks)
-            final = done[kind, turn] == count
-            starts[Moment(action.chunk, kind, alive, waits, under_way[action], final)] = None
-    alike: dict[tuple[int, str, bool], list[Moment]] = {}
-    for start in starts:
-        alike.setdefault((start.chunk, start.kind, start.final), []).append(start)
-    return tuple(moment for rivals in alike.values() for moment in _fullest(rivals))
+    alive, waiting = [0] * len(turns), [0] * len(turns)
+    left = dict.fromkeys(((kind, chunk) for kind in (WHOLE, INPUTS, WEIGHTS) for chunk in turns), count)
+    alike: dict[tuple[str, int, bool], dict[tuple[Any, ...], None]] = {}
+    under_way = _under_way(schedule, pp, count, stage)
+    for (kind, chunk, _), sent in zip(actions_of_rank(name, pp, count, stage), under_way, strict=True):
+        turn = turns[chunk]
+        if kind == "F":
+            alive[turn] += 1
+            continue
+        left[kind, chunk] -= 1
+        waiting[turn] -= kind == WEIGHTS
+        final = left[kind, chunk] == 0
+        alike.setdefault((kind, chunk, final), {})[tuple(alive), tuple(waiting), sent] = None
+        waiting[turn] += kind == INPUTS
+        alive[turn] -= kind == ends
+    return tuple(
+        Moment(chunk, kind, in_flight, waits, sent, final)
+        for (kind, chunk, final), found in alike.items()
+        for in_flight, waits, sent in _fullest(list(found))
+    )
 
 
-def _fullest(rivals: Sequence[Moment]) -> list[Moment]:
-    """Return the moments than which no other one has as much of everything, in their order.
+def _fullest(rivals: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the counts of moments than which no other one has as much of everything, in their order.
 
-    All are of one chunk and kind, and no two are equal: one that has less in all can only be below one with more.
+    All are of one chunk and kind, and no two are equal: only one with more in all can have as much of everything.
     """
-    had = {moment: (*moment.in_flight, *moment.waiting, moment.under_way) for moment in rivals}
-    found: dict[Moment, tuple[int, ...]] = {}
-    for moment, counts in sorted(had.items(), key=lambda item: -sum(item[1])):
-        if not any(_no_more(counts, other) for other in found.values()):
-            found[moment] = counts
-    return [moment for moment in rivals if moment in found]
+    flat = [(*alive, *waiting, sent) for alive, waiting, sent in rivals]
+    found: list[int] = []
+    by_sum = sorted(range(len(flat)), key=lambda number: -sum(flat[number]))
+    for _, alike in groupby(by_sum, key=lambda number: sum(flat[number])):
+        found += [number for number in alike if not any(_no_more(flat[number], flat[other]) for other in found)]
+    return [rivals[number] for number in sorted(found)]
 
 
 def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -148,39 +206,50 @@ def _no_more(one: Sequence[int], other: Sequence[int]) -> bool:
     return all(map(le, one, other))
 
 
-def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> dict[Action, int]:
-    """Return, by action of a rank, the gradients that may be on their way as it begins."""
-    actions = actions_of_rank(schedule.name, pp, count, stage)
-    owners = [schedule.rank_of(chunk, pp) for chunk in range(pp * schedule.chunks_per_rank)]
+def _under_way(schedule: Schedule, pp: int, count: int, stage: int) -> list[int]:
+    """Return, of each action of a rank, the gradients that may be on their way as it begins."""
+    owners = _owners(schedule.name, pp)
     near = {(stage - 1) % pp, (stage + 1) % pp} if schedule.chunks_per_rank > 1 else set()
     over = acknowledgements({rank: actions_of_rank(schedule.name, pp, count, rank) for rank in near}, stage, owners)
-    under_way: Counter[Work] = Counter()
-    by_action = {}
-    for action in actions:
-        work = work_of(action)
-        if work is not None:
-            del under_way[work]
-        by_action[action] = under_way.total()
-        if work is not None and work.backward and work.chunk > 0 and owners[work.chunk - 1] != stage:
-            if schedule.name == "1f1b":  # torch forgets the one before
-                under_way.clear()
-            under_way[over.get(work, NEVER)] += 1
-    return by_action
+    forgets = schedule.name == "1f1b"  # torch the one before
+    sent: dict[tuple[bool, int, int], int] = {}  # by the work that acknowledges them
+    under_way, all_sent = [], 0
+    for kind, chunk, micro_batch in actions_of_rank(schedule.name, pp, count, stage):
+        if kind != WEIGHTS:
+            all_sent -= sent.pop((kind != "F", chunk, micro_batch), 0)
+        under_way.append(all_sent)
+        if kind in BACKWARDS and chunk > 0 and owners[chunk - 1] != stage:
+            if forgets:
+                sent, all_sent = {}, 0
+            work = over.get(Work(True, chunk, micro_batch), NEVER)
+            sent[work] = sent.get(work, 0) + 1
+            all_sent += 1
+    return under_way
+
+
+@lru_cache(maxsize=256)
+def _owners(name: str, pp: int) -> list[int]:
+    """Return the rank of every chunk."""
+    by_chunk = {chunk: rank for rank in range(pp) for chunk in Schedule.of(name).chunks_of(rank, pp)}
+    return [by_chunk[chunk] for chunk in sorted(by_chunk)]
 
 
 @lru_cache(maxsize=1024)
 def actions_of_rank(name: str, pp: int, count: int, stage: int) -> tuple[Action, ...]:
     """Return the actions of a rank, in order."""
     schedule = Schedule.of(name)
-    chunks = schedule.chunks_of(stage, pp)
-    kinds = ("F", INPUTS, WEIGHTS) if schedule.splits_backward else ("F", WHOLE)
-    left = {
-        (kind, turn): iter([Action(kind, chunk, i) for i in range(count)])
-        for kind in kinds
-        for turn, chunk in enumerate(chunks)
-    }
-    order = _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count)
-    return tuple(action for which in order if (action := next(left[which], None)) is not None)
+    chunks, done = schedule.chunks_of(stage, pp), Counter[tuple[str, int]]()
+    actions = []
+    for which in _order(schedule, stage, pp, count):
+        if done[which] < count:
+            actions.append(Action(which[0], chunks[which[1]], done[which]))
+            done[which] += 1
+    return tuple(actions)
+
+
+def _order(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:
+    """Yield (kind, which of the rank's chunks), perhaps for a few micro-batches more."""
+    return _zbv(stage, pp, count) if schedule.in_a_v else _alternating(schedule, stage, pp, count)
 
 
 def _alternating(schedule: Schedule, stage: int, pp: int, count: int) -> Iterator[tuple[str, int]]:

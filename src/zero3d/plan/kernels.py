@@ -139,18 +139,22 @@ class Shape(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """How a plan divides a part's work. sources: of rows that experts compute apart, 0 where nothing is dispatched."""
+    """How a plan divides a part's work.
+
+    sources  of rows that experts compute apart, 0 where nothing is dispatched; busy: rows of the busiest over the mean
+    """
 
     tp: int
     sequence_parallel: bool
     ep: int
     sources: int
+    busy: float
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> Divided:
+    def of(cls, plan: ParallelPlan, busy: float = IMBALANCE) -> Divided:
         """Read it off a plan."""
         sources = (plan.ep if plan.mesh.experts == "exact" else 1) if plan.dispatches else 0
-        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources)
+        return cls(plan.tp, plan.mesh.sequence_parallel, plan.ep, sources, busy)
 
 
 class Digest(NamedTuple):
@@ -211,17 +215,50 @@ def part_work(
     cluster: ClusterSpec,
     speed: float = 1.0,
     kernels: Kernels = KERNELS,
+    busy: float = IMBALANCE,
 ) -> PartWork:
-    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates."""
+    """Return the seconds of one micro-batch. speed: what a system's kernels reach of the card's rates.
+
+    busy  rows of the busiest ep rank over those of the mean
+    """
+    return _part_work(shape, _run(model, plan, cluster, speed, kernels, busy))
+
+
+def works(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels, busy: float = IMBALANCE
+) -> tuple[PartWork, ...]:
+    """Return the same of all parts of a model, in order."""
+    return _works(model, _run(model, plan, cluster, speed, kernels, busy))
+
+
+class _Run(NamedTuple):
+    """What the seconds of a part depend on, beside the part. narrow: what products gain by a narrow precision."""
+
+    tokens: int
+    by: Divided
+    gpu: Gpu
+    speed: float
+    narrow: float
+    kernels: Kernels
+
+
+def _run(
+    model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, speed: float, kernels: Kernels, busy: float
+) -> _Run:
     narrow = kernels.fp8 if plan.precision == "fp8" else 1.0
-    tokens = plan.tokens(model.length)
-    return _part_work(shape, tokens, Divided.of(plan), cluster.gpu, speed, narrow, kernels)
+    return _Run(plan.tokens(model.length), Divided.of(plan, busy), cluster.gpu, speed, narrow, kernels)
+
+
+@lru_cache(maxsize=1024)
+def _works(model: ModelSpec, run: _Run) -> tuple[PartWork, ...]:
+    alike = {id(shape): shape for shape in digest(model).shapes}
+    found = {key: _part_work(shape, run) for key, shape in alike.items()}
+    return tuple(found[id(shape)] for shape in digest(model).shapes)
 
 
 @lru_cache(maxsize=4096)
-def _part_work(
-    shape: Shape, tokens: int, by: Divided, gpu: Gpu, speed: float, narrow: float, kernels: Kernels
-) -> PartWork:
+def _part_work(shape: Shape, run: _Run) -> PartWork:
+    tokens, by, gpu, speed, narrow, kernels = run
     rates, tp = kernels.rates_of(gpu), by.tp
     operations = shape.dispatched if by.sources and shape.dispatched is not None else shape.operations
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
@@ -250,7 +287,7 @@ def _experts(stack: Stack, flops: float, by: Divided, rates: tuple[float, float,
     peak, bandwidth, launch = rates
     tp = by.tp if stack.cut and not by.sources else 1
     read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
-    busy = IMBALANCE if by.ep > 1 else 1.0
+    busy = by.busy if by.ep > 1 else 1.0
     forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
     if stack.packed:  # a backward runs the forward again
         forward += DECODED * stack.packed / by.ep * max(1, by.sources) / bandwidth

@@ -4,12 +4,16 @@
     ------------------  ------------------------------  -------------------------------------  ----------------
     flat                states over all of dp           gathers and gradients of every use     -
     8-bit gathers       zero.gather_wire=int8           half of the gathers' bytes             of weights
-    second shard        zero.second_shard=node          gathers after an update                -
+    second shard        zero.second_shard=RANKS         gathers after an update, gradients     -
     both                                                half of these                          of weights
     shard               mesh.shard=RANKS of a host      sums of shards, once a step            -
     shard, bf16 sums    with zero.slow_wire=bf16        half of these                          of sums
     shard, int8 sums    with zero.slow_wire=int8        a quarter                              of sums
     shard, int4 sums    with zero.slow_wire=int4        an eighth                              of sums
+
+RANKS are those of a host. With one micro-batch a step, two hosts send no more bytes for a second shard than for a
+shard. And gathers and gradients travel beside computation, sums of shards behind all of it: a second shard is faster by
+what that hides. With more micro-batches it sends gradients for each of them, and a shard sends sums once.
 
 Seconds are `evaluate`'s for the links of the cluster, measured or from a data sheet. No torch.
 """
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple
 from zero3d.errors import ConfigError, MeshError
 from zero3d.plan.search import Evaluate, shard_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.spec.zero import NODE, SAME
+from zero3d.spec.zero import SAME
 
 WORTH = 0.97  # of the seconds of a simpler way, beyond which another one is not taken
 SETTINGS = ("mesh.shard", "zero.second_shard", "zero.gather_wire", "zero.slow_wire")
@@ -63,7 +67,7 @@ def _settings(
         return
     if plan.zero.stage == 3 or any_stage:
         stage = {} if plan.zero.stage == 3 else {"zero.stage": 3}
-        second = stage | {"zero.second_shard": NODE}
+        second = stage | {"zero.second_shard": inside}
         yield "8-bit gathers", stage | CODED, True
         yield "second shard", second, False
         yield "second shard, 8-bit gathers", second | CODED, True

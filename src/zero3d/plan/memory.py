@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
@@ -48,14 +49,15 @@ from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
 from zero3d.plan.footprint import Footprint, footprints
-from zero3d.plan.in_flight import INPUTS, WEIGHTS, Moment, counted
-from zero3d.plan.inputs import ring_here, share_here, slots_on_host
+from zero3d.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
+from zero3d.plan.inputs import on_host, ring_here, share_here, slots_on_host
 from zero3d.plan.matrices import held as matrices_held
-from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, rank_model, unlike_stages
+from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, policies, sends_terms, states, states_key, wire_width
+from zero3d.plan.states import States, check_rules, policies, sends_terms, states, states_key, wire_width
 from zero3d.plan.windows import Backward, Windows, backwards
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
 
@@ -91,9 +93,8 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
 
     Raises ConfigError for what the engine refuses.
     """
-    ranks = [_rank(model, plan, stage) for stage in _stages(model, plan)]
-    rank = max(ranks, key=lambda rank: sum(rank.base.values()) + rank.peak.total)
-    peak = rank.peak
+    ranks = [_ranks(model, plan, stages) for stages in _stages(model, plan)]
+    rank, (peak, stage) = _fullest(ranks)
     parts = rank.base | {name: getattr(peak, name) for name in Peak._fields[1:]}
     allocated = sum(parts.values())
     reserved = RESERVED * allocated
@@ -106,8 +107,8 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
         "slice": 4.0 * largest,
         "records": sum(float(fullest.at(name).total) for name, row in TIERS.items() if row.on_host),
         "buffers": float(buffer_bytes(plan, fullest)[HOST]),
-        "inputs": max(each.inputs for each in ranks),
-        "saves": max(float(copy_bytes(model, plan, each.stage)) for each in ranks),
+        "inputs": max(each.inputs() for each in ranks),
+        "saves": max(float(copy_bytes(model, plan, each.stages[0])) for each in ranks),
     }
     return Memory(
         float(rank.shard.states.total),
@@ -116,20 +117,41 @@ def memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec | None = N
         device,
         on_node * sum(on_host.values()),
         {name: size for name, size in parts.items() if size},
-        peak.instant + rank.name,
+        peak.instant + (f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""),
         {name: on_node * float(fullest.at(name).total) for name in APART},
         _away(fullest),
         {name: size for name, size in on_host.items() if size},
     )
 
 
-def memory_at_least(model: ModelSpec, plan: ParallelPlan) -> float:
-    """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage's fullest instant.
+def _fullest(ranks: Sequence[_Ranks]) -> tuple[_Ranks, _Fullest]:
+    """Return the ranks that are the fullest, and when; of several the first. Those that cannot be are not looked at."""
+    found: list[tuple[float, int, _Ranks]] = []
+    for rank in sorted(ranks, key=lambda rank: len(rank.stages)):
+        base = sum(rank.base.values())
+        if len(rank.stages) == 1 or base + rank.at_most() >= max(total for total, *_ in found):
+            found.append((base + rank.fullest.peak.total, -rank.fullest.stage, rank))
+    rank = max(found, key=lambda each: each[:2])[2]
+    return rank, rank.fullest
+
+
+def memory_at_least(model: ModelSpec, plan: ParallelPlan, above: float = inf) -> float:
+    """Return bytes that the fullest rank's device shows at least: those of the first pipeline stage.
+
+    above  a bound of more bytes will do: what is there all the time, or as the first backward begins, where that is
+           above it; else the fullest instant, which takes longer to find
 
     A part in 10^9 is left out, so that sums in another order are never below. Raises ConfigError as `memory` does.
     """
-    rank = _rank(model, plan, 0)
-    return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + rank.peak.total), plan)
+    rank = _ranks(model, plan, (0,))
+
+    def shown(activations: float) -> float:
+        return (1 - 1e-9) * _shown(RESERVED * (sum(rank.base.values()) + activations), plan)
+
+    least = shown(0.0)
+    if least <= above:
+        least = shown(rank.first_backward())
+    return least if least > above else shown(rank.fullest.peak.total)
 
 
 def _shown(reserved: float, plan: ParallelPlan) -> float:
@@ -169,13 +191,18 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     return {DEVICE: on_device + staging, HOST: on_host + (own if is_buffered(plan.offload.optimizer) else 0)}
 
 
-def _stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
-    """Return the pipeline stages that may be the fullest.
+def _stages(model: ModelSpec, plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """Return the pipeline stages that may be the fullest, those together whose ranks differ in their micro-batches.
 
     Where backwards are whole, a stage whose chunks are like those of the one before holds less than that.
     """
-    splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
-    return list(range(plan.pp)) if splits else unlike_stages(model, plan)
+    if plan.pp == 1 or not Schedule.of(plan.schedule).splits_backward:
+        return [(stage,) for stage in unlike_stages(model, plan)]
+    together: dict[tuple[bool, int], list[int]] = {}
+    for stage in range(plan.pp):
+        end = stage in (0, plan.pp - 1)  # from one side of which nothing comes
+        together.setdefault((end, stage if end else first_alike(model, plan, stage)), []).append(stage)
+    return [tuple(stages) for stages in together.values()]
 
 
 class _Holding:
@@ -183,19 +210,34 @@ class _Holding:
 
     units     of each of its chunks, in their order
     shard     its model states
-    matrices  bytes of those that travel in a step
-    moving    buffers that come and go with units, by chunk; still: those where nothing is reduced before the end
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        self.plan = plan
+        self.plan, self._of = plan, (model, plan, stage)
         self.units = list(rank_model(model, plan, stage).units.values())
         self.shard: States = states(model, plan, stage)
-        self.matrices = float(matrices_held(model, plan, stage))
-        self.moving = list(backwards(model, plan, stage).values())
-        self.still = [_without_wire(moving) for moving in self.moving]
         self.ring = float(buffer_bytes(plan, self.shard)[DEVICE])
         self.held = {category: float(nbytes) for category, nbytes in self.shard.device.by_category.items()}
+
+    @cached_property
+    def matrices(self) -> float:
+        """Return the bytes of matrices that travel in a step."""
+        return float(matrices_held(*self._of))
+
+    @cached_property
+    def moving(self) -> list[Backward]:
+        """Return the buffers that come and go with units, by chunk."""
+        return list(backwards(*self._of).values())
+
+    @cached_property
+    def gradients(self) -> list[int]:
+        """Return the bytes of all gradients of a chunk's weights, by chunk."""
+        return [sum(u.layout.numel * u.itemsize for u in units if u.trainable) for units in self.units]
+
+    @cached_property
+    def still(self) -> list[Backward]:
+        """Return the same where nothing is reduced before the end."""
+        return [_without_wire(moving) for moving in self.moving]
 
     @cached_property
     def step(self) -> Peak:
@@ -242,7 +284,8 @@ class _Holding:
 
 def _without_wire(moving: Backward) -> Backward:
     """Return the buffers of a backward in which nothing is reduced before its end."""
-    return Backward(tuple(windows._replace(wire=0.0) for windows in moving.turns), NOTHING)
+    alike = {windows: windows._replace(wire=0.0) for windows in moving.turns}
+    return Backward(tuple(alike[windows] for windows in moving.turns), NOTHING)
 
 
 @lru_cache(maxsize=4096)
@@ -254,78 +297,207 @@ def _holding(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Holding:
 @lru_cache(maxsize=1 << 14)
 def _holding_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose ranks hold the same: states, and where they are."""
-    return states_key(plan).replace(offload=replace(plan.offload, activations="none"))
+    key = states_key(plan).replace(offload=_without_inputs(plan.offload))
+    if not Schedule.of(plan.schedule).splits_backward:
+        return key
+    check_rules(plan)  # which know such schedules, and states do not
+    return key.replace(schedule=partition_key(plan).schedule)
 
 
 @lru_cache(maxsize=256)
-def _rank(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Rank:
-    """Return a rank; for a while, so that who asked for the first one's bytes does not compute them again."""
-    return _Rank(model, plan, stage)
+def _without_inputs(offload: Offload) -> Offload:
+    return replace(offload, activations="none")
 
 
-class _Rank:
-    """A rank of the pp axis, with what its instants are made of.
+class _Activations:
+    """Adds up what a micro-batch keeps in a rank's model chunks: alike where these differ in names alone.
 
-    shard   its model states
-    base    bytes that are there all the time
+    Lists are by the place of a chunk among the rank's.
+    footprints  of its parts, in the order of backwards
+    kept        bytes from a micro-batch's forward to its backward, in the order of forwards
+    alive       the same, added up in the order of backwards
+    between     bytes between its two backwards, of inputs and of weights
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
-        self.plan, self.stage = plan, stage
-        self._holding = holding = _holding(model, _holding_key(plan), first_alike(model, plan, stage))
-        self.chunks = chunks_of_rank(model, plan, stage)
-        self.shard = holding.shard
-        self._turns = {number: turn for turn, number in enumerate(self.chunks)}
-        self.name = f", pipeline stage {stage} of {plan.pp}" if plan.pp > 1 else ""
         by_part = footprints(model, plan)
-        self._footprints = {number: [by_part[part] for part in parts] for number, parts in self.chunks.items()}
-        self._fullest: dict[tuple[int, bool], int] = {}  # by chunk, and whether it reduces
+        forwards = [[by_part[part] for part in parts] for parts in chunks_of_rank(model, plan, stage).values()]
+        self.footprints = [footprints[::-1] for footprints in forwards]
+        self.kept = [sum(each.kept for each in footprints) for footprints in forwards]
+        self.alive = [sum(each.kept for each in footprints) for footprints in self.footprints]
+        self.between = [
+            kept
+            + sum(each.skipped for each in footprints)
+            + sum(each.for_weights - each.dropped for each in footprints)
+            for kept, footprints in zip(self.kept, forwards, strict=True)
+        ]
+        self._fullest: dict[tuple[int, bool], int] = {}
+
+    def fullest(self, turn: int, reduces: bool, moving: Backward) -> int:
+        """Return which part's backward is the fullest, whatever other micro-batches keep: all have that.
+
+        Of alike parts in a row it is the first, where most is kept.
+        """
+        if (turn, reduces) not in self._fullest:
+            alive, most, before = self.alive[turn], (-inf, 0), None
+            for at, (footprint, windows) in enumerate(zip(self.footprints[turn], moving.turns, strict=True)):
+                if (here := (id(footprint), id(windows))) != before:
+                    before = here
+                    total = alive + footprint.again + max(footprint.transients) + sum(windows)
+                    most = max(most, (total, -at))
+                alive -= footprint.kept
+            self._fullest[turn, reduces] = -most[1]
+        return self._fullest[turn, reduces]
+
+
+@lru_cache(maxsize=64)
+def _activations(model: ModelSpec, plan: ParallelPlan, stage: int) -> _Activations:
+    """Return what all ranks have alike whose chunks are like those of this one."""
+    return _Activations(model, plan, stage)
+
+
+@lru_cache(maxsize=256)
+def _ranks(model: ModelSpec, plan: ParallelPlan, stages: tuple[int, ...]) -> _Ranks:
+    """Return ranks; for a while, so that who asked for the first one's bytes does not compute them again."""
+    return _Ranks(model, plan, stages)
+
+
+class _Fullest(NamedTuple):
+    """The fullest instant of ranks, and the pipeline stage of the one that has it."""
+
+    peak: Peak
+    stage: int
+
+
+class _Running(NamedTuple):
+    """A backward that begins: of which of a rank's chunks, whether gradients are reduced in it, and when."""
+
+    turn: int
+    reduces: bool
+    start: Start
+
+
+class _Ranks:
+    """Ranks of the pp axis whose chunks differ in names alone, with what their instants are made of.
+
+    stages  of a pipeline; where a schedule's backwards are whole it is one
+    shard   the model states of each
+    base    bytes that are there all the time
+    """
+
+    def __init__(self, model: ModelSpec, plan: ParallelPlan, stages: tuple[int, ...]) -> None:
+        self.model, self.plan = model, plan
+        self.stages = stages
+        self._alike = first_alike(model, plan, stages[0])
+        self._holding = holding = _holding(model, _holding_key(plan), self._alike)
+        self._chunks = {stages[0]: chunks_of_rank(model, plan, stages[0])}
+        self._numbers = list(self._chunks[stages[0]])
+        self.shard = holding.shard
         self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
-        self._splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
         tokens = plan.tokens(model.length)
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)
-        self.inputs = slots_on_host(model, plan, stage, self.chunks)
         batch = 16.0 * plan.micro_batch * model.length * plan.accumulate
         self.base = holding.held | {"ring": holding.ring + ring_here(model, plan), "batch": batch}
 
     @property
     def units(self) -> Sequence[Sequence[RankUnit]]:
-        """Return its units, by chunk."""
+        """Return the units of each, by chunk."""
         return self._holding.units
 
     @cached_property
-    def peak(self) -> Peak:
-        """Return the fullest instant."""
-        return max(self.peaks(), key=lambda peak: peak.total)
+    def _activations(self) -> _Activations:
+        """Return what a micro-batch keeps."""
+        return _activations(self.model, self.plan, self._alike)
 
-    def _between(self, number: int) -> float:
-        """Return a micro-batch's bytes between a chunk's two backwards; chunk 0 has but one, that of weights."""
-        footprints = self._footprints[number]
-        kept = sum(footprint.kept for footprint in footprints)
-        if number == 0:
-            return kept
-        again = sum(footprint.skipped for footprint in footprints)
-        return kept + again + sum(footprint.for_weights - footprint.dropped for footprint in footprints)
+    def inputs(self) -> float:
+        """Return the bytes of inputs on the host, of the rank that has most there."""
+        model, plan = self.model, self.plan
+        if not on_host(plan):
+            return 0.0
+        return max(slots_on_host(model, plan, stage, chunks_of_rank(model, plan, stage)) for stage in self.stages)
+
+    def first_backward(self) -> float:
+        """Return bytes that activations take at least as the first rank's first backward begins."""
+        flights = first_in_flight(self.plan, self.stages[0])
+        return sum(many * min(kept, half) for many, (kept, half) in zip(flights, self._sizes, strict=True))
+
+    @cached_property
+    def _sizes(self) -> list[tuple[float, float]]:
+        """Return a micro-batch's bytes before its backward, and between its two, by chunk.
+
+        Chunk 0 has but one, that of weights.
+        """
+        activations, plan = self._activations, self.plan
+        splits = plan.pp > 1 and Schedule.of(plan.schedule).splits_backward
+        halves = activations.between if splits else activations.kept
+        whole = [
+            kept if number == 0 else half
+            for number, kept, half in zip(self._numbers, activations.kept, halves, strict=True)
+        ]
+        return list(zip(activations.kept, whole, strict=True))
 
     # --- instants -------------------------------------------------------------------------------
 
-    def peaks(self) -> Iterator[Peak]:
-        """Yield the instants that may be the fullest."""
-        kept = {number: sum(f.kept for f in footprints) for number, footprints in self._footprints.items()}
-        between = {number: self._between(number) for number in self.chunks} if self._splits else kept
-        fullest: dict[tuple[int, str, bool], tuple[float, float, Moment]] = {}
-        sizes, hidden = [(kept[number], between[number]) for number in self.chunks], self._hidden
-        for moment, turn, flights, passed in counted(self.plan, self.stage, *self._passes()):
-            others = -sizes[turn][0]
-            for (whole, waiting), (forward, half) in zip(flights, sizes, strict=True):
-                others += whole * forward + waiting * half
-            key, bytes_ = (turn, moment.kind, moment.final or self._every_micro_batch), passed * hidden
-            if key not in fullest or fullest[key][0] < others + bytes_:
-                fullest[key] = others + bytes_, bytes_, moment
-        for total, bytes_, moment in fullest.values():
-            yield from self._of(moment, total - bytes_, bytes_)
-        yield self._holding.step
+    @cached_property
+    def fullest(self) -> _Fullest:
+        """Return the fullest instant; of several the first stage's."""
+        instants = [
+            _Fullest(peak, start.stage)
+            for (turn, _, reduces), (total, passed, start) in self._starts().items()
+            for peak in self._of(_Running(turn, reduces, start), total - passed, passed)
+        ]
+        instants.append(_Fullest(self._holding.step, self.stages[0]))
+        return max(instants, key=lambda each: (each.peak.total, -each.stage))
+
+    def _starts(self) -> dict[tuple[int, str, bool], tuple[float, float, Start]]:
+        """Return the backwards than whose beginnings none alike has more bytes, with these; and of them, passed on.
+
+        A group has at most what it would have were all of its micro-batches of the chunk that keeps most.
+        """
+        sizes, hidden = self._sizes, self._hidden
+        most, most_half = self._most
+        fullest: dict[tuple[int, str, bool], tuple[float, float, Start]] = {}
+        for turn, kind, final, groups, _ in self._rivals:
+            key, running = (turn, kind, final or self._every_micro_batch), sizes[turn][0]
+            top, _, first = fullest.get(key, (-inf, 0.0, groups[0].starts[0]))
+            bounds = [whole * most + waiting * most_half + passed * hidden for whole, waiting, passed, _ in groups]
+            for place in sorted(range(len(groups)), key=bounds.__getitem__, reverse=True):
+                if (1 + 1e-9) * bounds[place] - running < top:
+                    break
+                passed = groups[place].passed * hidden
+                for start in groups[place].starts:
+                    others = -running
+                    for (alive, waits), (forward, half) in zip(start.flights, sizes, strict=True):
+                        others += alive * forward + waits * half
+                    total = others + passed
+                    if total > top or (total == top and start.number < first.number):
+                        top, first = total, start
+                        fullest[key] = total, passed, start
+        return fullest
+
+    @cached_property
+    def _rivals(self) -> list[Rivals]:
+        return rivals(self.plan, self.stages, *self._passes())
+
+    @cached_property
+    def _most(self) -> tuple[float, float]:
+        """Return the most that a micro-batch has in any chunk, before its backward and between its two."""
+        forward, half = zip(*self._sizes, strict=True)
+        return max(forward), max(half)
+
+    def at_most(self) -> float:
+        """Return bytes that `fullest` has at most, for less work: were each kind of moment that of all maxima.
+
+        A part in 10^9 is added, so that sums in another order are never above.
+        """
+        most, most_half = self._most
+        found = [self._holding.step.total]
+        for turn, _, final, groups, (flights, waiting, passed) in self._rivals:
+            others = flights * most + waiting * max(0.0, most_half - most) - self._sizes[turn][0]
+            running = _Running(turn, final or self._every_micro_batch, groups[0].starts[0])
+            found += [peak.total for peak in self._of(running, others, passed * self._hidden)]
+        return (1 + 1e-9) * max(found)
 
     def _passes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Count, by chunk, hidden states beside what is kept of a micro-batch in flight, and gradients in its backward.
@@ -335,79 +507,64 @@ class _Rank:
         each of a rank's further chunks a hidden state is early. Where a V turns, both chunks are here and nothing is
         passed on.
         """
-        chunks, last = self.chunks, self.plan.pp * len(self.chunks) - 1
+        chunks, last = self._numbers, self.plan.pp * len(self._numbers) - 1
         recomputed = Policy.of(self.plan.activations).kind in ("full", "every") and share_here(self.plan) == 1
         receives = [number > 0 and number - 1 not in chunks and not recomputed for number in chunks]
         sends = [number < last and number + 1 not in chunks for number in chunks]
         states = tuple(came + goes for came, goes in zip(receives, sends, strict=True))
         return states, tuple(map(int, sends))
 
-    def _of(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+    def _of(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of one backward. Chunk 0 has none of inputs, so that of its weights is a whole one.
 
         others   bytes that other micro-batches keep
         passed   of hidden states and gradients beside what is kept
         """
+        moment = running.start.moment
         if moment.chunk > 0 and moment.kind == INPUTS:
-            return self._backward_of_inputs(moment, others, passed)
+            return self._backward_of_inputs(running, others, passed)
         if moment.chunk > 0 and moment.kind == WEIGHTS:
-            return self._backward_of_weights(moment, others, passed)
-        return iter(()) if moment.kind == INPUTS else self._whole(moment, others, passed)
+            return self._backward_of_weights(running, others, passed)
+        return iter(()) if moment.kind == INPUTS else self._whole(running, others, passed)
 
-    def _whole(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+    def _whole(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest instant of a backward that lets go of what it has used."""
-        order = self._backwards(moment)
-        alive = others + sum(footprint.kept for _, footprint, _ in order)
-        for at, (part, footprint, windows) in enumerate(order):
-            if at == self._fullest_part(moment.chunk, self._reduces(moment)):
-                yield _backward(part, footprint, alive, passed, windows)
+        activations, moving = self._activations, self._moving(running)
+        at = activations.fullest(running.turn, running.reduces, moving)
+        footprints, alive = activations.footprints[running.turn], others + activations.alive[running.turn]
+        for footprint in footprints[:at]:
             alive -= footprint.kept
-        yield Peak("end of the backward", others, 0.0, passed, *self._moving(moment).end)
+        yield _backward(self._parts(running)[-1 - at], footprints[at], alive, passed, moving.turns[at])
+        yield Peak("end of the backward", others, 0.0, passed, *moving.end)
 
-    def _fullest_part(self, chunk: int, reduces: bool) -> int:
-        """Return which part's backward is the fullest, whatever other micro-batches keep: all have that."""
-        if (chunk, reduces) not in self._fullest:
-            moving = (self._holding.moving if reduces else self._holding.still)[self._turns[chunk]]
-            footprints = self._footprints[chunk][::-1]
-            alive, totals = sum(footprint.kept for footprint in footprints), []
-            for footprint, windows in zip(footprints, moving.turns, strict=True):
-                totals.append(alive + footprint.again + max(footprint.transients) + sum(windows))
-                alive -= footprint.kept
-            self._fullest[chunk, reduces] = totals.index(max(totals))
-        return self._fullest[chunk, reduces]
-
-    def _backward_of_inputs(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+    def _backward_of_inputs(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the instants of a backward of inputs, which keeps all, and gradients for that of weights besides."""
-        order = self._backwards(moment)
-        alive = others + sum(footprint.kept for _, footprint, _ in order)
-        for at, (part, footprint, windows) in enumerate(order):
-            if part.kind == "head" or at + 1 == len(order):
-                yield _backward(part, footprint, alive, passed, windows)
-            alive += footprint.skipped + footprint.for_weights - footprint.dropped
+        parts, turns = self._parts(running)[::-1], self._moving(running).turns
+        footprints = self._activations.footprints[running.turn]
+        alive, last = others + self._activations.alive[running.turn], len(parts) - 1
+        for at, (part, footprint) in enumerate(zip(parts, footprints, strict=True)):
+            if part.kind == "head" or at == last:
+                yield _backward(part, footprint, alive, passed, turns[at])
+            alive += footprint.skipped + footprint.for_weights  # the graph is kept till the end, logits with it
         yield Peak("end of the backward of inputs", alive, self._norm, passed, *NOTHING)
 
-    def _backward_of_weights(self, moment: Moment, others: float, passed: float) -> Iterator[Peak]:
+    def _backward_of_weights(self, running: _Running, others: float, passed: float) -> Iterator[Peak]:
         """Yield the fullest of a backward of weights: gradients pile up till its end, what they are made of goes."""
-        order = self._backwards(moment)
-        given = sum(footprint.for_weights for _, footprint, _ in order)
-        grads = sum(u.layout.numel * u.itemsize for u in self.units[self._turns[moment.chunk]] if u.trainable)
-        alive = others + self._between(moment.chunk) - given
-        yield Peak("backward of weights", alive, max(given, grads), passed, *order[0][2])
+        given = sum(footprint.for_weights for footprint in self._activations.footprints[running.turn])
+        alive = others + self._sizes[running.turn][1] - given
+        temporary = max(given, self._holding.gradients[running.turn])
+        yield Peak("backward of weights", alive, temporary, passed, *self._moving(running).turns[0])
 
-    def _backwards(self, moment: Moment) -> list[tuple[Part, Footprint, Windows]]:
-        """Return a chunk's parts in the order of backwards, with the buffers of units that move.
+    def _parts(self, running: _Running) -> list[Part]:
+        """Return the parts of a chunk, in the order of forwards."""
+        stage = running.start.stage
+        if stage not in self._chunks:
+            self._chunks[stage] = chunks_of_rank(self.model, self.plan, stage)
+        return self._chunks[stage][running.start.moment.chunk]
 
-        Nothing is reduced before the last micro-batch where gradients are summed here.
-        """
-        parts, footprints = self.chunks[moment.chunk][::-1], self._footprints[moment.chunk][::-1]
-        return list(zip(parts, footprints, self._moving(moment).turns, strict=True))
-
-    def _moving(self, moment: Moment) -> Backward:
-        moving = self._holding.moving if self._reduces(moment) else self._holding.still
-        return moving[self._turns[moment.chunk]]
-
-    def _reduces(self, moment: Moment) -> bool:
-        return moment.final or self._every_micro_batch
+    def _moving(self, running: _Running) -> Backward:
+        """Return the buffers of units that move: nothing is reduced before the end where gradients are summed here."""
+        return (self._holding.moving if running.reduces else self._holding.still)[running.turn]
 
 
 def _backward(part: Part, footprint: Footprint, alive: float, passed: float, windows: Windows) -> Peak:

@@ -100,6 +100,16 @@ def exchange_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     return wire + near * inside.latency + far * across.latency
 
 
+def neighbours_seconds(rows: float, reached: int, group: Group, cluster: ClusterSpec) -> float:
+    """Time an all-to-all of `rows` bytes, each row for `reached` neighbouring ranks: once to their node, and on."""
+    if group.size == 1 or not rows:
+        return 0.0
+    inside, across = cluster.inside, cluster.across
+    near, far = reached * (group.local - 1) / group.local, (group.nodes - 1) / group.nodes
+    wire = max(_wire(rows * near, inside), _wire(rows * far, across))
+    return wire + (group.local - 1) * inside.latency + (group.nodes - 1) * across.latency
+
+
 def reduce_seconds(size: float, group: Group, cluster: ClusterSpec) -> float:
     """Time an all-reduce of `size` bytes: the better of ring and tree."""
     if group.size == 1 or not size:

@@ -17,13 +17,13 @@ from zero3d.activations.policy import recompute_arithmetic
 from zero3d.plan.formulas import interleave_factor
 from zero3d.plan.kernels import digest
 from zero3d.plan.profiles import Profile
-from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, Operations, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
 from zero3d.plan.time import part_indices
 
 
 def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
     """Compute the bytes of the fullest pipeline rank."""
-    cut = part_indices(model, plan.pp, plan.virtual)
+    cut = part_indices(model, plan.pp, plan.virtual, system.pace.weighed)
     ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
     classes = {rank: _rank_bytes(model, plan, system, inside, rank) for rank, inside in enumerate(ranks)}
     fullest = max(classes, key=lambda rank: sum(classes[rank].values()))
@@ -64,28 +64,36 @@ def _rank_bytes(
         gathered = numel * system.weight + trainable * system.gradient
     nbytes = {"states": states, "gathered": gathered, "buffers": system.buffers}
     if blocks:
-        nbytes["activations"] = tokens * _kept(blocks[0].operations, len(blocks), flight, plan, system)
+        nbytes["activations"] = tokens * _kept(blocks[0], len(blocks), flight, plan, system)
         nbytes["transient"] = tokens * blocks[0].operations.transient / plan.tp
     heads = [part.operations for part in parts if part.kind == "head"]
     if heads:
-        nbytes["logits"] = tokens * sum((head.kept_cut + head.transient) / plan.tp for head in heads)
+        beyond = system.loss_over_tp * model.vocab if plan.tp > 1 else 0.0
+        nbytes["logits"] = tokens * sum((head.kept_cut + head.transient + beyond) / plan.tp for head in heads)
         nbytes["transient"] = 0.0
     return nbytes
 
 
-def _kept(operations: Operations, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
+def _kept(block: Part, blocks: int, flight: float, plan: ParallelPlan, system: Profile) -> float:
     """Return the bytes per token of a rank's blocks: those in flight, and one that is recomputed now."""
+    operations = block.operations
     whole = operations.kept_whole / (plan.tp if plan.mesh.sequence_parallel else 1)
     attention = operations.attention / plan.tp
-    interior = system.interior * ((operations.kept_cut - operations.attention) / plan.tp + whole)
+    interior = (operations.kept_cut - operations.attention) / plan.tp + whole
     ledger = recompute_arithmetic(blocks, plan.activations)
     entry = operations.input / (plan.tp if plan.mesh.sequence_parallel else 1)
     if plan.activations == "none":
         return flight * blocks * (interior + attention)
     if plan.activations == "selective":
-        share = 1.0 if system.selective is None else system.selective
-        return flight * blocks * share * interior + attention
+        kept = entry + _products(block, plan.tp) if system.every_other else interior
+        return flight * blocks * kept + attention
     return flight * ledger.kept_inputs * entry + ledger.interiors * (interior + attention)
+
+
+def _products(block: Part, tp: int) -> float:
+    """Return the bytes per token of attention's output and of every second product's, in 16 bits: 2 h, and 2 r / 2."""
+    outputs = sum(weight.shape[0] for unit in block.units for weight in unit.weights if len(weight.shape) == 2)
+    return (block.operations.input + outputs) / tp
 
 
 def _host(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> float:

@@ -7,9 +7,10 @@
     deepspeed            stages 0-3: 20, 4 + 16/d, 2 + 18/d, 20/d: 16 and an fp32 copy of gradients; + 4 if
                          accumulated in fp32
     megatron-deepspeed   the same
-    deepspeed-0.3        16 as in the ZeRO paper; half the network of its successor
+    deepspeed-0.3        16 as in the ZeRO paper; gathers every parameter by itself
     torchtitan           16/d, bf16 copies of two units; in pipelines whole weights and gradients
     torchtitan-async-tp  the same; tp's all-reduces run beside products
+    automodel            the same; a token's experts are neighbours by force (benchmarks)
     nanotron             18; ZeRO-1 6 + 12/d
 
 What a system does by design stands in DESIGNS; numbers that were fitted, and on which rows, in constants.py.
@@ -36,8 +37,9 @@ class Profile:
     weight, gradient, optimizer  bytes per parameter; the stage says which are divided by dp (or shard)
     shard_weight                 at stage 3, bytes of the weight's shard where it is kept wider than `weight`
     keeps_in_pipelines           at stage 3, whole weights and gradients stay through a pipeline's step
-    interior                     of the activations a model says it keeps, the part that this system's kernels keep
-    selective                    of a block's interior, what its "selective" keeps; None: all but attention's scores
+    loss_over_tp                 bytes per logit of a loss over tp, beyond those that any loss has
+    every_other                  "selective" keeps a block's input, outputs of every second product, and attention's;
+                                 else all but attention's scores
     spare                        reserved over live bytes
     context                      bytes of CUDA and NCCL that no allocator sees
     buffers                      bytes of communication buckets
@@ -53,8 +55,8 @@ class Profile:
     spare: float = constant("other systems", "spare")
     context: float = constant("other systems", "context")
     shard_weight: float = 2.0
-    interior: float = 1.0
-    selective: float | None = None
+    loss_over_tp: float = 0.0
+    every_other: bool = False
     buffers: float = constant("other systems", "buffers")
     units: int = 2
     keeps_in_pipelines: bool = False
@@ -79,9 +81,10 @@ DESIGNS = (
     Profile("deepspeed", 2, 2, 16, PLAIN),
     Profile("megatron-deepspeed", 2, 2, 16, WAITS),
     Profile("deepspeed-0.3", 2, 2, 12, PLAIN),
-    Profile("torchtitan", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True),
-    Profile("torchtitan-async-tp", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True),
-    Profile("nanotron", 2, 4, 12, PLAIN),
+    Profile("torchtitan", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
+    Profile("torchtitan-async-tp", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
+    Profile("automodel", 2, 4, 8, Pace({}, forced=True), shard_weight=4, keeps_in_pipelines=True),
+    Profile("nanotron", 2, 4, 12, Pace({}, weighed=True)),
 )
 SPEED = "speed "
 
@@ -89,11 +92,13 @@ SPEED = "speed "
 def profiles(values: Values = VALUES) -> dict[str, Profile]:
     """Make the profiles of all systems from these constants."""
     kernels = Kernels.of(values)
-    return {design.name: _fitted(design, of_system(design.name, values), kernels) for design in DESIGNS}
+    shared = of_system("other systems", values)
+    return {design.name: _fitted(design, shared, of_system(design.name, values), kernels) for design in DESIGNS}
 
 
-def _fitted(design: Profile, values: dict[str, Any], kernels: Kernels) -> Profile:
+def _fitted(design: Profile, shared: dict[str, Any], values: dict[str, Any], kernels: Kernels) -> Profile:
     """Put a system's constants into its design's fields of their names; "speed a100" is one entry of speed."""
+    values = {**shared, **values}
     speed = {name.removeprefix(SPEED): number for name, number in values.items() if name.startswith(SPEED)}
     pace, bytes_ = (
         {field.name: values[field.name] for field in fields(part) if field.name in values}

@@ -119,11 +119,13 @@ class RankModel(NamedTuple):
     chunks      parts of each of its model chunks, by the chunk's number
     units       the engine's units of each chunk
     part_units  units of each part of each chunk, in the order of parts
+    unlike      one of all units that are alike, and how many they are
     """
 
     chunks: dict[int, list[Part]]
     units: dict[int, list[RankUnit]]
     part_units: dict[int, list[list[RankUnit]]]
+    unlike: list[tuple[RankUnit, int]]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -170,7 +172,10 @@ def _rank_model(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> RankMode
             by_owner.setdefault(unit.owner, []).append(unit)
         owners = [dict.fromkeys(unit.name.partition("/")[0] for unit in part.units) for part in parts]
         part_units[number] = [[unit for name in names for unit in by_owner.get(name, ())] for names in owners]
-    return RankModel(chunks, units, part_units)
+    alike: dict[tuple[Any, ...], list[RankUnit]] = {}
+    for unit in (unit for of_chunk in units.values() for unit in of_chunk):
+        alike.setdefault(unit.alike, []).append(unit)
+    return RankModel(chunks, units, part_units, [(same[0], len(same)) for same in alike.values()])
 
 
 def unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:

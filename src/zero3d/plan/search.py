@@ -56,7 +56,7 @@ DEVICE_MEMORY = "the GPU's memory"
 ACTIVATIONS = ("none", "selective", "full")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble")
 Evaluate = Callable[[ModelSpec, ClusterSpec, ParallelPlan], Estimate]
-AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan], float]
+AtLeast = Callable[[ModelSpec, ClusterSpec, ParallelPlan, float], float]
 
 
 def _rounds() -> dict[str, tuple[Tiers, ...]]:
@@ -147,7 +147,8 @@ def search(
 ) -> SearchResult:
     """Return all plans of the table that fit, ranked by the goal. Raises ConfigError for an unknown goal or offload.
 
-    at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found
+    at_least  returns bytes below which `evaluate` does not find the device's, for less work: the same plans are found.
+              A bound above the number that it is given will do
     watch     is told how far the search is. KeyboardInterrupt then ends it, if there is a plan that fits
     """
     for option, value, choices in (("--goal", target.goal, GOALS), ("--offload", target.offload, OFFLOADS)):
@@ -416,8 +417,8 @@ def _fitting(group: _Group, model: ModelSpec, cluster: ClusterSpec, price: _Pric
         account.priced += 1
         candidate = group.plan.replace(micro_batch=micro, accumulate=accumulate)
         plan = faster_reduction(model, candidate, cluster) if candidate.shard > 1 else candidate
-        least = 0.0 if price.at_least is None else price.at_least(model, cluster, plan)
-        if least - account.limit > max(0.0, account.misses_by(DEVICE_MEMORY)):
+        above = account.limit + max(0.0, account.misses_by(DEVICE_MEMORY))
+        if price.at_least is not None and price.at_least(model, cluster, plan, above) > above:
             account.reject(DEVICE_MEMORY, len(group.sizes) - i)
             return
         estimate = price.evaluate(model, cluster, plan)
@@ -466,7 +467,7 @@ def _why(row: Row, best: Row) -> str:
     reasons = [f"{name} {_signed_seconds(excess)}" for name, excess in worst if excess > 0.002 * theirs.mid]
     saved = best.estimate.memory.allocated - row.estimate.memory.allocated
     if saved > 0.02 * best.estimate.memory.allocated:
-        reasons.append(f"saves {saved / 1e9:.1f} GB")
+        reasons.append(f"saves {saved / (1 << 30):.1f} GiB")
     return ", ".join(reasons) or "as fast"
 
 

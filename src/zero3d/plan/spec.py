@@ -71,6 +71,8 @@ class Weight:
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Return the shape on one of `tp` ranks."""
+        if self.cut is None or tp == 1:
+            return self.shape
         return tuple(size // tp if i == self.cut else size for i, size in enumerate(self.shape))
 
 
@@ -357,12 +359,13 @@ class ParallelPlan(Spec):
         vars(self).update(made)
 
     def __hash__(self) -> int:
-        """Return the hash, computed once: a plan is the key of many caches."""
+        """Return the hash of what plans of a search differ in, computed once: a plan is the key of many caches."""
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in _defaults()))
+        sizes = self.micro_batch, self.accumulate, self.activations
+        return hash((self.zero, self.offload, self.mesh, *sizes))
 
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
@@ -28,11 +28,13 @@ from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
+from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.rules import check
 from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import DEVICE, TIERS
+from zero3d.spec.zero import Zero
 from zero3d.zero.layout import ROOT
 from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 from zero3d.zero.state_spans import Span
@@ -73,7 +75,8 @@ class States(NamedTuple):
 
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    _check_rules(Spec(*(getattr(plan, name) for name in _SPEC)))
+    settings = {name: getattr(plan, name) for name in _SPEC}
+    _check_rules(Spec(**settings | {"offload": _in_a_folder(plan.offload)}))
 
 
 _SPEC = [each.name for each in fields(Spec)]
@@ -81,8 +84,13 @@ _SPEC = [each.name for each in fields(Spec)]
 
 @lru_cache(maxsize=1 << 12)
 def _check_rules(settings: Spec) -> None:
-    with_folder = replace(settings.offload, directory="FOLDER")  # whoever runs the plan says where a disk's is
-    check(replace(settings, offload=with_folder), in_file)
+    check(settings, in_file)
+
+
+@lru_cache(maxsize=256)
+def _in_a_folder(offload: Offload) -> Offload:
+    """Return the settings with a disk's folder: whoever runs the plan says where it is."""
+    return replace(offload, directory="FOLDER")
 
 
 def states(model: ModelSpec, plan: ParallelPlan, pp_stage: int = 0, dp_rank: int = 0, device: str = "cuda") -> States:
@@ -113,10 +121,8 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     """Return one plan for all whose states and buffers are the same: the key under which these are computed once."""
     many = plan.accumulate if plan.zero.exact else 1 if plan.accumulate == 1 else max(2, plan.pp)
     return plan.replace(
-        offload=Offload(
-            params=plan.offload.params, gradients=plan.offload.gradients, gradient_dtype=plan.offload.gradient_dtype
-        ),
-        mesh=replace(plan.mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto"),
+        offload=_away(plan.offload),
+        mesh=_cut(plan.mesh),
         micro_batch=1,
         accumulate=many,
         activations="none",
@@ -128,14 +134,23 @@ def states_key(plan: ParallelPlan) -> ParallelPlan:
     )
 
 
+@lru_cache(maxsize=256)
+def _away(offload: Offload) -> Offload:
+    """Return what buffers depend on of what leaves the device."""
+    return Offload(params=offload.params, gradients=offload.gradients, gradient_dtype=offload.gradient_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _cut(mesh: Mesh) -> Mesh:
+    """Return what states and buffers depend on of a mesh."""
+    return replace(mesh, sequence_parallel=False, partition_activations=False, sp=1, sp_kind="auto")
+
+
 @lru_cache(maxsize=4096)
 def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, pp_stage: int, dp_rank: int) -> States:
     """Return a rank's bytes. plan: a `states_key`; bucket: elements of a record."""
-    units = [unit for units in rank_model(model, plan, pp_stage).units.values() for unit in units]
-    alike: dict[tuple[Any, ...], list[RankUnit]] = {}
-    for unit in units:
-        alike.setdefault(unit.alike, []).append(unit)
-    device = sum((on_device(same[0], plan, tiers, dp_rank).times(len(same)) for same in alike.values()), NOTHING)
+    rank = rank_model(model, plan, pp_stage)
+    device = sum((on_device(unit, plan, tiers, dp_rank).times(many) for unit, many in rank.unlike), NOTHING)
     if not tiers.states:
         return States(device)
     if tiers.gradients_leave and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
@@ -146,7 +161,9 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
         )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
-    late_last = sorted(units, key=lambda unit: unit.owner not in late)
+    late_last = sorted(
+        (unit for units in rank.units.values() for unit in units), key=lambda unit: unit.owner not in late
+    )
     return _with_records(device, late_last, plan, tiers, bucket, dp_rank)
 
 
@@ -176,7 +193,7 @@ def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) 
     """Return what a rank's device holds of a unit, records apart."""
     leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients_leave and tiers.states}
     away = tuple(category for category, left in leaves.items() if left)
-    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), node_of(plan))
+    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), neighbours_of(unit, plan))
     share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away, second)
     optimizer = OptimizerBytes(0)
     if unit.trainable and not tiers.states:
@@ -208,6 +225,11 @@ def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
         return plan.degrees.second_shard(plan.zero.second_shard, per_node)
     except MeshError as error:
         raise ConfigError(f"zero.{error}") from error
+
+
+def neighbours_of(unit: RankUnit, plan: ParallelPlan) -> int:
+    """Return how many neighbours keep a second shard of a unit together: of experts that ep shares out nobody does."""
+    return 1 if unit.sources and plan.ep > 1 else node_of(plan)
 
 
 def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
@@ -273,10 +295,13 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     degrees = plan.degrees
     on_host = degrees.on_host(degrees.group("shard"), degrees.dp_on_host(cluster.per_node))
     ranks = node_of(plan, cluster.per_node)
-    return plan.replace(
-        reduce_scatter=choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host),
-        second_shard=None if ranks == 1 else ranks,
-    )
+    algorithm = choose_algorithm("nccl", plan.shard, plan.zero.reduce_scatter, on_host)
+    return plan.replace(zero=_zero_with(plan.zero, algorithm, None if ranks == 1 else ranks))
+
+
+@lru_cache(maxsize=1024)
+def _zero_with(zero: Zero, algorithm: str, ranks: int | None) -> Zero:
+    return replace(zero, reduce_scatter=algorithm, second_shard=ranks)
 
 
 def sends_terms(plan: ParallelPlan, width: int) -> bool:

@@ -23,10 +23,10 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
@@ -37,17 +37,27 @@ from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import in_parts, input_seconds
-from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, part_work, total
+from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
 from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
-from zero3d.plan.network import Group, Groups, exchange_seconds, gather_seconds, reduce_seconds, send_seconds
+from zero3d.plan.network import (
+    Group,
+    Groups,
+    exchange_seconds,
+    gather_seconds,
+    neighbours_seconds,
+    reduce_seconds,
+    send_seconds,
+)
 from zero3d.plan.sequence import exchanged
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
-from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import HOST
-from zero3d.spec.zero import SAME
+from zero3d.spec.zero import SAME, Zero
 from zero3d.zero.stages import resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
@@ -63,11 +73,13 @@ class Pace:
     speed      of its kernels, of the card's rates; 1 unless fitted. By the start of a card's name
     hide_dp    fraction of the data axis' communication that computation hides, if there is as much of it
     hide_tp    fraction of tp's all-reduces that runs beside products
-    unit_hops  at stage 3, collectives per unit and pass (1: a unit travels as one; 12: each parameter of its own)
-    network    of links' bandwidth that the data axis gets
+    unit_hops  at stage 3, gathers per unit and pass (1: a unit travels as one; 12: each parameter of its own)
+    bucket     gradients that are reduced together, a unit's if that has fewer
     block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
+    forced     by force all experts get equally many rows, a token's being neighbours: its row goes to their node once
+    weighed    pipeline stages have equally many parameters of blocks and head, not equally many blocks
     fixed      seconds per step
     as_zero3d  in pipelines, gathered parameters and unreduced gradients stay for the step
                (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
@@ -75,14 +87,16 @@ class Pace:
     kernels    what kernels take
     """
 
-    speed: dict[str, float]
+    speed: dict[str, float] = field(hash=False)
     hide_dp: float = 0.0
     hide_tp: float = 0.0
     unit_hops: float = 1.0
-    network: float = 1.0
+    bucket: float = inf
     block: float = 0.0
     blocking: bool = False
     again: float | None = None
+    forced: bool = False
+    weighed: bool = False
     fixed: float = constant("step", "fixed")
     as_zero3d: bool = False
     kernels: Kernels = KERNELS
@@ -92,17 +106,27 @@ class Pace:
         return next((speed for name, speed in self.speed.items() if gpu.startswith(name)), 1.0)
 
 
-def part_indices(model: ModelSpec, ranks: int, virtual: int = 1) -> list[list[int]]:
-    """Return the model's parts per chunk: blocks evenly, the first chunks longer; embedding first, head last."""
+def part_indices(model: ModelSpec, ranks: int, virtual: int = 1, weighed: bool = False) -> list[list[int]]:
+    """Return the model's parts per chunk: blocks evenly, the first chunks longer; embedding first, head last.
+
+    weighed  by parameters, those of the head among them: the last chunk has fewer blocks
+    """
     blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
     first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
     last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
     count = ranks * virtual
-    bounds = [len(blocks) * i // count for i in range(count + 1)]
+    weight = _head_in_blocks(model) if weighed else 0.0
+    bounds = [min(len(blocks), int((len(blocks) + weight) * i / count)) for i in range(count)] + [len(blocks)]
     cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
     cut[0] = first + cut[0]
     cut[-1] = cut[-1] + last
     return cut
+
+
+def _head_in_blocks(model: ModelSpec) -> float:
+    """Return the head's product in those of a block."""
+    head, block = model.parts[-1].operations, model.blocks[0].operations
+    return head.matrices / block.matrices
 
 
 class Dealt(NamedTuple):
@@ -119,9 +143,9 @@ class Dealt(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def dealt(model: ModelSpec, ranks: int, virtual: int) -> Dealt:
+def dealt(model: ModelSpec, ranks: int, virtual: int, weighed: bool = False) -> Dealt:
     """Deal out a model's parts."""
-    chunks, shapes = part_indices(model, ranks, virtual), digest(model).shapes
+    chunks, shapes = part_indices(model, ranks, virtual, weighed), digest(model).shapes
     numbers: dict[tuple[int, ...], int] = {}
     alike = [numbers.setdefault(tuple(id(shapes[i]) for i in chunk), len(numbers)) for chunk in chunks]
     return Dealt(chunks, alike, {alike.index(number): number for number in numbers.values()})
@@ -146,12 +170,60 @@ class _Step:
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
     """Time a step of `accumulate` micro-batches on each of dp model-parallel groups, low to high."""
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
+    passes = _passes(model, _computing_key(plan), cluster, pace)
+    parts = dict(passes.parts)
+    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
+    parts["dp"] = _data(step, share, passes.end, plan.accumulate * passes.backward)
+    parts |= _update(step, share, (passes.forward, passes.forward + passes.backward))
+    if plan.replay:
+        kind = plan.schedule if plan.virtual > 1 else "gpipe"
+        once = pipeline_seconds(kind, *passes.by_chunk, 1, plan.pp, passes.hop)
+        parts["replay"] = (once + _besides_replay(step, sum(share), once)) / plan.replay
+    parts["fixed"] = pace.fixed
+    mid = sum(parts.values())
+    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+class Passes(NamedTuple):
+    """Seconds of all forwards and backwards of a step, whatever the data axis does.
+
+    forward, backward  a micro-batch's, of the pipeline rank that works most
+    by_chunk           the same of every chunk, with the waits of a system that waits for hops
+    hop, end           from one chunk to the next, and until the last backward is over
+    parts              what that rank does meanwhile, and its waits
+    """
+
+    forward: float
+    backward: float
+    by_chunk: tuple[list[float], list[float]]
+    hop: float
+    end: float
+    parts: Mapping[str, float]
+
+
+def _computing_key(plan: ParallelPlan) -> ParallelPlan:
+    """Return one plan for all whose forwards and backwards take as long: however states are held and updated."""
+    zero, offload, mesh = _computing_sections(plan.zero.exact, plan.offload.activations, plan.mesh)
+    return plan.replace(
+        zero=zero, offload=offload, mesh=mesh, optimizer=ADAMW, ema=None, replay=0, asynchronous_saves=False
+    )
+
+
+@lru_cache(maxsize=4096)
+def _computing_sections(exact: bool, inputs: str, mesh: Mesh) -> tuple[Zero, Offload, Mesh]:
+    return Zero(exact=exact), Offload(activations=inputs), replace(mesh, shard=None)
+
+
+@lru_cache(maxsize=4096)
+def _passes(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Passes:
+    """Time the forwards and backwards of a step. plan: a `_computing_key`."""
+    step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
-    alike = {id(shape): shape for shape in known.shapes}
-    works = {key: part_work(shape, model, plan, cluster, speed, pace.kernels) for key, shape in alike.items()}
-    cut = dealt(model, plan.pp, plan.virtual)
+    busy = 1.0 if pace.forced else IMBALANCE
+    of_parts = works(model, plan, cluster, speed, pace.kernels, busy)
+    cut = dealt(model, plan.pp, plan.virtual, pace.weighed)
     timed = {
-        parts: _part_terms(step, [(shape := known.shapes[i], works[id(shape)]) for i in cut.chunks[chunk]])
+        parts: _part_terms(step, [(known.shapes[i], of_parts[i]) for i in cut.chunks[chunk]])
         for chunk, parts in cut.unlike.items()
     }
     terms = [timed[parts] for parts in cut.alike]
@@ -160,21 +232,11 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     waits, hop = (hop, 0.0) if pace.blocking else (0.0, hop)
     passing = [f + waits for f in forward], [b + waits for b in backward]
     end = pipeline_seconds(plan.schedule, *passing, plan.accumulate, plan.pp, hop)
-    rank = max(range(plan.pp), key=lambda r: sum(forward[r :: plan.pp]) + sum(backward[r :: plan.pp]))
+    of_rank = [(sum(forward[rank :: plan.pp]), sum(backward[rank :: plan.pp])) for rank in range(plan.pp)]
+    rank = max(range(plan.pp), key=lambda rank: sum(of_rank[rank]))
     parts = {name: plan.accumulate * sum(term[name] for term in terms[rank :: plan.pp]) for name in WORKING}
     parts["bubble"] = end - sum(parts.values())
-    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
-    numel = sum(share)
-    parts["dp"] = _data(step, share, end, plan.accumulate * sum(backward[rank :: plan.pp]))
-    hidden = sum(forward[rank :: plan.pp]), sum(forward[rank :: plan.pp]) + sum(backward[rank :: plan.pp])
-    parts |= _update(step, share, hidden)
-    if plan.replay:
-        kind = plan.schedule if plan.virtual > 1 else "gpipe"
-        once = pipeline_seconds(kind, *passing, 1, plan.pp, hop)
-        parts["replay"] = (once + _besides_replay(step, numel, once)) / plan.replay
-    parts["fixed"] = pace.fixed
-    mid = sum(parts.values())
-    return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+    return Passes(*of_rank[rank], passing, hop, end, parts)
 
 
 class Share(NamedTuple):
@@ -244,9 +306,12 @@ def _rows(step: _Step) -> float:
     plan, group = step.plan, step.groups.ep
     if plan.ep == 1:
         return 0.0
-    size = WIDTHS[plan.precision].weight * step.tokens * step.model.chosen * step.model.hidden
+    rows = float(WIDTHS[plan.precision].weight * step.tokens * step.model.hidden)
     counts = exchange_seconds(8.0 * step.model.experts * plan.ep, group, step.cluster)
-    return counts + 2 * exchange_seconds(IMBALANCE * size, group, step.cluster)
+    if step.pace.forced:
+        reached = ceil(step.model.chosen * plan.ep / step.model.experts)
+        return counts + 2 * neighbours_seconds(rows, reached, group, step.cluster)
+    return counts + 2 * exchange_seconds(IMBALANCE * rows * step.model.chosen, group, step.cluster)
 
 
 def _attention_seconds(step: _Step) -> float:
@@ -293,32 +358,39 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reductions = often if reduce == "every_micro_batch" else 1
     units = max(1.0, len(step.model.blocks) / plan.pp)
 
-    def collective(part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False) -> float:
-        """Time a collective of that part of all parameters, or among neighbours who keep second shards."""
+    def collective(
+        part: float, width: float, seconds_of: Collective = gather_seconds, inside: bool = False, pieces: float = 1.0
+    ) -> float:
+        """Time a collective of that part of all parameters, in pieces; inside: among neighbours with second shards.
+
+        Of experts that ep shares out nobody keeps any.
+        """
         total = 0.0
-        groups = (step.groups.node,) * 2 if inside else (step.groups.shard, step.groups.experts)
+        groups = step.groups.node if inside else step.groups.shard, step.groups.experts
         for elements, group in zip(share, groups, strict=True):
             if elements and group.size > 1:
                 seconds = seconds_of(part * elements * width / units, group, step.cluster)
                 hops = (group.size - 1) * step.cluster.across.latency if group.nodes > 1 else 0.0
-                total += units * (seconds / pace.network + (pace.unit_hops - 1) * hops)
+                total += units * (seconds + (pieces - 1) * hops)
         return total
 
-    reducing = reductions * collective(
-        trained, *(_reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan),))
-    )
+    wide, seconds_of = _reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan), gather_seconds)
+    buckets = max(1.0, trained * sum(share) / units / pace.bucket)
+    reducing = reductions * collective(trained, wide, seconds_of, pieces=buckets)
     copies = _copies_seconds(step, share, reductions if plan.zero.exact else 1) * trained
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
     if row.shards_parameters:
         width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else known.width
         uses = 2 * plan.accumulate if release != "every_step" else 1
-        gathers = uses * collective(1.0, width)
+        gathers = uses * collective(1.0, width, pieces=pace.unit_hops)
         if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
         if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
-        return copies + _exposed(reducing + gathers, end, pace.hide_dp) + collective(1.0, width) / units
+        first = collective(1.0, width) / units  # finds nothing to hide behind
+        others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
+        return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
     gathers = collective(trained, 2.0)
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
@@ -336,7 +408,7 @@ def _copies_seconds(step: _Step, share: Share, times: int) -> float:
         sizes = [group.size * own * term_bytes(BLOCK, slow) / BLOCK]
     else:
         sizes = [own * term_bytes(BLOCK, slow) / BLOCK, own * wide]
-    sending = sum(gather_seconds(size, group, step.cluster) for size in sizes) / step.pace.network
+    sending = sum(gather_seconds(size, group, step.cluster) for size in sizes)
     decoded = group.size if slow != SAME and all_get_terms(group.size, BITS[slow]) else 1
     coding = _coding_seconds(step, (1 + decoded) * own) if slow not in (SAME, NARROW) else 0.0
     return times * (sending + coding)
@@ -365,7 +437,7 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
         return hashes
     gathered = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else float(width)
     group = step.groups.node if step.groups.node.size > 1 else step.groups.shard
-    gathers = 2 * gather_seconds(gathered * numel, group, step.cluster) / pace.network
+    gathers = 2 * gather_seconds(gathered * numel, group, step.cluster)
     return hashes + _exposed(gathers, once, pace.hide_dp)
 
 
@@ -382,7 +454,8 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
     """Return the plan with `reduce_scatter` auto, or what is faster than the engine's rule if anything is."""
-    alike = replace(plan, micro_batch=1, accumulate=min(2, plan.accumulate), activations="none", tiled_loss=False)
+    accumulate = min(2, plan.accumulate)
+    alike = plan.replace(micro_batch=1, accumulate=accumulate, activations="none", tiled_loss=False)
     choice = _fastest_reduction(model, alike, cluster)
     return plan if choice == plan.zero.reduce_scatter else plan.replace(reduce_scatter=choice)
 
@@ -422,7 +495,9 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
         }
     forward, both = hidden
     gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
-    weights = WIDTHS[plan.precision].weight * owned
+    weights = (
+        WIDTHS["bf16" if plan.precision == "fp8" else plan.precision].weight * owned
+    )  # products alone are in 8 bits
     besides = read_seconds(plan, cluster, weights, gathers) + gradient_seconds(plan, cluster, updated)
     reads = besides - plan.accumulate * both
     moving = update_seconds(plan, cluster, updated) - forward

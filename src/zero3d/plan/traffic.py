@@ -44,7 +44,7 @@ from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.sequence import traffic as sequence_traffic
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import is_coded, node_of, policies, reduced_width, states_key, wire_width
+from zero3d.plan.states import is_coded, neighbours_of, policies, reduced_width, states_key, wire_width
 from zero3d.spec.mesh import Mesh
 from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
 from zero3d.zero.layout import ROOT
@@ -110,7 +110,7 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         wire = int(reduced_width(plan, unit.itemsize)) if plan.zero.exact else wire_width(plan, unit.itemsize, several)
         wire = wide if plan.zero.exact and several else wire
         ranks, sums = unit.layout.n if unit.sources else None, wire_width(plan, unit.itemsize, summed=True)
-        others = is_coded(unit, plan), node_of(plan), sums, plan.zero.slow_wire
+        others = is_coded(unit, plan), neighbours_of(unit, plan), sums, plan.zero.slow_wire
         rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks, *others))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()

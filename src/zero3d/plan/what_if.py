@@ -91,7 +91,7 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
             yield {"mesh.partition_activations": not plan.mesh.partition_activations}
     if plan.zero.stage == 3 and plan.dp > 1 and plan.zero.release != "every_step":
         yield {"zero.gather_wire": "int8" if plan.zero.gather_wire == "same" else "same"}
-        if Groups.of(plan, cluster).shard.nodes > 1 and plan.ep == 1:
+        if Groups.of(plan, cluster).shard.nodes > 1:
             yield {"zero.second_shard": NODE if plan.zero.second_shard is None else None}
     if plan.shard < plan.dp and not plan.zero.exact:
         yield {"zero.slow_wire": "int8" if plan.zero.slow_wire == "same" else "same", "slow_rounding": "nearest"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
@@ -52,61 +53,90 @@ def backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, 
 def _backwards(model: ModelSpec, plan: ParallelPlan, pp_stage: int) -> dict[int, Backward]:
     copies = {unit.copy_of for part in model.parts for unit in part.units} - {None}
     tied = frozenset(str(name).partition("/")[0] for name in copies) if plan.pp == 1 else frozenset()
-    by_chunk = {}
-    for number, part_units in rank_model(model, plan, pp_stage).part_units.items():
-        order = part_units[::-1]
-        turns = tuple(windows(order, at, tied, plan) for at in range(len(order)))
-        by_chunk[number] = Backward(turns, end_backward(order, tied, plan))
-    return by_chunk
+    by_chunk = rank_model(model, plan, pp_stage).part_units
+    return {number: _Chunk(part_units[::-1], tied, plan).backward() for number, part_units in by_chunk.items()}
 
 
-def windows(order: Sequence[Sequence[RankUnit]], at: int, tied: frozenset[str], plan: ParallelPlan) -> Windows:
-    """Return the buffers while part number `at` is in its backward.
+class _Chunk:
+    """Sums up the buffers of one model chunk's backward.
 
-    Part 0's bucket opens after its fullest instant, the logits'.
-
-    order  units by part, in the order of backwards; the root's are in any of them
-    tied   owners whose units the first and the last part use
+    late    units that are reduced last, each once: the root's, which belong to several parts, and tied ones
+    turns   all others by part, in the order of backwards; those of as many bytes are one object
+    early   of these the trainable ones, in the order of their reductions
+    passed  how many of them come before each part
     """
-    release, reduce = policies(plan)
-    late = _late(order, tied)
-    turns = [[unit for unit in units if unit not in late] for units in order]
-    roots = [unit for unit in late if unit.owner == ROOT]
-    gathered = bucket = messages = 0.0
-    if plan.zero.stage == 3 and release != "every_step":
-        using = late if at == 0 else roots
-        ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.comes_and_goes(plan)]
-        shown = [unit for unit in (*using, *turns[at]) if unit.comes_and_goes(plan)]
-        messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
-        gathered = sum(_full_bytes(unit) for unit in (*shown, *(unit for unit in ahead if not is_coded(unit, plan))))
-    reduced = [unit for units in turns[:at] for unit in units if unit.trainable]
-    moving = reduced[-WINDOW:]
-    if (reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
-        filling = late if at == len(order) - 1 else roots
-        summed = plan.zero.exact and reduce == "every_step" and plan.accumulate > 1  # what moves is a sum by then
-        filled = (*(() if summed else moving), *turns[at], *filling)
-        bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
+
+    def __init__(self, order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> None:
+        """Sort units. order: by part, in the order of backwards; tied: owners that the first and last part use."""
+        self.plan, (self.release, self.reduce) = plan, policies(plan)
+        last, alike = {ROOT, *tied}, dict[tuple[int, ...], RankUnit]()
+        self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.owner in last))
+        self.turns = [[alike.setdefault(_sizes(u), u) for u in units if u.owner not in last] for units in order]
+        self.early = [unit for units in self.turns for unit in units if unit.trainable]
+        self.passed = [0, *accumulate(sum(unit.trainable for unit in units) for units in self.turns)]
+
+    def backward(self) -> Backward:
+        """Return the buffers of all turns; those whose units are alike are summed up once."""
+        made: dict[tuple[int, ...], Windows] = {}
+        turns = []
+        for at in range(len(self.turns)):
+            near = self._near(at)
+            if near not in made:
+                made[near] = self._turn(at)
+            turns.append(made[near])
+        return Backward(tuple(turns), self._end())
+
+    def _near(self, at: int) -> tuple[int, ...]:
+        """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
+        units = [unit for turn in self.turns[at : at + 1 + WINDOW] for unit in turn]
+        place = at == 0, at == len(self.turns) - 1, len(self.turns[at])
+        reduced = self.passed[at] if self.plan.offload.gradients_leave else 0
+        return *place, reduced, *map(id, units), -1, *map(id, self._moving(at))
+
+    def _moving(self, at: int) -> list[RankUnit]:
+        """Return the units whose reductions are under way in a turn."""
+        return self.early[max(0, self.passed[at] - WINDOW) : self.passed[at]]
+
+    def _turn(self, at: int) -> Windows:
+        """Return the buffers while part number `at` is in its backward.
+
+        Part 0's bucket opens after its fullest instant, the logits'.
+        """
+        plan, late, turns = self.plan, self.late, self.turns
+        roots = [unit for unit in late if unit.owner == ROOT]
+        gathered = bucket = messages = 0.0
+        if plan.zero.stage == 3 and self.release != "every_step":
+            using = late if at == 0 else roots
+            ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.comes_and_goes(plan)]
+            shown = [unit for unit in (*using, *turns[at]) if unit.comes_and_goes(plan)]
+            messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
+            whole = [unit for unit in ahead if not is_coded(unit, plan)]
+            gathered = sum(_full_bytes(unit) for unit in (*shown, *whole))
+        moving = self._moving(at)
+        if (self.reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
+            filling = late if at == len(turns) - 1 else roots
+            summed = plan.zero.exact and self.reduce == "every_step" and plan.accumulate > 1  # what moves is a sum then
+            filled = (*(() if summed else moving), *turns[at], *filling)
+            bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
+            bucket += _incoming(self.early[: self.passed[at]], plan)
+        return Windows(gathered, bucket, messages + sum(_wire_bytes(unit, plan, self.reduce) for unit in moving))
+
+    def _end(self) -> Windows:
+        """Return the buffers at the end of the backward, when what is left is reduced."""
+        plan, late = self.plan, [unit for unit in self.late if unit.trainable]
+        reduced = [*self.early, *late]
+        moving = reduced[-WINDOW:]
+        bucket = 0.0
+        if self.reduce == "every_micro_batch" or plan.zero.exact:
+            filled = [*moving[: max(0, len(moving) - len(late))], *late]
+            bucket = sum(_bucket_bytes(unit, plan) for unit in filled)
         bucket += _incoming(reduced, plan)
-    return Windows(gathered, bucket, messages + sum(_wire_bytes(unit, plan, reduce) for unit in moving))
+        return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, self.reduce) for unit in moving))
 
 
-def end_backward(order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> Windows:
-    """Return the buffers at the end of a backward, when what is left is reduced."""
-    _, reduce = policies(plan)
-    late = [unit for unit in _late(order, tied) if unit.trainable]
-    early = [unit for units in order for unit in units if unit.trainable and unit not in late]
-    reduced = early + late
-    moving = reduced[-WINDOW:]
-    buckets = reduce == "every_micro_batch" or plan.zero.exact
-    bucket = sum(_bucket_bytes(unit, plan) for unit in dict.fromkeys((*moving, *late))) if buckets else 0.0
-    bucket += _incoming(reduced, plan)
-    return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, reduce) for unit in moving))
-
-
-def _late(order: Sequence[Sequence[RankUnit]], tied: frozenset[str]) -> list[RankUnit]:
-    """Return the units that are reduced last, each once: a root unit belongs to several parts."""
-    late = (unit for units in order for unit in units if unit.owner == ROOT or unit.owner in tied)
-    return list(dict.fromkeys(late))
+def _sizes(unit: RankUnit) -> tuple[int, ...]:
+    """Return what a unit's buffers depend on."""
+    return unit.layout.total, unit.layout.n, unit.itemsize, unit.trainable, unit.sources
 
 
 def _full_bytes(unit: RankUnit) -> int:

@@ -3,7 +3,8 @@
 Hugging Face calls what `ALL_ATTENTION_FUNCTIONS` has under the name in the configuration:
 
     function(module, query, key, value, mask, **options) -> (output [B, S, H, D], weights)
-    query        [B, H, S, D]      key, value  [B, K, S, D]      mask  [B or 1, H or 1, S, S], or None
+    query        [B, H, S, D]      key, value  [B, K, S, D]      mask  [B or 1, H or 1, S, S], None, or what stands in
+                                                                       for one that is too large (blocks.py)
 
 The one in its place is given this rank's rows, and has two ways:
 
@@ -14,6 +15,7 @@ The one in its place is given this rank's rows, and has two ways:
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,7 +29,7 @@ from torch.nn import functional as F
 
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
-from zero3d.sequence.blocks import FLEX, Blocks, causal_rows, rows_of
+from zero3d.sequence.blocks import ENDS, FLEX, Documents, Fallback, causal_rows, rows_of
 from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
 
 Function = Callable[..., tuple[Tensor, Any]]
@@ -41,7 +43,7 @@ class SharedAttention:
     original  the function that the model would have called; `additive`: it adds masks instead of selecting by them
     comm      the sp group
     shares    how it is shared out
-    blocks    what attends where a mask is in blocks
+    fallback  what attends where a mask would be too large
     names     of the modules that attend, in the ledger
     calls     by name: how often alike ones were forward, and backward
     length    of the sequences that entered the model last, for attentions that are not told
@@ -53,21 +55,21 @@ class SharedAttention:
         additive: bool,
         comm: Comm,
         shares: Sharing,
-        blocks: Blocks,
+        fallback: Fallback,
         names: Mapping[nn.Module, str],
     ) -> None:
         self._original, self._additive = original, additive
         self._comm, self._shares = comm, shares
-        self._blocks = blocks
+        self._fallback = fallback
         self._blocked = WeakKeyDictionary[Any, Any]()  # rows of masks in blocks
         self._causal: dict[int, Any] = {}  # by length of the sequence
         self._names = WeakKeyDictionary(names)
         self.calls: dict[str, Counter[tuple[Attended, bool]]] = defaultdict(Counter)
-        self.length = 0
+        self.length, self._by_documents = 0, False
 
-    def tell(self, length: int) -> None:
-        """Hear how long the sequences are that enter the model."""
-        self.length = length
+    def tell(self, length: int, by_documents: bool) -> None:
+        """Hear how long the sequences are that enter the model, and whether it hands on where their documents end."""
+        self.length, self._by_documents = length, by_documents
 
     @_disable_dynamo
     def __call__(
@@ -88,6 +90,7 @@ class SharedAttention:
         Moves what `Attended.sent` says. Compiled blocks call it between two graphs.
         """
         comm, name = self._comm, self._names.get(module, type(module).__name__)
+        ends = options.pop(ENDS, None)
         _check(name, query, key, options)
         length = sequence_length or self.length
         rows = even_parts(length, comm.size)
@@ -98,6 +101,12 @@ class SharedAttention:
             )
         if mask is not None:
             _check_mask(name, mask, length)
+        seen: Any = mask if ends is None else Documents.of(ends, length)
+        if seen is None and self._by_documents and not sequence_length:
+            raise ConfigError(
+                f"{name} is not told where documents end, since its model hands no further options on to it, and their "
+                "mask is larger than mesh.sp_mask_budget: type a larger one, or mesh.sp=1."
+            )
         by_heads = self._shares.by_heads(query.shape[1], key.shape[1])
         if by_heads:
             heads = Heads.of(query.shape[1], key.shape[1], comm.size, self._shares.repeats)
@@ -107,9 +116,9 @@ class SharedAttention:
         call = Attended(len(query), length, *shapes, query.element_size(), trained, by_heads)
         self.calls[name][call, False] += 1
         if by_heads:
-            output = self._by_heads(module, (query, key, value), mask, options, (rows, heads), name)
+            output = self._by_heads(module, (query, key, value), seen, options, (rows, heads), name)
         else:
-            output = self._by_rows(module, (query, key, value), mask, options, rows, name)
+            output = self._by_rows(module, (query, key, value), seen, options, rows, name)
         hooked = output if by_heads else key
         if hooked.requires_grad:
             hooked.register_hook(partial(self._note_backward, name, call))  # type: ignore[no-untyped-call]
@@ -119,7 +128,7 @@ class SharedAttention:
         self,
         module: nn.Module,
         qkv: Sequence[Tensor],
-        mask: Tensor | None,
+        mask: Any,
         options: Mapping[str, Any],
         parts: tuple[Sequence[range], Heads],
         name: str,
@@ -133,14 +142,16 @@ class SharedAttention:
         if "position_bias" in given:
             given["position_bias"] = _own(given["position_bias"], own, 1)
         stand_in = StandIn(module, own, query.shape[1] // key.shape[1])
-        output, _ = self._attend(mask)(stand_in, query, key, value, _own(mask, own, 1), **given)
+        if not isinstance(mask, Documents):
+            mask = _own(mask, own, 1)
+        output = self._attend(stand_in, (query, key, value), mask, given)
         return to_rows(output, rows, heads.query, comm, name)
 
     def _by_rows(
         self,
         module: nn.Module,
         qkv: Sequence[Tensor],
-        mask: Tensor | None,
+        mask: Any,
         options: Mapping[str, Any],
         rows: Sequence[range],
         name: str,
@@ -151,33 +162,46 @@ class SharedAttention:
         here, given = len(own), dict(options)
         if mask is None and _is_causal(module, options):
             mask = self._causal_mask(own, length, query)
+        elif isinstance(mask, Documents):
+            mask = mask.of_rows(own, len(query))
         elif is_blocked(mask):
             mask = self._rows_of(mask, own)
         elif mask is not None and mask.shape[-2] == length:
             mask = mask[..., own.start : own.stop, :]
-        pads = query.device.type == "cpu" and not is_blocked(mask)
+        pads = query.device.type == "cpu" and (mask is None or isinstance(mask, Tensor))
         more = _rows_like_whole(here, length) - here if pads else 0
         bias = given.get("position_bias")
         if bias is not None and bias.shape[2] == length:
             given["position_bias"] = F.pad(bias[:, :, own.start : own.stop], (0, 0, 0, more))
         if more and mask is not None and mask.shape[-2] == here:
             mask = F.pad(mask, (0, 0, 0, more), value=not self._additive)
-        output, _ = self._attend(mask)(module, F.pad(query, (0, 0, 0, more)), key, value, mask, **given)
-        return output[:, :here]
+        attends: Any = module
+        if isinstance(mask, Documents):
+            attends = StandIn(module, range(query.shape[1]), query.shape[1] // key.shape[1])
+        return self._attend(attends, (F.pad(query, (0, 0, 0, more)), key, value), mask, given)[:, :here]
 
-    def _attend(self, mask: Any) -> Function:
-        """Return the function that attends by such a mask."""
+    def _attend(self, module: Any, qkv: Sequence[Tensor], mask: Any, options: Mapping[str, Any]) -> Tensor:
+        """Attend by the function for such a mask."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        found: Function = ALL_ATTENTION_FUNCTIONS[FLEX] if is_blocked(mask) else self._original
-        return found
+        function, given = self._original, dict(options)
+        if isinstance(mask, Documents):
+            assert self._fallback.flash is not None, "it was taken"
+            module.implementation = self._fallback.flash
+            function, given, mask = ALL_ATTENTION_FUNCTIONS[module.implementation], given | mask.options(), None
+        elif is_blocked(mask):
+            function = ALL_ATTENTION_FUNCTIONS[FLEX]
+        output, _ = function(module, *qkv, mask, **given)
+        return output
 
     def _causal_mask(self, rows: range, length: int, query: Tensor) -> Any:
-        """Return the rows of a causal mask, in blocks where it would be too large. Raises ConfigError."""
+        """Return the rows of a causal mask, or what stands in for one that would be too large. Raises ConfigError."""
         try:
             self._shares.check_mask(len(rows) * length, query.element_size() if self._additive else 1, length)
         except MaskTooLarge as refused:
-            self._blocks.take(refused)
+            if self._fallback.take(refused, documents=True) != FLEX:
+                ends = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device) * length
+                return Documents.of(ends, length).of_rows(rows, len(query))
             if length not in self._causal:
                 self._causal = {length: causal_rows(rows, length, query.device)}
             return self._causal[length]
@@ -194,7 +218,12 @@ class SharedAttention:
 
 
 class StandIn:
-    """Stands for an attention module that has some of its heads alone: what is per head, and how many share a key."""
+    """Stands for an attention module that has some of its heads alone: what is per head, and how many share a key.
+
+    implementation  of attention, which its configuration names then; None: the one that it has
+    """
+
+    implementation: str | None = None
 
     def __init__(self, module: nn.Module, heads: range, groups: int) -> None:
         self._module, self._heads = module, heads
@@ -202,6 +231,9 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
+        if name == "config" and self.implementation is not None:
+            value = copy.copy(value)
+            value._attn_implementation_internal = self.implementation
         return _own(value, self._heads, 0) if name in PER_HEAD else value
 
 
@@ -225,8 +257,8 @@ def gather_rows(rows_of_one: Tensor, rows: Sequence[range], comm: Comm, name: st
 
 
 def is_blocked(mask: Any) -> bool:
-    """Return whether a mask is in blocks, or else a tensor or None."""
-    return mask is not None and not isinstance(mask, Tensor)
+    """Return whether a mask is in blocks."""
+    return mask is not None and not isinstance(mask, (Tensor, Documents))
 
 
 def _rows_like_whole(here: int, whole: int) -> int:

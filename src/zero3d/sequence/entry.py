@@ -4,7 +4,8 @@ input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stag
 position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
                                             layer, or None where attention itself is causal
-where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions
+where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions, or, where they would be too
+                                            large, ends that are found in these and handed on to flash attention
 other tensors of length S                   refused by name
 """
 
@@ -22,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero3d.errors import ConfigError
-from zero3d.sequence.blocks import Blocks
+from zero3d.models.packing import document_ends
+from zero3d.sequence.blocks import ENDS, FLEX, Fallback
 from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
 CUT = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "position_ids": -1}
 PASSED_ON = ("attention_mask", "labels", "shift_labels")  # masks of the whole, and what the loss cuts
-OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed ones
+OF_DOCUMENTS = (ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # of packed ones
 
 
 class Entry:
@@ -36,8 +38,8 @@ class Entry:
 
     implementation  name of the model's own attention function, for which masks are made
     sharing         how sequences are shared out over the ranks, of which this is number `rank`
-    blocks          what makes masks that are too large
-    tell            is told how long the sequences of a forward are
+    fallback        what stands in where masks would be too large
+    tell            is told how long the sequences of a forward are, and whether attention must hear where documents end
     """
 
     def __init__(
@@ -46,15 +48,15 @@ class Entry:
         implementation: str,
         rank: int,
         sharing: Sharing,
-        blocks: Blocks,
-        tell: Callable[[int], None],
+        fallback: Fallback,
+        tell: Callable[[int, bool], None],
     ) -> None:
         self._signature = inspect.signature(decoder.forward)
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
-        self._sharing, self._blocks = sharing, blocks
+        self._sharing, self._fallback = sharing, fallback
         self._tell = tell
         self.open = True  # False: sequences go through whole
         self.inside = False  # a decoder has its rows
@@ -76,8 +78,8 @@ class Entry:
         self._check(length, given)
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=whole.device)[None]
-        self._tell(length)
-        given["attention_mask"] = self._masks(decoder, whole.shape[0], length, given)
+        given["attention_mask"], ends = self._masks(decoder, whole.shape[0], length, given)
+        self._tell(length, ends is not None)
         rows = even_parts(length, self._sharing.ranks)[self._rank]
         for name, dim in CUT.items():
             if given.get(name) is not None and (given[name] is not whole or whole.shape[1] == length):
@@ -88,7 +90,9 @@ class Entry:
                     f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
                     "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
                 )
-        options = {LENGTH: length} if self._passes_on else {}
+        options: dict[str, Any] = {LENGTH: length} if self._passes_on else {}
+        if ends is not None:
+            options[ENDS] = ends
         if "use_cache" in self._signature.parameters or self._passes_on:
             options["use_cache"] = False
         return (), given | options
@@ -106,13 +110,18 @@ class Entry:
         if given.get("past_key_values") is not None:
             raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
 
-    def _masks(self, decoder: nn.Module, batch: int, length: int, given: Mapping[str, Any]) -> Any:
-        """Return the masks of whole sequences, as the model's layers take them."""
+    def _masks(
+        self, decoder: nn.Module, batch: int, length: int, given: Mapping[str, Any]
+    ) -> tuple[Any, Tensor | None]:
+        """Return the masks of whole sequences, as the model's layers take them, or else where documents end.
+
+        Padding has no documents: what stands in for its mask is in blocks.
+        """
         from transformers.masking_utils import create_masks_for_generate
 
         mask = given.get("attention_mask")
         if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.dim() == 4):
-            return mask
+            return mask, None
         config: Any = copy.copy(decoder.config)
         config._attn_implementation_internal = self._implementation
         config.is_causal = any(getattr(module, "is_causal", False) for module in decoder.modules())
@@ -125,10 +134,14 @@ class Entry:
         )
         try:
             with Within(self._sharing, length):
-                return make()
+                return make(), None
         except MaskTooLarge as refused:
-            config._attn_implementation_internal = self._blocks.take(refused)
-            return make()
+            name = self._fallback.take(refused, self._passes_on and mask is None)
+            config._attn_implementation_internal = name
+            if name == FLEX:
+                return make(), None
+            whole = torch.arange(length, device=like.device)[None] if positions is None else positions
+            return make(), document_ends(whole.expand(batch, -1))
 
 
 class Within(TorchDispatchMode):

@@ -21,7 +21,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import decoder_of, layer_numbers, model_of
 from zero3d.models.packing import inner_model
 from zero3d.sequence.attention import SharedAttention
-from zero3d.sequence.blocks import Blocks
+from zero3d.sequence.blocks import Fallback
 from zero3d.sequence.entry import LENGTH, Entry, Within
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
 from zero3d.sequence.shares import Attended, MaskTooLarge, Sharing, even_parts, loss_values
@@ -77,15 +77,15 @@ class SequenceGroup:
         names = {module: name for model in models for name, module in model.named_modules()}
         masks = ALL_MASK_ATTENTION_FUNCTIONS
         self._masks = masks
-        self._blocks = Blocks(decoders[0], comm.device, speaks)
+        self._fallback = Fallback(decoders[0], comm.device, speaks)
         self._attention = SharedAttention(
-            _function(decoders[0], self._own), self._own == "eager", comm, sharing, self._blocks, names
+            _function(decoders[0], self._own), self._own == "eager", comm, sharing, self._fallback, names
         )
         functions.register(self._name, self._attention)
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
-        tell, blocks = self._attention.tell, self._blocks
-        self._entries = [Entry(each, self._own, comm.rank, sharing, blocks, tell) for each in decoders]
+        tell, fallback = self._attention.tell, self._fallback
+        self._entries = [Entry(each, self._own, comm.rank, sharing, fallback, tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
@@ -102,6 +102,11 @@ class SequenceGroup:
     def implementation(self) -> str:
         """Return the name of the attention that the model has without the group."""
         return self._own
+
+    @property
+    def masks(self) -> str:
+        """Return how masks are made, on which an accelerator's bits depend."""
+        return self._fallback.describe(self._sharing.masked)
 
     def by_heads(self, tp: int) -> bool:
         """Return whether attention is shared out by heads, or else by rows, to which keys are gathered."""
@@ -131,7 +136,7 @@ class SequenceGroup:
             with Within(self._sharing, options["q_length"]):
                 return self._masks[self._own](*args, **options)
         except MaskTooLarge as refused:
-            return self._masks[self._blocks.take(refused)](*args, **options)
+            return self._masks[self._fallback.take(refused, documents=False)](*args, **options)
 
     def _gather_routed(self, decoder: nn.Module, args: Any, output: Any) -> None:
         """Give the head router logits of whole sequences, for the loss that balances experts: a forward hook."""
@@ -219,7 +224,7 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
     if (layers := mixing_layers(decoder)) is not None:
         raise ConfigError(
             f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has {layers}: type "
-            "mesh.sp=1."
+            "mesh.sp=1. Long sequences take less with activations=full or mesh.tp, too."
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(

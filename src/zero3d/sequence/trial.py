@@ -12,6 +12,7 @@ memory: each is one column, expanded.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,7 @@ LEAST = 1e-2  # of the largest gradient of all: those in front of a norm of quer
 
 
 def mixing_layers(decoder: nn.Module) -> str | None:
-    """Return the kinds of layers that mix tokens outside of attention by what they are, and the name of the first one.
+    """Return what layers mix tokens, by what they are, outside of registered attention, and the name of the first one.
 
     None where none is told.
     """
@@ -51,7 +52,17 @@ def mixing_layers(decoder: nn.Module) -> str | None:
     blocks = (name for name, kind in zip(find_blocks(decoder), types, strict=False) if kind in odd)
     if (convolution := next(convolutions, None)) is not None:
         return f"{', '.join(odd) or 'convolutions'} ({convolution.rpartition('.')[0] or convolution})"
-    return f"{', '.join(odd)} ({next(blocks, 'no block')})" if odd else None
+    if odd:
+        return f"{', '.join(odd)} ({next(blocks, 'no block')})"
+    own = next((name for name, module in decoder.named_modules() if _attends_by_itself(type(module))), None)
+    return None if own is None else f"attention of its own, which transformers does not register ({own})"
+
+
+def _attends_by_itself(kind: type) -> bool:
+    """Return whether an attention of transformers is computed by its own code and not by `ALL_ATTENTION_FUNCTIONS`."""
+    files = [each.__module__ for each in kind.__mro__ if each.__module__.startswith("transformers.models.")]
+    registered = any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[file]) for file in files)
+    return "Attention" in kind.__name__ and bool(files) and not registered
 
 
 def mixing_module(decoder: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero3d.activations import prepare_blocks
-from zero3d.config import Config, load, offload_of, resolve_batch, to_dict
+from zero3d.config import Config, load, offload_of, resolve_batch, to_dict, zero_of
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
@@ -33,7 +33,7 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
     return Engine(
         model,
         mesh=mesh,
-        **vars(config.zero),
+        **zero_options(config, mesh),
         **_axis_options(config, mesh),
         experts=config.mesh.experts,
         partition_activations=config.mesh.partition_activations,
@@ -52,6 +52,19 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         expert_bias_rate=config.train.expert_bias_rate,
         weights=opened.weights,
     )
+
+
+def zero_options(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Return the options of section `zero`; what became of a second shard when dp shrank is said in a line."""
+    asked, zero = config.zero.second_shard, zero_of(config, mesh.degrees)
+    if zero.second_shard != asked and mesh.rank == 0:
+        axis = mesh.degrees.group("shard")
+        warnings.warn(
+            f"zero.second_shard={asked} does not divide the {mesh.degrees.size('shard')} ranks of {axis} that "
+            f"health.min_ranks goes on with: it is {zero.second_shard or 'left out'}.",
+            stacklevel=3,
+        )
+    return vars(zero)
 
 
 def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:

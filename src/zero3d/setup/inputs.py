@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.config import Batch, Config, asked_degrees, resolve_batch
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
+from zero3d.data.fetched import Fetched, fetch_data
 from zero3d.data.tokenize import Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_length, load_tokenizer
 from zero3d.distributed.agreement import agree
@@ -25,7 +26,7 @@ from zero3d.distributed.determinism import make_deterministic
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_replay
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, DataError
 from zero3d.memory.arena import Arena
 from zero3d.models.bases import config_number
 from zero3d.models.open import Opened
@@ -40,13 +41,17 @@ from zero3d.setup.vision import open_vision
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is made of before anything large is allocated."""
+    """What a run is made of before anything large is allocated.
+
+    fetched  keeps in the cache what was fetched of the data
+    """
 
     mesh: Mesh
     opened: Opened
     data: DataSet
     batch: Batch
     steps: int
+    fetched: Fetched
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -72,6 +77,9 @@ def open_inputs(
     with mesh.waiting_room() as everyone:
         comm = Comm(everyone, Arena(torch.device("cpu")), Ledger())
         agree(comm, lambda: check(mesh))
+        with mesh.heartbeat.phase("data"):
+            fetched = _fetch(config, mesh, comm)
+        config = replace(config, data=fetched.data)
         batch, opened, tokenizer = agree(comm, lambda: _open(config, mesh))
         check_alike(opened.module, comm)
         vision = agree(comm, lambda: open_vision(config, opened))
@@ -85,7 +93,16 @@ def open_inputs(
         with mesh.heartbeat.phase("data"):
             first = agree(comm, lambda: read(verify=True) if mesh.local_rank == 0 else None)
             data = agree(comm, lambda: first or read(verify=False))
-    return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch))
+    return Inputs(mesh, opened, data, batch, steps_of_run(config, data, batch), fetched)
+
+
+def _fetch(config: Config, mesh: Mesh, comm: Comm) -> Fetched:
+    """Return the data with paths of this host; one rank of each machine fetches what is in stores. Raises DataError."""
+    first = agree(comm, lambda: fetch_data(config.data) if mesh.local_rank == 0 else None)
+    fetched = agree(comm, lambda: first or fetch_data(config.data))
+    if len(set(comm.exchange(torch.tensor([fetched.digest])).flatten().tolist())) > 1:
+        raise DataError("the data in object stores were changed while ranks listed them: start again.")
+    return fetched
 
 
 def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:

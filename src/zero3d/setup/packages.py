@@ -1,10 +1,13 @@
-"""Packages that a configuration needs beside zero3d's own requirements, looked for without importing one. No torch.
+"""Packages that a configuration needs beside zero3d's own requirements. No torch.
+
+They are looked for without importing one, but for those of object stores.
 
 package      extra        asked for by
 peft         hf           lora.rank
 Pillow       vlm          data.images
 pyarrow      data         data in parquet or arrow files, as far as names tell
 trackers' names           log.to, log.tensorboard, log.wandb: of each its package and extra
+of a protocol             URLs of object stores (stores/urls.py)
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from zero3d.config import Config
+from zero3d.data.fetched import urls_of as urls_of_data
 from zero3d.data.files import named_formats
 from zero3d.errors import ConfigError
+from zero3d.stores.urls import check_shared, check_url, is_url
 
 COLUMNS = ("parquet", "arrow")
 IMPORTED_AS = {"Pillow": "PIL"}
@@ -25,6 +30,19 @@ def check_packages(config: Config) -> None:
     for asked, package, extra in _needed(config):
         if not is_installed(IMPORTED_AS.get(package, package)):
             raise ConfigError(f"{asked} needs {package}: pip install 'zero3d[{extra}]'.")
+
+
+def check_stores(config: Config, resume: str | None) -> None:
+    """Refuse URLs of object stores that need a package, or that other processes do not see. Raises ConfigError."""
+    for asked, url in urls_of(config, resume):
+        check_url(url, asked)
+        check_shared(url, asked)
+
+
+def urls_of(config: Config, resume: str | None = None) -> list[tuple[str, str]]:
+    """Return each key that has a URL of an object store, and the URL."""
+    given = [*urls_of_data(config.data), ("checkpoint.to", config.checkpoint.to), ("--resume", resume)]
+    return [(asked, url) for asked, url in given if url is not None and is_url(url)]
 
 
 def is_installed(module: str) -> bool:

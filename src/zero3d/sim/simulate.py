@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,8 +30,17 @@ from zero3d.spec.offload import AUTO
 
 BACKENDS = ("nccl", "gloo")
 AT_ONCE = 2  # processes of about 0.5 GB
+LOOK = 0.2  # seconds between two looks at who is done
 
-Report = Callable[[RankResult], None]
+Watch = Callable[[Sequence[RankResult], int], None]  # the ranks that are done, and how many there are, as far as known
+
+
+class Interrupted(KeyboardInterrupt):
+    """Says that Ctrl-C came. simulation: of the ranks that were done."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self.simulation = simulation
 
 
 def simulate(
@@ -40,15 +49,16 @@ def simulate(
     rank: int | None = None,
     backend: str = "nccl",
     whole: bool = False,
-    report: Report = lambda _: None,
+    watch: Watch = lambda *_: None,
     nodes: int = 1,
 ) -> Simulation:
     """Simulate one step of one rank per class (or of `rank` alone).
 
     whole   run every micro-batch, though some repeat others (repeats.py)
-    report  called with each result as it comes
+    watch   told now and then who is done
     nodes   hosts that the ranks are on, evenly
-    Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there.
+    Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there; Interrupted
+    where Ctrl-C comes and a rank is done.
     """
     degrees = Degrees.resolve(world, **asked_degrees(config))
     batch = resolve_batch(config.train, degrees.dp, degrees.sp)
@@ -66,11 +76,11 @@ def simulate(
         raise ConfigError(f"{world} ranks on {nodes} nodes: pass --nodes as a divisor of the ranks, from 1.")
 
     def run(number: int) -> RankResult:
-        result = in_own_process(Request(to_dict(config), number, world, backend, whole, world // nodes))
-        report(result)
-        return result
+        return in_own_process(Request(to_dict(config), number, world, backend, whole, world // nodes))
 
-    results = [run(rank)] if rank is not None else _of_all_classes(degrees, run)
+    results, interrupted = ([run(rank)], False) if rank is not None else _of_all_classes(degrees, run, watch)
+    if not results:
+        raise KeyboardInterrupt
     schedule = Schedule.of(config.mesh.schedule).name if degrees.pp > 1 else ""
     notes = ["train.compile is left out: what a compiler fuses, it alone knows."] * config.train.compile
     notes += ["model.linear=fp8 is left out: products in fp8 hold scales and copies beside these bytes."] * bool(
@@ -80,7 +90,10 @@ def simulate(
         notes.append(f"ep {degrees.ep} x edp {degrees.edp}: every expert was sent as many tokens as any other.")
     if said := results[0].images:
         notes.append(f"every sequence was simulated {said}.")
-    return Simulation(
+    if interrupted:
+        stages = len({result.pp for result in results})
+        notes.append(f"stopped: {stages} of {degrees.pp} pipeline stages follow, and perhaps not all of their classes.")
+    simulation = Simulation(
         config.model.path,
         config.zero.stage,
         config.precision,
@@ -94,6 +107,9 @@ def simulate(
         tuple(results),
         tuple(notes),
     )
+    if interrupted:
+        raise Interrupted(simulation)
+    return simulation
 
 
 def representatives(degrees: Degrees) -> list[int]:
@@ -101,20 +117,43 @@ def representatives(degrees: Degrees) -> list[int]:
     return [degrees.rank(Place(pp, 0, 0)) for pp in range(degrees.pp)]
 
 
-def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult]) -> list[RankResult]:
-    """Run the first dp rank of every pipeline stage, and the last one where it is not like it."""
+def _of_all_classes(degrees: Degrees, run: Callable[[int], RankResult], watch: Watch) -> tuple[list[RankResult], bool]:
+    """Run the first dp rank of every pipeline stage, and the last one where it is not like it.
+
+    Returns also whether Ctrl-C came before all were done.
+    """
     last = degrees.dp - 1
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        firsts = list(pool.map(run, representatives(degrees)))
-        unlike = [degrees.rank(Place(first.pp, last, 0)) for first in firsts if last not in first.alike]
-        other = {result.pp: result for result in pool.map(run, unlike)}
+    firsts, interrupted = _done(run, representatives(degrees), watch)
+    unlike = [degrees.rank(Place(first.pp, last, 0)) for first in firsts if last not in first.alike]
+    others: list[RankResult] = []
+    if not interrupted:
+        others, interrupted = _done(run, unlike, lambda done, many: watch([*firsts, *done], len(firsts) + many))
+    other = {result.pp: result for result in others}
     classes: list[RankResult] = []
     for first in firsts:
         apart = set(other[first.pp].alike) if first.pp in other else set()
         alike = tuple(dp for dp in range(degrees.dp) if dp not in apart)
         classes.append(replace(first, alike=alike, stands_for=len(alike) * degrees.tp))
         classes += [other[first.pp]] if apart else []
-    return classes
+    return classes, interrupted
+
+
+def _done(run: Callable[[int], RankResult], ranks: Sequence[int], watch: Watch) -> tuple[list[RankResult], bool]:
+    """Run ranks, a few at a time; return results in their order, and whether Ctrl-C came before all were done."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        futures = [pool.submit(run, rank) for rank in ranks]
+        try:
+            while wait(futures, LOOK, FIRST_EXCEPTION).not_done:
+                watch([future.result() for future in futures if future.done()], len(futures))
+            results = [future.result() for future in futures]
+            watch(results, len(futures))
+            return results, False
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            done = [future for future in futures if not future.cancelled() and future.exception() is None]
+            return [future.result() for future in done], True
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def in_own_process(request: Request) -> RankResult:

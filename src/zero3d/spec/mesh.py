@@ -46,8 +46,9 @@ class Mesh:
     sp_mask_budget: int | str = key(
         "4GB",
         "bytes, or a text such as 4GB, that one mask of whole sequences may take on a rank under sp, where padding, "
-        "packing or a window make attention need one; beyond it flex attention computes in blocks of masks, on devices "
-        "that have it, and elsewhere the micro-batch is refused",
+        "packing or a window make attention need one; beyond it flash attention computes without one where it is "
+        "installed and nothing is padded, else flex attention in blocks of masks, on devices that have these, and "
+        "elsewhere the micro-batch is refused",
         axis="sp",
         in_plan=False,
     )

@@ -139,12 +139,6 @@ RULES = (
         "{zero.second_shard=node} for those of a host, or {zero.second_shard=null}.",
     ),
     Rule(
-        "zero.second_shard",
-        lambda s: s.zero.second_shard is not None and s.ep > 1,
-        "{zero.second_shard} with {mesh.ep}, whose ranks share experts out among the neighbours that would keep it, is "
-        "not built: type {zero.second_shard=null}, or {mesh.ep=1}.",
-    ),
-    Rule(
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
         "{zero.slow_wire} is how sums travel between copies of shards, and states are cut over all of dp, without "

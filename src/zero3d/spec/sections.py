@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
 from typing import Any, TypeVar
 
 from zero3d.errors import ConfigError, short
@@ -50,43 +49,43 @@ class Spec:
     linear: str | None = None
     quantize: str | None = None
 
-    @cached_property
+    @property
     def dp(self) -> int:
         """Return the data-parallel degree."""
         return 1 if self.mesh.dp is None else self.mesh.dp
 
-    @cached_property
+    @property
     def tp(self) -> int:
         """Return the tensor-parallel degree."""
         return 1 if self.mesh.tp is None else self.mesh.tp
 
-    @cached_property
+    @property
     def pp(self) -> int:
         """Return the pipeline-parallel degree."""
         return 1 if self.mesh.pp is None else self.mesh.pp
 
-    @cached_property
+    @property
     def ep(self) -> int:
         """Return how many neighbours on dp share the experts out."""
         return 1 if self.mesh.ep is None else self.mesh.ep
 
-    @cached_property
+    @property
     def sp(self) -> int:
         """Return how many neighbours on dp have a part of each sequence."""
         return 1 if self.mesh.sp is None else self.mesh.sp
 
-    @cached_property
+    @property
     def shard(self) -> int:
         """Return over how many neighbours on dp states are cut: all of dp where that is left out."""
         return self.dp if self.mesh.shard is None else self.mesh.shard
 
-    @cached_property
+    @property
     def coded(self) -> bool:
         """Return whether the optimizer's states are codes of 8 bits."""
         row = OPTIMIZERS.get(self.optimizer or "")
         return row is not None and row.coded
 
-    @cached_property
+    @property
     def orthogonal(self) -> bool:
         """Return whether the optimizer makes matrices orthogonal, which travel in the gradients' place."""
         row = OPTIMIZERS.get(self.optimizer or "")

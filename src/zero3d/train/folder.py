@@ -7,6 +7,7 @@ OUTPUT/
   checkpoints/    step-N: the last few and the best; best -> step-N
   hf/, adapter/   what is exported (export_places.py); written as .hf.new, renamed when complete
   loss.png, trace-rank-0.json
+  profile.json    rates of the cluster by the run's first steps, for zero3d plan --cluster (plan_check.py)
   tensorboard/, wandb/, swanlab/, mlflow/   what trackers keep there (trackers.py)
   out-of-memory.txt, .json  the post-mortem of a run that ended so (post_mortem.py)
   offload/        states on a disk while a run goes on, where it has any and names no folder for them
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 from errno import EACCES
 from pathlib import Path
 
+from zero3d.checkpoint.copies import Copies, find_places, located, told
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
-from zero3d.config import load
+from zero3d.config import Config, load
 from zero3d.config.problems import FOLDER
 from zero3d.errors import CheckpointError, ConfigError, remedy_of, short
 from zero3d.reading import Unreadable, open_regular, parse_object
@@ -46,6 +48,7 @@ WRITTEN = (
     *NAMES,
     "loss.png",
     "trace-rank-0.json",
+    "profile.json",
     *("tensorboard", "wandb", "swanlab", "mlflow"),
     ".run",
     UNREAD,
@@ -65,9 +68,19 @@ FOREIGN = "has no config.yaml of a run that names it, so no run wrote it"
 
 @dataclass(frozen=True)
 class Folder:
-    """Holds the paths of a run's output folder; claims it, prunes its checkpoints, publishes its export."""
+    """Holds the paths of a run's output folder; claims it, prunes its checkpoints, publishes its export.
+
+    url  of the store that has copies of its checkpoints (checkpoint.to), if one has
+    """
 
     root: Path
+    url: str | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Folder:
+        """Return the one that a configuration names; without a name nothing is there."""
+        url = config.checkpoint.to
+        return cls(Path(config.output or "."), None if url is None else url.rstrip("/"))
 
     @property
     def config(self) -> Path:
@@ -146,6 +159,15 @@ class Folder:
             f"{used}: go on with --resume auto, write elsewhere with output=FOLDER, or start anew with --overwrite."
         )
 
+    def refuse_copies(self, resume: str | None, overwrite: bool) -> None:
+        """Refuse a store that has checkpoints of another run. Raises ConfigError, CheckpointError."""
+        goes_on = resume is not None and (resume == AUTO or resume.startswith(f"{self.url}/") or resume == self.url)
+        if self.url is not None and not (overwrite or goes_on) and (there := find_places(self.url)):
+            raise ConfigError(
+                f"checkpoint.to {short(self.url)} has checkpoints already (step-{max(there)}): go on with --resume "
+                "auto, give another URL, or start anew with --overwrite."
+            )
+
     def _refuse_place(self) -> None:
         """Refuse a folder that could not be made, or be written to. Raises ConfigError."""
         problem = None
@@ -175,6 +197,9 @@ class Folder:
         self.refuse(resume, overwrite, checkpoint)  # once more, now that nobody else writes to it
         if overwrite and self.used:
             self.clear()
+        if overwrite and self.url is not None:
+            with told(self.url, "cleared"):
+                Copies(self.url).clear()
         tidy(self.checkpoints)
 
     def write_config(self, text: str) -> None:
@@ -234,15 +259,26 @@ class Folder:
     # --- resuming -----------------------------------------------------------------------------------
 
     def resume_from(self, resume: str | None) -> Path | None:
-        """Return the checkpoint to resume from: `auto` is the newest of this folder, if there is one."""
+        """Return the checkpoint to resume from: `auto` is the newest of this folder or of the store's copies, if any.
+
+        One of a store is in the cache, where its files come when they are opened.
+        """
         if resume is None:
             return None
         if resume == AUTO:
-            return find(self.checkpoints) if checkpoints(self.checkpoints) else None
+            return self._newest()
         try:
-            return find(Path(resume))
+            return find(located(resume))
         except OSError as error:
             raise CheckpointError(f"--resume {short(resume)} cannot be read: {error.strerror}.") from None
+
+    def _newest(self) -> Path | None:
+        """Return the newest checkpoint, that of the store where it is of a later step than any here."""
+        here = checkpoints(self.checkpoints)
+        copies = {} if self.url is None else find_places(self.url)
+        if copies and max(copies) > max(here, default=-1):
+            return copies[max(copies)]
+        return here[max(here)] if here else None
 
     # --- checkpoints --------------------------------------------------------------------------------
 
@@ -259,6 +295,16 @@ class Folder:
             self._point_at_best(best if best in steps else None)
         except OSError as error:
             warnings.warn(f"{self.checkpoints / 'best'} could not be set ({error.strerror}).", stacklevel=2)
+
+    def prune_copies(self, last: int, keep: int, best: int | None) -> None:
+        """Leave the same checkpoints in the store; where that cannot be, warn and go on."""
+        if self.url is None:
+            return
+        try:
+            with told(self.url, "pruned"):
+                Copies(self.url).prune(last, keep, best)
+        except CheckpointError as error:
+            warnings.warn(f"older checkpoints stay: {error}", stacklevel=2)
 
     def _point_at_best(self, step: int | None) -> None:
         link = self.checkpoints / "best"

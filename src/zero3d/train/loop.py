@@ -28,6 +28,7 @@ from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, CorruptionError, NonFiniteError
 from zero3d.memory.arena import device_values
 from zero3d.models.packing import as_row
+from zero3d.stores.cache import shown
 from zero3d.train.callbacks import Callbacks
 from zero3d.train.criterion import Criterion
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
@@ -265,7 +266,7 @@ class Loop:
         change = "Lower optimizer.lr or look at the data of these steps"
         if self.saving.has_any:
             command = f"{change}, then go on from it: {self._hints.command(self.checkpoint)}"
-            return f"{fact}, and {self.checkpoint} is there. {command}"
+            return f"{fact}, and {shown(self.checkpoint)} is there. {command}"
         nothing = "Nothing is saved" if self.engine.steps else "No step was applied and nothing saved"
         return f"{nothing}. {change}, then {ANEW}."
 
@@ -343,7 +344,7 @@ class Loop:
         """Return what there is when a run is asked to stop."""
         if not self.stuck:
             return f"step {step} of {self._last_step} is saved in {self.checkpoint}"
-        kept = f"what was before is in {self.checkpoint}" if self.saving.has_any else "nothing is saved"
+        kept = f"what was before is in {shown(self.checkpoint)}" if self.saving.has_any else "nothing is saved"
         return f"step {step} of {self._last_step} and those before it were not finite; {kept}"
 
     def save(self, record: Record, must: bool = True) -> None:

@@ -1,13 +1,15 @@
 """The planner's figures of a run, checked by its third step.
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
-    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s;
-                                 slowest term: ...
+    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s
+                                 by the rates of cluster.json (measured); slowest term: ...
+    step 10                      profile.json in the output folder: the cluster with rates of this run's steps
 
     compared   on a GPU                                       on a CPU
     memory     most allocated, of the fullest rank            model states, of the fullest rank: its process has
                                                               Python and the data, too, which no plan counts
-    step       the median of steps 2 and 3, the first being one that warms up
+    step       the median of steps 2 and 3, the first being   the same, where plan.cluster names a file: of a CPU there
+               one that warms up                             is no data sheet that means anything
 
 A run of fewer than 3 steps pays nothing for it. `plan.write_back` turns the measured step into the cluster file's
 rates.
@@ -16,7 +18,9 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -30,15 +34,19 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
 from zero3d.models.trained import open_trained
 from zero3d.page.text import size
-from zero3d.plan.corrected import corrected, write_rates
+from zero3d.plan.corrected import corrected, profile, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, cluster, named, read_file
+from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import trace
 from zero3d.train.device_memory import fullest, memory_bytes
+from zero3d.watchdog.own_files import write_whole
 
 CHECKED_STEP = 3  # the step after which a run is held against its plan
+PROFILED_STEP = 10  # the step after which its profile is written
+PROFILE = "profile.json"
 
 
 @dataclass(frozen=True)
@@ -110,18 +118,29 @@ class PlanCheck:
     """Checks a plan at step 3. All ranks have one, for they measure together; only rank 0 has a plan."""
 
     def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
+        assert config.output is not None  # named by now
+        self._output = Path(config.output)
         self._config = config.plan
         self._engine = engine
         self._planned = planned
 
     def lines(self, history: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Yield the check after a step of this session: nothing but after the third. All ranks call it."""
+        """Yield the check after a step of this session: nothing but after the third. All ranks call it.
+
+        After the tenth rank 0 writes the profile.
+        """
+        if len(history) == PROFILED_STEP and self._planned is not None:
+            seconds = median(record["seconds"] for record in history[CHECKED_STEP:])
+            run = self._planned
+            with suppress(ConfigError, OSError):  # a step that no rate explains, a full disk: no profile then
+                write_whole(self._output / PROFILE, profile(run.model, run.cluster, run.plan, seconds))
         if len(history) != CHECKED_STEP:
             return
         measured, reserved = fullest(self._engine, checked_memory(self._engine))
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
-            yield check_line(self._planned.estimate, measured, seconds, reserved)
+            rates = rates_from(self._planned.cluster, self._config.cluster)
+            yield check_line(self._planned.estimate, measured, seconds, reserved, rates)
             if self._config.write_back and self._config.cluster is not None:
                 yield write_back(self._planned, seconds, self._config.cluster)
 
@@ -133,20 +152,29 @@ def checked_memory(engine: Engine) -> int:
     return memory_bytes(engine)
 
 
-def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int | None) -> str:
+def rates_from(cluster: ClusterSpec, file: str | None) -> str | None:
+    """Say what a plan's seconds are from: a file's rates and how they were found, or the data sheet; None of a CPU."""
+    if file is None:
+        return None if cluster.gpu.name == CPU else "the data sheet"
+    source = cluster.provenance.get("gpu.matrix") or cluster.provenance.get("gpu.flops") or cluster.provenance["gpu"]
+    return f"the rates of {Path(file).name} ({source})"
+
+
+def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int | None, rates: str | None) -> str:
     """Return plan against actual in one line: bytes, seconds, and what most of the planned step goes into.
 
     reserved  by an accelerator's allocator; None on the CPU
+    rates     what the planned seconds are from; None: nothing is known of the device, so they are not compared
     """
     on_cpu = reserved is None
     beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
     memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
     off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
     slowest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
-    return (
-        f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, "
-        f"{beside}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s; slowest term: {slowest}"
-    )
+    held = f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, {beside}"
+    if rates is None:
+        return f"{held}step {seconds:.3g} s, which no plan says of a CPU without plan.cluster"
+    return f"{held}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s by {rates}; slowest term: {slowest}"
 
 
 def write_back(planned: PlannedRun, seconds: float, file: str) -> str:

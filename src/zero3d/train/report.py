@@ -16,6 +16,7 @@ from zero3d.config import Config, to_dict
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.page.text import size
 from zero3d.spec.tiers import DEVICE
+from zero3d.stores.cache import shown as shown_path
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
@@ -150,7 +151,7 @@ def summary(result: Result) -> Iterator[str]:
         yield f"exported: {line}"
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
-    yield f"checkpoint: {result.checkpoint}    metrics: {result.folder.metrics}"
+    yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
 
 
 def _difference(config: Config) -> str:
@@ -213,7 +214,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "config": to_dict(config),
         "paths": {
             "folder": str(folder.root.resolve()),
-            "checkpoint": str(result.checkpoint.resolve()),
+            "checkpoint": shown_path(result.checkpoint.resolve()),
             "export": str(result.exports[0].resolve()) if result.exports else None,
             "exports": [str(path.resolve()) for path in result.exports],
             "metrics": str(folder.metrics.resolve()),

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero3d.checkpoint.folders import checkpoints
+from zero3d.checkpoint.folders import step_of
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
@@ -25,8 +25,7 @@ from zero3d.train.start import Start
 
 def find_checkpoint(config: Config, start: Start, everyone: Comm) -> Path | None:
     """Return the checkpoint to resume from, or None. Raises CheckpointError."""
-    folder = Folder(Path(config.output or "."))
-    return agree(everyone, lambda: folder.resume_from(start.resume))
+    return agree(everyone, lambda: Folder.of(config).resume_from(start.resume))
 
 
 def choose_slots(config: Config, start: Start, engine: Engine, checkpoint: Path | None) -> bool:
@@ -34,9 +33,9 @@ def choose_slots(config: Config, start: Start, engine: Engine, checkpoint: Path 
     slots = engine.slots if start.resume == AUTO else None
     if slots is None:
         return False
-    folder = Folder(Path(config.output or "."))
+    folder = Folder.of(config)
     own = slots.loop is not None and bool(folder.run_id) and slots.loop.get(RUN) == folder.run_id
-    newer = checkpoint is None or slots.step > max(checkpoints(folder.checkpoints), default=-1)
+    newer = checkpoint is None or slots.step > (step_of(checkpoint) or 0)
     return bool(broadcast_ints(engine.world, [int(own and newer)])[0])
 
 
@@ -46,7 +45,7 @@ def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapp
         saved: Mapping[str, Any] | None = engine.load(checkpoint)
     except CheckpointError as error:
         searches = start.resume == AUTO and engine.world.rank == 0
-        hints = ResumeHints(Folder(Path(config.output or ".")), config, engine.world.size)
+        hints = ResumeHints(Folder.of(config), config, engine.world.size)
         agree(engine.world.patient, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
         raise
     return saved

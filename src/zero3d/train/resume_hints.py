@@ -12,6 +12,7 @@ from zero3d.checkpoint.integrity import find_damage, newest_intact
 from zero3d.config import Config, Health
 from zero3d.errors import CheckpointError
 from zero3d.precision import LossScale
+from zero3d.stores.cache import shown
 from zero3d.train.folder import AUTO, Folder
 
 ANEW = "start anew with --overwrite"
@@ -39,7 +40,9 @@ class ResumeHints:
         saved = checkpoints(self.folder.checkpoints)
         inside = checkpoint.resolve() in [path.resolve() for path in saved.values()]
         newest = inside and saved[max(saved)].resolve() == checkpoint.resolve()
-        start = AUTO if newest else checkpoint if inside else f"{checkpoint} output=FOLDER"
+        known, url = shown(checkpoint), self.folder.url
+        copied = url is not None and known.startswith(f"{url}/")  # and newer than those here, else it was not taken
+        start = AUTO if newest or copied else checkpoint if inside else f"{known} output=FOLDER"
         return f"zero3d train {self.folder.config} --resume {start}{self._ranks}"
 
     @property

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from zero3d.checkpoint.copies import copy_export
 from zero3d.checkpoint.folders import tidied_path
 from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.config import Batch, Config, offload_of, to_yaml
@@ -29,6 +31,7 @@ from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.losses import choose_loss
+from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
 from zero3d.train.device_memory import fullest, host_peak, memory_peak
@@ -175,7 +178,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     if saved is not None:
         loop.resume(LoopState.of(saved), None if checkpoint is None else tidied_path(checkpoint), from_slots)
         newer = f"newer than {loop.checkpoint.name if checkpoint else 'no checkpoint'}"
-        source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else loop.checkpoint
+        source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else shown(loop.checkpoint)
         progress.say(f"going on from {source}, after step {loop.state.step}")
         progress.say(engine.resumed)
         if (before := saved.get("chosen_by", loop.state.chosen_by)) != loop.state.chosen_by:
@@ -222,6 +225,10 @@ def _finish(
             with inputs.mesh.heartbeat.phase("export"):
                 if note := export_model(engine, place, tokenizer or model_tokenizer(base), base):
                     progress.say(note)
+                if config.checkpoint.to is not None:
+                    copied = f"{config.checkpoint.to.rstrip('/')}/{place.name}"
+                    copy = partial(copy_export, place.path, copied) if engine.world.rank == 0 else lambda: None
+                    agree(engine.world.patient, copy)
         text = sample(config, engine, tokenizer, progress)
     if engine.offload.uses_folder:
         agree(engine.world, lambda: None)  # nobody reads it any more
@@ -275,10 +282,11 @@ def begin(config: Config, start: Start, lock: FolderLock, rank: int) -> None:
 def open_folder(config: Config, start: Start, engine: Engine, checkpoint: Path | None, lock: FolderLock) -> Folder:
     """Claim the output folder on rank 0 and write config.yaml into it."""
     first = engine.world.rank == 0
-    folder = Folder(Path(config.output)) if config.output is not None else _first_free(start, engine.world)
-    everyone = engine.world.patient
+    if config.output is None:
+        config = with_output(config, _first_free(start, engine.world).root)
+    folder, everyone = Folder.of(config), engine.world.patient
     agree(everyone, lambda: folder.claim(lock, start.resume, start.overwrite, checkpoint) if first else None)
-    text = to_yaml(with_output(config, folder.root))
+    text = to_yaml(config)
     agree(everyone, lambda: folder.write_config(text) if first else None)
     return folder
 

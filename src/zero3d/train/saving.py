@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zero3d.config.sections import STOP, WARN, Checkpoint
 from zero3d.engine.engine import Engine
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, CopyError
 from zero3d.train.folder import Folder
 
 NEVER = -1  # no number of applied steps
@@ -73,9 +73,9 @@ class Saving:
         self.steps, self.best = begun.steps, best
         try:
             if behind:
-                self._engine.save(self._folder.checkpoints, loop, wait=False)
+                self._engine.save(self._folder.checkpoints, loop, wait=False, to=self._config.to)
             else:
-                self._committed(self._engine.save(self._folder.checkpoints, loop), begun)
+                self._committed(self._engine.save(self._folder.checkpoints, loop, to=self._config.to), begun)
         except CheckpointError as error:
             self._failed(error, begun, must or self._stops)
         else:
@@ -97,24 +97,29 @@ class Saving:
             assert folder is not None
             self._committed(folder, begun)
 
-    def _committed(self, folder: Path, begun: _Begun) -> None:
-        """Take over a checkpoint; older ones go, but the best."""
+    def _committed(self, folder: Path, begun: _Begun, copied: bool = True) -> None:
+        """Take over a checkpoint; older ones go, but the best, of the store's once it has this one."""
         self.newest = folder
         if self._engine.world.rank == 0 and begun.steps > self._first:
-            self._folder.prune(begun.steps, self._config.keep, None if begun.best is None else begun.best[0])
+            chosen = begun.steps, self._config.keep, None if begun.best is None else begun.best[0]
+            self._folder.prune(*chosen)
+            if copied:
+                self._folder.prune_copies(*chosen)
         self._tell(folder)
 
     def _failed(self, error: CheckpointError, begun: _Begun, raises: bool) -> None:
-        """Forget a checkpoint that never was; raise why, or warn of it."""
-        self.steps, self.best = begun.steps_before, begun.best_before
+        """Forget a checkpoint that never was, keep one that is not in the store; raise why, or warn of it."""
+        if isinstance(error, CopyError):
+            self._committed(self._folder.checkpoints / f"step-{begun.steps}", begun, copied=False)
+            said = f"the store has no checkpoint of step {begun.steps}, and training goes on: {error}"
+        else:
+            self.steps, self.best = begun.steps_before, begun.best_before
+            kept = f"{self.newest} is the newest" if self.has_any else "nothing is saved yet"
+            said = f"the checkpoint of step {begun.steps} was not written, training goes on, and {kept}: {error}"
         if raises:
             raise error
         if self._engine.world.rank == 0:
-            kept = f"{self.newest} is the newest" if self.has_any else "nothing is saved yet"
-            warnings.warn(
-                f"the checkpoint of step {begun.steps} was not written, training goes on, and {kept}: {error}",
-                stacklevel=2,
-            )
+            warnings.warn(said, stacklevel=2)
 
     def figures(self) -> dict[str, float]:
         """Return what the last save cost, once: seconds that training waited, bytes that this rank wrote."""

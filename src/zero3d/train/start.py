@@ -10,6 +10,7 @@ from zero3d.config import Config
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import has_base
 from zero3d.plan.hardware import read_file
+from zero3d.setup.packages import check_stores
 from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
@@ -38,14 +39,17 @@ def check_start(config: Config, start: Start, alone: bool) -> None:
 
     alone  no process of this run locks the folder yet or is about to: a lock is another run's
     """
+    check_stores(config, start.resume)
     if start.resume == AUTO and config.output is None:
         raise ConfigError("--resume auto looks in the run's own folder: name it with output=FOLDER.")
     if config.plan.cluster is not None:
         read_file(config.plan.cluster)
-    folder = Folder(Path(config.output or "."))
+    folder = Folder.of(config)
     if alone and config.output is not None:
         check_free(folder.root)
     checkpoint = folder.resume_from(start.resume)
+    if alone:
+        folder.refuse_copies(start.resume, start.overwrite)
     if config.output is not None:
         folder.refuse(start.resume, start.overwrite, checkpoint)
         adapted, based = config.lora.rank is not None, has_base(config.model)

@@ -184,8 +184,9 @@ def _over_node(
     """
     over = engine.mesh.degrees.group("shard")
     crossed = {row.unit: row.moved.calls for row in entries if (row.axis, row.op) == (over, "all_gather")}
-    units = engine.traffic_units
-    yield from (row for row in planned if row.op != "all_gather")
+    units = [unit for unit in engine.traffic_units if unit.node > 1]
+    names = {unit.name for unit in units}
+    yield from (row for row in planned if row.op != "all_gather" or row.unit not in names)
     for unit in units:
         elements, width = unit.as_gathered
         across = crossed.get(unit.name, 0)

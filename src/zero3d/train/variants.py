@@ -25,7 +25,12 @@ from zero3d.errors import ConfigError
 
 MOST = 32  # runs one after another are days
 COMMA = re.compile(r",(?![^\[]*\])")  # outside brackets
-QUIET = ("checkpoint.export=false", "checkpoint.verify=false", "evaluate.prompt=null")  # nothing of it is compared
+QUIET = (  # nothing of it is compared
+    "checkpoint.export=false",
+    "checkpoint.verify=false",
+    "checkpoint.to=null",
+    "evaluate.prompt=null",
+)
 
 
 class Axis(NamedTuple):

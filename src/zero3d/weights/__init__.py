@@ -6,7 +6,8 @@ local     carries it to processes of the same host, through memory that both sha
 group     carries it to other jobs and hosts, over a process group of gloo or NCCL
 connect   the receiver of an address
 
-An engine makes the buckets (`Engine.stream_weights`, engine/streaming.py). A server needs nothing of it:
+A folder takes them, too (checkpoint/streamed_folder.py). An engine makes the buckets (`Engine.stream_weights`,
+engine/streaming.py). A server needs nothing of it:
 
     with zero3d.weights.connect("/run/weights") as sender:
         while serving:

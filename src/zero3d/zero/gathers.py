@@ -87,6 +87,7 @@ class Gathers:
         self._ahead: list[Unit] = []
         self._turn: list[Unit] = []
         self._known: dict[str, Unit] = {}
+        self._on_first: set[Unit] = set()  # which the first of its ranks has whole, and the others have not
         self.events: list[TokenEvent] | None = None
 
     def acquire(self, unit: Unit, token: object) -> None:
@@ -98,6 +99,11 @@ class Gathers:
         first = not unit.users
         unit.users.add(token)
         if not first:
+            if unit in self._on_first:
+                self._on_first.remove(unit)
+                with self._side.issue(unit.name):
+                    unit.weights.share_first()
+                self._side.join(unit.name)
             unit.weights.ready()
         else:
             self._known[unit.name] = unit
@@ -112,6 +118,24 @@ class Gathers:
         if token in EXACT:
             unit.weights.show(exactly=True)
 
+    def acquire_on_first(self, unit: Unit) -> None:
+        """Gather a unit to be exported: on gloo on the first of its ranks alone, unless all ranks have it anyway.
+
+        NCCL's all-gather is no slower, and between hosts faster: every rank's network card has a part of it.
+        """
+        if unit.users or unit.comm.enqueues or unit.weights.state is not State.SHARDED:
+            self.acquire(unit, EXPORT)
+            return
+        self._note(unit, EXPORT, True)
+        unit.weights.flush()
+        with self._side.issue(unit.name):
+            unit.weights.gather_to_first()
+        self._side.join(unit.name)
+        unit.weights.ready()
+        unit.users.add(EXPORT)
+        self._known[unit.name] = unit
+        self._on_first.add(unit)
+
     def release(self, unit: Unit, token: object) -> None:
         """Take `token` back; the last one frees the full parameters. Repeating it is harmless."""
         if not unit.weights.sharded:
@@ -120,6 +144,7 @@ class Gathers:
         if token in unit.users:
             unit.users.discard(token)
             if not unit.users:
+                self._on_first.discard(unit)
                 self._side.note("free", unit.name)
                 unit.weights.release()
                 return

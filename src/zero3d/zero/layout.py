@@ -94,8 +94,9 @@ class UnitLayout:
         slots: list[Slot] = []
         cursor = 0
         for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
-            slots.append(Slot(name, shape, group, cursor, prod(shape)))
-            cursor += -(-prod(shape) // ALIGN) * ALIGN
+            numel = prod(shape)
+            slots.append(Slot(name, shape, group, cursor, numel))
+            cursor += -(-numel // ALIGN) * ALIGN
         quantum = _quantum(dp, block)
         self.slots = tuple(slots)
         self.cells = grid(dp)

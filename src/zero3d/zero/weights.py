@@ -202,6 +202,23 @@ class Weights:
         self._exact = exactly
         return (self._wire.gather_weights if exactly else self._wire.gather)(self.full, fill)
 
+    def gather_to_first(self) -> None:
+        """Fill `full` with the weights themselves on the first rank; the others send 1/N Psi each, and stay SHARDED."""
+        assert self.state is State.SHARDED
+        assert self._wire is not None
+        self.check()
+        self._wire.gather_to_first(self.full, fill=not self.keeps_full)
+        self._exact = True
+        if self._setting.comm.rank == 0:
+            self.state = State.GATHERING
+
+    def share_first(self) -> None:
+        """Have on all ranks what `gather_to_first` has left on the first: others need it now; (N-1)/N Psi each."""
+        if self.state is State.SHARDED:
+            self.gather(exactly=True)
+        else:
+            self._gather(exactly=True, fill=False).wait()
+
     def show(self, exactly: bool) -> None:
         """Have a gathered unit's parameters be the weights themselves, or what is computed with, if that differs."""
         if self.coded and self._exact != exactly:
@@ -225,7 +242,7 @@ class Weights:
 
     def release(self) -> None:
         """Go back to placeholders and free `full`, unless it is kept: stale then, but for the shard in it."""
-        if self.state is State.SHARDED:  # its gather failed
+        if self.state is State.SHARDED:  # its gather failed, or was to another rank
             return
         self.ready()
         self.keep()

@@ -20,7 +20,7 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import parse_choice_from_env
+from accelerate.utils import parse_choice_from_env, parse_flag_from_env, patch_environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ from zero3d.integrations.accelerate.world import alike, check_parts, must_say_cp
 from zero3d.nested import map_tensors
 from zero3d.spec.offload import Offload
 
+FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"
 OTHERS = (  # what shards or cuts a model in another way
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -74,7 +75,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     mixed_precision  as there: "no", "bf16", "fp16"; weights are in that dtype, and masters in fp32. A model that is
                      loaded in bf16 stays so with "no", too
     parallelism_config  Accelerate's, of which are taken sp_size: the sequence axis, whose ranks are handed the same
-                        data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone
+                        data; and dp_replicate_size with dp_shard_size: states are cut over some neighbours alone.
+                        None: as `accelerate launch --use_parallelism_config` was told
     others           Accelerate's own
     Ranks that torchrun starts on CPUs are processes of it without `cpu=True`, too. Raises ConfigError for plugins that
     shard in another way, a stage or an option that there is not, and a state made before that knows of fewer processes.
@@ -95,11 +97,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if chosen not in PRECISIONS:
             raise ConfigError(f"mixed_precision={chosen!r}: one of {', '.join(PRECISIONS)}.")
         options = check_keywords(stage, options, "Accelerator")
+        if parallelism_config is None and parse_flag_from_env(FROM_LAUNCHER):
+            parallelism_config = accelerate.ParallelismConfig()  # reads what `accelerate launch` was told
         self._alike, self._shards = alike(parallelism_config, options.get("mesh")), shards(parallelism_config)
         self._counts_parts = False  # processes are counted as parts of the data
         if must_say_cpu():
             others.setdefault("cpu", True)
-        super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
+        with patch_environment(**{FROM_LAUNCHER: False}):  # Accelerate would cut the model itself
+            super().__init__(mixed_precision="no", **others)  # autocast and its scaler are not used
         refuse_other_world(
             self.num_processes,
             "Pass cpu=True (use_cpu=True to TrainingArguments) where ranks compute on CPUs, and make no PartialState "

@@ -21,14 +21,14 @@ class Summands:
 
     micro_batches  of a rank in the present step, which numbers need where gradients are reduced every step
     seed, batches  of dropout: rank 0's at construction, and steps so far, skipped ones too
-    shared         ranks share sequences out, each of which is then as many neighbours in the list
+    parts          ranks that share a sequence out: its parts are as many neighbours in the list
     rows           of a micro-batch, as `train_batch` saw it last, here or before a checkpoint
     """
 
-    def __init__(self, comm: Comm, per_step: bool, micro_batches: int, seed: int, shared: bool = False) -> None:
+    def __init__(self, comm: Comm, per_step: bool, micro_batches: int, seed: int, parts: int = 1) -> None:
         self.comm = comm
         self.per_step = per_step
-        self.shared = shared
+        self.parts = parts
         self._usual = micro_batches
         self.seed, self.batches = seed, 0
         self.rows: int | None = None
@@ -43,7 +43,7 @@ class Summands:
                 f"{micro_batches} per rank and step is no power of two. Pass {1 << micro_batches.bit_length() - 1} or "
                 f"{1 << micro_batches.bit_length()}, or reduce='every_micro_batch' (stages 2 and 3)."
             )
-        if self.per_step and self.shared and micro_batches > 1:
+        if self.per_step and self.parts > 1 and micro_batches > 1:
             raise ConfigError(
                 f"exact=True with mesh.sp and reduce='every_step' would sum {micro_batches} micro-batches of a rank "
                 "before the other parts of their sequences: type zero.reduce=every_micro_batch (stages 2 and 3), or "
@@ -75,12 +75,13 @@ class Summands:
 
     @property
     def per_batch(self) -> int:
-        """Summands of a usual step."""
-        return self._usual * self.comm.size
+        """Micro-batches of a usual step, over all ranks."""
+        return self._usual * self.comm.size // self.parts
 
     def state(self, tp: int, pp: int) -> dict[str, Any]:
         """Return what a checkpoint stores; `covers`: degrees and rows with which a resumed run has the same bits."""
-        fits = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
+        rows = [1 << i for i in range(CANONICAL.bit_length()) if self.per_batch % (1 << i) == 0]
+        fits = [n * self.parts for n in rows if n * self.parts <= CANONICAL]
         covers = {"dp": fits, "tp": tp, "pp": pp, "rows": self.rows}
         return {"seed": self.seed, "batches": self.batches, "covers": covers}
 

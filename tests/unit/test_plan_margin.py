@@ -1,0 +1,91 @@
+"""The margin of a plan's memory: what fits with it, what would end a plan, and how both are told."""
+
+import json
+import re
+
+import pytest
+
+from zero3d.cli.main import main
+from zero3d.cli.plan_options import margin_of
+from zero3d.errors import ConfigError
+from zero3d.page.text import binary
+from zero3d.plan.estimate import evaluate
+from zero3d.plan.hardware import cluster
+from zero3d.plan.margin import MARGIN, Range, ends, usable
+from zero3d.plan.shapes import gpt
+from zero3d.plan.spec import ParallelPlan
+
+MODEL = gpt(8, 1024, 16, 50304, 2048)
+PLACE = cluster("rtx-3090", 1, 1)
+WORDS = ["plan", "--params", "1e8", "--gpus", "1", "--gpu", "rtx-3090", "--seq", "512", "--tokens-per-batch", "8192"]
+
+
+def test_a_share_and_a_percentage_are_margins():
+    assert (margin_of("10%"), margin_of("0.1"), margin_of("0"), margin_of(None)) == (0.1, 0.1, 0.0, MARGIN)
+
+
+@pytest.mark.parametrize("text", ["lots", "-1%", "1", "100%", "nan"])
+def test_what_is_no_margin_is_refused(text):
+    with pytest.raises(ConfigError, match=r"is no share of memory below 1: type 10% or 0\.1"):
+        margin_of(text)
+
+
+def test_what_may_be_planned_has_the_margin_beyond_it():
+    assert Range.of(usable(80.0, 0.25), 0.25) == (48.0, 64.0, 80.0)
+    assert usable(80.0, 0.0) == 80.0
+
+
+@pytest.mark.parametrize("activations", ["none", "full"])
+def test_the_next_longer_sequence_and_the_next_larger_micro_batch_do_not_fit(activations):
+    plan, limit = ParallelPlan(micro_batch=2, activations=activations), usable(PLACE.gpu.memory)
+
+    def device(length, micro_batch):
+        longer = gpt(8, 1024, 16, 50304, length)
+        return evaluate(longer, PLACE, plan.replace(micro_batch=micro_batch)).memory.device
+
+    found = ends(MODEL, PLACE, plan, limit, evaluate)
+    assert found.length > 2048
+    assert found.micro_batch > 2
+    # positions of the closed form grow with the length, so one is compared a little further away
+    assert device(found.length - 256, 2) <= limit < device(found.length + 512, 2)
+    assert device(2048, found.micro_batch) <= limit < device(2048, found.micro_batch + 1)
+
+
+def test_no_end_is_told_where_none_is_near_nor_a_length_where_scores_are_kept():
+    assert ends(MODEL, PLACE, ParallelPlan(), 1e18, evaluate) == (None, None)
+    eager = gpt(8, 1024, 16, 50304, 512, flash=False)
+    found = ends(eager, PLACE, ParallelPlan(), usable(PLACE.gpu.memory), evaluate)
+    assert found.length is None
+    assert found.micro_batch > 1
+
+
+def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans(capsys):
+    def told(*words):
+        assert main([*WORDS, *words]) == 0
+        return capsys.readouterr().out
+
+    text, found = told(), json.loads(told("--json"))
+    assert re.search(
+        r"^   [\d.]+ GiB \([\d.]+-[\d.]+\) of 24 GiB, [\d.]+ GiB left: a sequence of more than [\d,]+ tokens or a "
+        r"micro-batch of \d+ would not fit$",
+        text,
+        re.M,
+    )
+    assert f"margin {100 * MARGIN:g} %: nine in ten published memories" in text
+    best = found["plans"][0]["memory"]["device"]
+    assert found["device_range_bytes"] == Range.of(best, MARGIN)._asdict()
+    assert all(row["memory"]["device"] * (1 + MARGIN) <= 24 * 2**30 for row in found["plans"])
+    assert 0 < found["mfu"] < 1
+    wide = json.loads(told("--json", "--margin", "90%"))
+    assert wide["margin"] == 0.9
+    assert max(row["memory"]["device"] for row in wide["plans"]) * 1.9 <= 24 * 2**30
+    assert len(wide["plans"]) <= len(found["plans"])
+
+
+def test_bytes_of_a_card_are_binary():
+    assert [binary(size) for size in (80 * 2**30, 1.5 * 2**30, 2**29, 3 * 2**20)] == [
+        "80 GiB",
+        "1.5 GiB",
+        "0.5 GiB",
+        "3 MiB",
+    ]
