@@ -20,6 +20,7 @@ import mesh as mesh_benchmark
 import narrow_wires
 import optimizers
 import pipeline as pipeline_benchmark
+import planner_speed
 import qlora
 import sequence
 import stream
@@ -439,6 +440,24 @@ def llava_job() -> str:
     return table(["stage", "ranks", "batch of a rank", "device peak", "host peak", "samples/s"], rows)
 
 
+# --- planner_speed.py ---------------------------------------------------------------------------
+
+
+def plans_in_seconds() -> str:
+    """CPU seconds of commands: where a model is traced, again, and the latter over those of a commit before."""
+    [found] = results("planner-speed")
+    cases = {case.name: case for case in planner_speed.CASES}
+    rows = [
+        [
+            f"`zero3d {' '.join(cases[row['case']].words)}`", f"{row['first']:.1f} s", f"{row['again']:.2f} s",
+            f"{row['target']:g} s: {verdict([row['again']], row['target'])}",
+            f"{row['of_base']:.3f}x of {row['base']:.0f} s",
+        ]
+        for row in found
+    ]  # fmt: skip
+    return table(["command", "first", "again", "target", "of before"], rows)
+
+
 MEASURED: dict[str, Callable[[], str]] = {
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
@@ -467,4 +486,5 @@ MEASURED: dict[str, Callable[[], str]] = {
     "loop-share": loop_share,
     "checkpoint": checkpoint_speed,
     "llava": llava_job,
+    "plans-in-seconds": plans_in_seconds,
 }

@@ -87,6 +87,7 @@ _CARD_TURNS = (
     "bits.deterministic,edges,parity,offload.resident,offload.host",
     "--minutes 1.0 --json OUT --only optimizers,bases,experts,loops,syncs",
 )
+_SLOW_PLANS = "20ae079f58"  # the commit before searches were made fast
 _LLAVA = "zero3d plan llava-1.5-7b --lora r=128 --seq 2048 --gpu a6000 --json"
 _LLAVA_RUN = "zero3d plan explain EXAMPLES/llava_lora.yaml model.path=llava-1.5-7b --gpu a6000 --json"
 _LLAVA_SHAPES = ((2, 8, 1), (2, 8, 2), (2, 8, 4), (3, 16, 1), (3, 16, 2), (3, 16, 4))  # stage, batch of a GPU, GPUs
@@ -142,6 +143,7 @@ RECIPES = {
             timed=False,
             repeats=True,
         ),
+        Recipe("planner-speed", (f"python benchmarks/planner_speed.py --base {_SLOW_PLANS} --json OUT",)),
         Recipe("launches", _LAUNCHES, timed=False, repeats=True),
         Recipe("launches-before", _LAUNCHES, timed=False, source="cff2239dfe"),
         Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),

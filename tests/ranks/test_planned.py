@@ -15,6 +15,7 @@ from zero3d.account.states import engine_bytes
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.page.text import size
+from zero3d.plan.constants import constant
 from zero3d.plan.corrected import corrected, scaled, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
@@ -148,7 +149,7 @@ def test_a_json_file_stays_json_and_keeps_what_else_it_says(tmp_path):
     assert told["provenance"] == {
         "disk": "measured", "gpu.bandwidth": "datasheet", "gpu.matrix": "measured", "gpu.flash": "measured"
     }  # fmt: skip
-    assert told["gpu"]["matrix"] == pytest.approx(0.34)
+    assert told["gpu"]["matrix"] == pytest.approx(constant("h100", "matrix") / 2)
 
 
 def test_what_cannot_be_corrected_or_read_is_refused_before_anything_is_written(ranks, tmp_path):

@@ -169,7 +169,7 @@ def printed_by_launch(capsys, target):
     text = capsys.readouterr().out
     if target == "k8s":
         return list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]["command"][-1]
-    return text.replace("srun --kill-on-bad-exit=1 ", "") if target == "slurm" else text
+    return text.replace("srun --distribution=block --kill-on-bad-exit=1 ", "") if target == "slurm" else text
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "host[0-1]",

@@ -228,7 +228,7 @@ def test_scripts_and_targets_that_pages_name_are_there():
 # --- dotted names -------------------------------------------------------------------------------
 
 
-PEERS = {"lightning", "axolotl", "vllm"}
+PEERS = {"lightning", "axolotl", "vllm", "verl"}
 
 
 def leads_somewhere(name):

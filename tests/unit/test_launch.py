@@ -79,6 +79,7 @@ def test_slurm_starts_one_task_per_gpu_and_warns_before_the_limit(folder, capsys
     assert set(re.findall(r"^#SBATCH (.+)$", text, flags=re.MULTILINE)) >= {
         "--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=TERM@300", "--requeue",
     }  # fmt: skip
+    assert re.search(r"^srun .*--distribution=block ", text, flags=re.MULTILINE), "neighbours are on one host"
 
 
 def test_kubernetes_pods_find_the_first_one_and_have_time_to_save(folder, capsys):

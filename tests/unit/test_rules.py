@@ -1,6 +1,6 @@
 """Settings that cannot be together: a case for each rule, in the words of files, engines and plans."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -210,3 +210,10 @@ def test_what_a_rule_names_is_a_setting():
 
 def test_the_page_of_configurations_has_all_rules():
     assert as_markdown() in (ROOT / "docs" / "config.md").read_text()
+
+
+def test_rules_ask_whether_there_are_several_micro_batches_and_not_how_many():
+    """By which the planner asks them once for all plans that differ in that."""
+    for spec, *_ in TABLE:
+        found = [[key for key, _ in refusals(replace(spec, accumulate=many))] for many in (2, 3, 64)]
+        assert found[0] == found[1] == found[2]

@@ -105,7 +105,7 @@ def check(job: Job) -> None:
 
 
 def slurm(job: Job) -> str:
-    """Return a script for sbatch."""
+    """Return a script for sbatch. Neighbours are on one host, whatever the cluster's own distribution of tasks is."""
     return f"""\
 #!/bin/bash
 #SBATCH --job-name={job.name}
@@ -119,7 +119,7 @@ def slurm(job: Job) -> str:
 
 # Submit with your account, partition and time limit: sbatch --time=24:00:00 THIS_FILE
 # {GRACE} seconds before the limit all ranks get SIGTERM, save and stop; submitted again, the run continues.
-srun --kill-on-bad-exit=1 {job.command}
+srun --distribution=block --kill-on-bad-exit=1 {job.command}
 """
 
 

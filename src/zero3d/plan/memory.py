@@ -316,22 +316,25 @@ class _Activations:
     footprints  of its parts, in the order of backwards
     kept        bytes from a micro-batch's forward to its backward, in the order of forwards
     alive       the same, added up in the order of backwards
-    between     bytes between its two backwards, of inputs and of weights
     """
 
     def __init__(self, model: ModelSpec, plan: ParallelPlan, stage: int) -> None:
         by_part = footprints(model, plan)
-        forwards = [[by_part[part] for part in parts] for parts in chunks_of_rank(model, plan, stage).values()]
-        self.footprints = [footprints[::-1] for footprints in forwards]
-        self.kept = [sum(each.kept for each in footprints) for footprints in forwards]
-        self.alive = [sum(each.kept for each in footprints) for footprints in self.footprints]
-        self.between = [
+        self._forwards = [[by_part[part] for part in parts] for parts in chunks_of_rank(model, plan, stage).values()]
+        self.footprints = [footprints[::-1] for footprints in self._forwards]
+        self.kept = [sum([each.kept for each in footprints]) for footprints in self._forwards]
+        self.alive = [sum([each.kept for each in footprints]) for footprints in self.footprints]
+        self._fullest: dict[tuple[int, bool], int] = {}
+
+    @cached_property
+    def between(self) -> list[float]:
+        """Return the bytes between a micro-batch's two backwards, of inputs and of weights."""
+        return [
             kept
             + sum(each.skipped for each in footprints)
             + sum(each.for_weights - each.dropped for each in footprints)
-            for kept, footprints in zip(self.kept, forwards, strict=True)
+            for kept, footprints in zip(self.kept, self._forwards, strict=True)
         ]
-        self._fullest: dict[tuple[int, bool], int] = {}
 
     def fullest(self, turn: int, reduces: bool, moving: Backward) -> int:
         """Return which part's backward is the fullest, whatever other micro-batches keep: all have that.

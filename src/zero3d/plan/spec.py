@@ -370,7 +370,8 @@ class ParallelPlan(Spec):
     def replace(self, **settings: Any) -> ParallelPlan:
         """Return a plan with other settings: keywords, or from a mapping keys as in a file. Raises ConfigError."""
         made = object.__new__(ParallelPlan)
-        now = {name: getattr(self, name) for name in _defaults()}
+        now = {**vars(self)}
+        now.pop("_hash", None)  # of this plan
         vars(made).update(now | by_section(settings, PLAN_KEYWORDS, now))
         return made
 

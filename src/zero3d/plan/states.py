@@ -75,8 +75,11 @@ class States(NamedTuple):
 
 def check_rules(plan: ParallelPlan) -> None:
     """Refuse settings that an engine would refuse together. Raises ConfigError."""
-    settings = {name: getattr(plan, name) for name in _SPEC}
-    _check_rules(Spec(**settings | {"offload": _in_a_folder(plan.offload)}))
+    settings = {name: getattr(plan, name) for name in _SPEC} | {"offload": _in_a_folder(plan.offload)}
+    try:
+        _check_rules(Spec(**settings | {"accumulate": min(2, plan.accumulate)}))  # rules ask whether there are several
+    except ConfigError:
+        _check_rules(Spec(**settings))  # which names the number
 
 
 _SPEC = [each.name for each in fields(Spec)]

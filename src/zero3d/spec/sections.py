@@ -122,7 +122,7 @@ def by_section(settings: Mapping[str, Any], known: Keywords, now: Mapping[str, A
             found[name] = value
             continue
         field, key = known[name] if name in known else _as_in_a_file(name, known)
-        if isinstance(value, Mapping):
+        if not isinstance(value, (str, int, float)) and isinstance(value, Mapping):
             raise ConfigError(
                 f"{name}={short(value)!r} is a mapping: pass a zero3d.spec record, or each key by itself."
             )

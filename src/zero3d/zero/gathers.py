@@ -225,7 +225,7 @@ class Gathers:
         for unit in planned[:WINDOW]:
             if len(self._ahead) >= WINDOW:
                 return
-            if unit.weights.state is State.SHARDED:
+            if unit.weights.state is State.SHARDED and unit not in self._on_first:
                 self._issue(unit)
                 self._ahead.append(unit)
             elif unit not in self._ahead:

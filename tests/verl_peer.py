@@ -1,0 +1,66 @@
+"""Three steps of verl's own batches and loss on our engine, by verl's registry; prints what came of them as JSON.
+
+python tests/verl_peer.py FOLDER      of a model; in an environment that has verl
+"""
+
+import json
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+
+def batch_of(tensordict_utils):
+    """A batch as verl's trainer of supervised fine-tuning makes it: nested tensors, without padding."""
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 64, (n,), generator=draw) for n in (5, 3, 6, 4)]
+
+    def nested(tensors):
+        return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+    tensors = {
+        "input_ids": nested(rows),
+        "position_ids": nested(torch.arange(len(row)) for row in rows),
+        "loss_mask": nested(torch.ones_like(row) for row in rows),
+    }
+    settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "temperature": 1.0, "calculate_entropy": True}
+    return tensordict_utils.get_tensordict(tensors, settings)
+
+
+def main(folder):
+    from verl.utils import tensordict_utils
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.utils.losses import sft_loss
+
+    import zero3d.integrations.verl  # noqa: F401 (what model.external_lib imports)
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    engine = EngineRegistry.new(
+        model_type="language_model", backend="zero3d",
+        model_config=SimpleNamespace(lora_rank=0, local_path=folder, enable_gradient_checkpointing=True),
+        engine_config=SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=False),
+        optimizer_config=SimpleNamespace(
+            lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0, clip_grad=1.0, total_training_steps=3, lr_warmup_steps=0,
+            lr_warmup_steps_ratio=0.0, lr_scheduler_type="constant",
+        ),
+        checkpoint_config=None,
+    )  # fmt: skip
+    engine.initialize()
+    losses = []
+    for _ in range(3):
+        with engine.train_mode():
+            output = engine.train_batch(batch_of(tensordict_utils), partial(sft_loss, None))
+        losses.append(sum(output["loss"]))
+        engine.lr_scheduler_step()
+    with engine.eval_mode():
+        told = engine.infer_batch(batch_of(tensordict_utils))
+    weights, _ = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    shapes = {name: list(tensor.shape) for name, tensor in weights}
+    logs = [len(row) for row in told["model_output"]["log_probs"].unbind()]
+    print(json.dumps({"losses": losses, "norm": output["metrics"]["grad_norm"], "logs": logs, "shapes": shapes}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
