@@ -21,6 +21,7 @@ import narrow_wires
 import optimizers
 import pipeline as pipeline_benchmark
 import planner_speed
+import qlora
 import sequence
 import stream
 from recorded import load
@@ -248,6 +249,26 @@ def optimizers_beside() -> str:
     return table(["stage", "a step of", "to", "", "target", ""], rows)
 
 
+def qlora_beside() -> str:
+    """A base of 4 bits beside one of bf16, and beside PEFT with bitsandbytes."""
+    [run] = results("qlora")
+    middle, alone = ({name: median(times) for name, times in run[key].items()} for key in ("seconds", "alone"))
+    rows = []
+    for name in qlora.FORMATS:
+        share, limit = qlora.gathered(run, qlora.OWN, name), qlora.TARGETS[name]
+        grown, small = qlora.grown(run, name), qlora.frozen(run, qlora.SMALL, name)
+        met = verdict([share], limit + 5e-4)
+        rows.append([f"`{name}`", "bytes gathered of its layers", f"{share:.3f}x", f"{limit}x", met])
+        met = verdict([grown], qlora.HELD)
+        rows.append([f"`{name}`", "what a rank's process grows by", f"{grown:.2f}x", f"{qlora.HELD:.2f}x", met])
+        rows.append([f"`{name}`", f"the base of {qlora.SMALL}, with its embedding", f"{small:.2f}x", "", ""])
+        rows.append([f"`{name}`", "a step", f"{middle[name] / middle[qlora.BASE]:.2f}x", "", ""])
+    beside = alone["nf4"] / alone[qlora.PEER]
+    against = "a step on one rank, to one of PEFT on bitsandbytes"
+    rows.append(["`nf4`", against, f"{beside:.2f}x", "1.00x", verdict([beside], 1.0)])
+    return table(["base", "to one in bf16", "", "target", ""], rows)
+
+
 def demo_curves_by_step() -> str:
     """Held-out losses of the demo by steps, with each optimizer, when AdamW's last was reached, and bytes of states."""
     [run] = results("demo-curves")
@@ -457,6 +478,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "links-targets": links_targets,
     "narrow-wires": narrow_wires_losses,
     "optimizers": optimizers_beside,
+    "qlora": qlora_beside,
     "demo-curves": demo_curves_by_step,
     "loading": loading_speed,
     "offload-targets": offload_targets,

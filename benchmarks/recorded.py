@@ -170,6 +170,7 @@ RECIPES = {
         Recipe("stream", ("python benchmarks/stream.py --rounds 7 --json OUT",)),
         Recipe("links", ("python benchmarks/links.py --rounds 5 --json OUT",)),
         Recipe("narrow-wires", ("python benchmarks/narrow_wires.py --json OUT",), timed=False),
+        Recipe("qlora", ("python benchmarks/qlora.py --ranks 2 --rounds 3 --json OUT",)),
         Recipe("optimizers", ("python benchmarks/optimizers.py --ranks 2 --rounds 9 --json OUT",)),
         Recipe("demo-curves", ("python benchmarks/demo_curves.py --json OUT",), timed=False),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),

@@ -245,7 +245,7 @@ def test_experts_decode_together_as_each_does_alone(name, shape):
     assert stack.decode(packed, torch.bfloat16).equal(torch.stack(wanted))
 
 
-@pytest.mark.parametrize("name", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("name", [pytest.param("nf4", marks=pytest.mark.long), "nf4-double"])
 def test_a_plan_knows_what_stacked_experts_are_packed_from(mixture, name):
     packed, plain = (outline(opened_of(mixture, how).module, 32) for how in (name, None))
     own, other = (digest(spec).shapes[1].stack for spec in (packed, plain))

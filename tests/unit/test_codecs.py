@@ -192,5 +192,5 @@ def test_a_dry_run_leaves_no_table_without_values_behind():
     codes = torch.zeros(4, dtype=torch.uint8)
     codecs._maxima.cache_clear()
     with FakeTensorMode():
-        codecs._kept(codecs._maxima, torch.zeros(4, dtype=torch.uint8))
-    assert codecs._kept(codecs._maxima, codes).tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()
+        codecs._kept(codecs._maxima, torch.float32, torch.zeros(4, dtype=torch.uint8))
+    assert codecs._kept(codecs._maxima, torch.float32, codes).tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class DoubleCodec(NamedTuple):
         """Return a matrix [out, in] of its run; fp32 for some blocks at a time, and for all scales."""
         form, runs, columns = self.format, self.format.runs(shape), self.format.columns
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-        known = _kept(_maxima, packed)[packed[runs.maxima : runs.scales].int()]
+        known = _kept(_maxima, torch.float32, packed)[packed[runs.maxima : runs.scales].int()]
         last = len(known) % form.maxima or form.maxima
         groups = F.pad(known, (0, form.maxima - last)).view(-1, form.maxima)
         scales = groups.mul_(_as_fp32(packed[runs.scales : runs.mean])[:, None]).add_(_as_fp32(packed[runs.mean :]))
@@ -204,10 +204,11 @@ def _maxima(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS_OF_MAXIMA, device=device)
 
 
-def _kept(table: Any, for_codes: Tensor) -> Tensor:
-    """Return a table on the device of codes, made once; anew in a dry run, whose tensors have no values for others."""
-    found: Tensor = (table.__wrapped__ if isinstance(for_codes, FakeTensor) else table)(for_codes.device)
-    return found
+def _kept(table: Callable[[torch.device], Tensor], dtype: torch.dtype, for_codes: Tensor) -> Tensor:
+    """Return a table by byte on the device of codes, made once; without values in a dry run, where codes have none."""
+    if isinstance(for_codes, FakeTensor):
+        return for_codes.new_empty(1 << 8, dtype=dtype)
+    return table(for_codes.device)
 
 
 def _encode_nf4(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +218,7 @@ def _encode_nf4(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
 
 
 def _values_nf4(codes: Tensor) -> Tensor:
-    return _kept(_pairs, codes)[codes.int()].view(torch.float32)
+    return _kept(_pairs, torch.int64, codes)[codes.int()].view(torch.float32)
 
 
 @cache
