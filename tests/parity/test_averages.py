@@ -245,7 +245,7 @@ def momentum(params):
     [
         ({"ema": 1.5}, "lies between 0 and 1: pass ema=0.999"),
         ({"ema": DECAY, "offload": {"optimizer": "host"}}, "states leave it: type offload.optimizer=none"),
-        ({"ema": DECAY, "optimizer": momentum}, "the optimizer is SGD"),
+        ({"ema": DECAY, "optimizer": momentum}, "and this is SGD: pass ema=None"),
     ],
 )
 def test_averages_that_cannot_be_kept_are_refused(options, said):
