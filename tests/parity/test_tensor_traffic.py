@@ -5,6 +5,7 @@ import torch
 from tensors import tiny
 
 import zero3d
+from zero3d.account.traffic import Moved, Sent
 from zero3d.activations.recomputation import recompute
 from zero3d.train.traffic import (
     SessionCounts,
@@ -81,3 +82,11 @@ def test_tp_ranks_send_what_the_plan_says(ranks, name, options):
 def test_and_on_other_meshes(ranks, name, options):
     for measured, planned in ranks(4, traffic, name, options):
         assert measured == planned
+
+
+def test_levels_of_the_data_axis_are_rows_of_their_own():
+    """Sums between copies of shards are all-reduces; gathers from a second shard stay among neighbours."""
+    rows = [Sent(axis, op, "a", Moved(1, 2, 4)) for axis, op in (
+        ("shard", "all_gather"), ("node", "all_gather"), ("shard", "reduce_scatter"), ("replicate", "all_reduce")
+    )]  # fmt: skip
+    assert list(by_operation(rows)) == ["all_gather", "all_gather (node)", "reduce_scatter", "all_reduce"]
