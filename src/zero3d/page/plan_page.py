@@ -65,7 +65,8 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     more = f"ZeRO stage {best.plan.zero.stage}, micro-batch {best.plan.micro_batch}, {settings(best.plan)}"
     yield "Best plan", mesh(best.plan), more.removesuffix(", -")
     yield "Step", f"{_digits(seconds.mid)} s", f"{_between(seconds)} s"
-    allowed = f"GiB, of {binary(answer.room)} with the margin, {binary(cluster.gpu.memory)} there"
+    card, room = binary(cluster.gpu.memory), binary(answer.room)
+    allowed = f"GiB, of {card}" if card == room else f"GiB, of {room} that may be used of {card}"
     yield "Memory of a GPU", around(memory.device, answer.margin), allowed
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
     useful = f"{rate / 1e12:.0f} TFLOP/s, MFU {100 * mfu(best, cluster):.0f} %"
