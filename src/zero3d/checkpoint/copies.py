@@ -61,7 +61,7 @@ def look_through(objects: Objects) -> Look:
 
 
 def is_whole(objects: Objects) -> bool:
-    """Say whether the last object of a checkpoint is there."""
+    """Return whether a folder in a store holds a whole checkpoint: its last object is there."""
     return CHECKSUM in objects and objects[CHECKSUM].size == CHECKSUM_BYTES
 
 
@@ -193,9 +193,9 @@ def find_places(url: str) -> dict[int, Path]:
 
 @contextmanager
 def told(url: str, action: str, kept: Path | None = None) -> Iterator[None]:
-    """Say of an error of the store what could not be done. Raises CheckpointError.
+    """Turn a store's OSError into a CheckpointError that names the URL, what could not be done and a remedy.
 
-    kept  a checkpoint that is whole all the same: CopyError
+    kept  a checkpoint that is whole on this host all the same: the error is a CopyError
     """
     try:
         yield

@@ -65,9 +65,9 @@ def find(directory: Path) -> Path:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Say whether a folder is a checkpoint by its name or its manifest, rather than a directory of them.
+    """Return whether a folder is itself a checkpoint, by its name or its manifest, and not a directory of checkpoints.
 
-    One of a store is, before its files are on this host.
+    A folder of the cache that stands for one in a store counts before its files are fetched.
     """
     if origin(directory) is not None:
         return True

@@ -111,7 +111,7 @@ class Saved(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a checkpoint will be, where it is written, and the URL of the store that gets a copy, if one does."""
+    """Names the folder a checkpoint ends up in, the one it is written in, and the URL below which a copy goes, if any."""
 
     final: Path
     temporary: Path

@@ -26,8 +26,8 @@ from zero3d.models.places import check_model_path, config_file, is_called
 from zero3d.models.presets import PRESETS
 from zero3d.plan.spec import ModelSpec, Operations
 from zero3d.plan.spec_json import from_json, to_json
+from zero3d.stores.cache import cache_root
 
-CACHE, FOLDER = "ZERO3D_CACHE", "~/.cache/zero3d"
 KEPT = 64  # files
 LIBRARIES = ("torch", "transformers", "peft", "kernels")
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def open_spec(path: str, length: int | None, **settings: Any) -> ModelSpec:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get(CACHE) or FOLDER).expanduser() / "specs"
+    return cache_root() / "specs"
 
 
 def _digest(path: str, length: int | None, settings: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d
 
 
 class Fitting(NamedTuple):
-    """What a plan must fit: bytes of a GPU that may be planned, and the share of them that must be free beyond."""
+    """Holds what a plan must fit into: the bytes of a GPU that may be planned, and the margin beside them."""
 
     limit: float
     margin: float

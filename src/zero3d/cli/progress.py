@@ -58,7 +58,7 @@ class ProgressLine:
 
 
 def time_left(done: int, many: int, seconds: float) -> str:
-    """Say how long it will take from here on, by what those took that are done."""
+    """Return the time left as text, estimated from the seconds that `done` of `many` items took."""
     return f"about {seconds / done * (many - done):.0f} s left" if done else "the first is not done yet"
 
 

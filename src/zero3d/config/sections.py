@@ -25,6 +25,7 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW, NAMES, OPTIMIZERS
 from zero3d.spec.zero import PRECISIONS, Zero
+from zero3d.stores.cache import LIMIT
 
 WARN, STOP = ON_ERROR = ("warn", "stop")
 EXPORTS = ("adapter", "merged", "both")
@@ -96,7 +97,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Data:
-    """What the model is trained on."""
+    """Names the data for training and validation, and how sequences are made of it."""
 
     train: tuple[DataSource, ...] | tuple[str, ...] = key(
         ("stdlib",),
@@ -137,13 +138,14 @@ class Data:
     )
     cache: str | None = key(None, "where tokens are kept between runs; by default ~/.cache/zero3d")
     cache_limit: str = key(
-        "200GB", "how much of that files of object stores may take; those that were used longest ago go first"
+        f"{LIMIT // 10**9}GB",
+        "largest size of the files that are cached from object stores; the least recently used go first",
     )
 
 
 @dataclass(frozen=True)
 class Train:
-    """How long a run trains, and its batch: batch = micro_batch x accumulate x dp, in sequences."""
+    """Sets how long a run trains, and its batch: batch = micro_batch x accumulate x dp, in sequences."""
 
     steps: int | None = key(None, "optimizer steps; or give epochs", least=1)
     epochs: float | None = key(None, "passes over the training data; by default 1 if steps are not given", above=0)
@@ -341,7 +343,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Log:
-    """What is printed, and which trackers get the values; metrics.jsonl is always written."""
+    """Chooses what is printed, and which trackers get the values; metrics.jsonl is always written."""
 
     every: int | None = key(
         None, "steps between printed lines if there is no terminal; by default about 20 lines a run", least=1

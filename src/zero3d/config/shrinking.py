@@ -1,4 +1,4 @@
-"""What a run makes of the ranks that are there under health.min_ranks: train.batch stays, accumulation grows.
+"""Fits a run to the ranks that are left, where health.min_ranks allows it: train.batch stays, accumulation grows.
 
 batch 12, micro_batch 1             dp of 1, 2, ... 8 ranks
 zero.exact                          1 2 2 4 4 4 4 4       the largest power of two that divides batch / micro_batch

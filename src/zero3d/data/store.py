@@ -40,10 +40,10 @@ from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer
 from zero3d.errors import FULL, DataError, remedy_of
 from zero3d.reading import Unreadable, read_object
+from zero3d.stores.cache import DEFAULT
 
 VERSION = 3
 UPRIGHT = "upright"  # sizes of images are those after they were turned by their EXIF data
-CACHE = "~/.cache/zero3d"
 BACKFILL = 1 << 20  # target marks written at once
 
 
@@ -128,7 +128,7 @@ def prepare(
     there already; without it somebody else has. `how` changes no byte. `images` makes tokens of those that
     conversations have. Raises DataError.
     """
-    root = Path(cache or CACHE).expanduser()
+    root = Path(cache or DEFAULT).expanduser()
     size = max(vocabulary or 0, tokenizer.size if tokenizer else 0) or 1 << 32
     dtype = "uint16" if size <= 1 << 16 else "uint32"
     folder = root / _key(sources, tokenizer, dtype, skip, images)

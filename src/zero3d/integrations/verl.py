@@ -85,12 +85,12 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """Say no: parameters on the host are the engine's, and verl has nothing to move."""
+        """Return False: verl has no parameters to move, since the engine places its own."""
         return False
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Say no: states on the host are the engine's, and verl has nothing to move."""
+        """Return False: verl has no optimizer states to move, since the engine places its own."""
         return False
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -109,7 +109,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         return dist.group.WORLD
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Say yes: every rank has outputs."""
+        """Return True: every rank has outputs."""
         return True
 
     # --- training ---------------------------------------------------------------------------------

@@ -52,18 +52,23 @@ class Origin(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The URL of the object itself."""
+        """Return the URL of the object itself."""
         return f"{self.url}/{self.name}" if self.name else self.url
 
     @property
     def stored(self) -> Stored | None:
-        """The object; None where the store has none of this name."""
+        """Return the object; None where the store has none of this name."""
         return self.objects.get(self.name)
 
 
+def cache_root(cache: str | None = None) -> Path:
+    """Return the folder of all that is kept between runs: the one given, else that of the environment, else DEFAULT."""
+    return Path(cache or os.environ.get(VARIABLE) or DEFAULT).expanduser()
+
+
 def folder_of(cache: str | None = None) -> Path:
-    """Return the folder of the cache: below the one given, else that of the environment, else the user's."""
-    return Path(cache or os.environ.get(VARIABLE) or DEFAULT).expanduser() / STORES
+    """Return the folder of what was fetched, below that of `cache_root`."""
+    return cache_root(cache) / STORES
 
 
 def place_of(url: str, objects: Mapping[str, Stored], cache: Path | None = None) -> Path:
@@ -186,7 +191,7 @@ def _clear(root: Path) -> bool:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[bool]:
-    """Say whether nobody holds a folder, and let nobody hold it meanwhile."""
+    """Keep others from holding a folder inside; False where somebody holds it already."""
     with (root / LISTING).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
