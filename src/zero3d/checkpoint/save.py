@@ -111,7 +111,7 @@ class Saved(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Names the folder a checkpoint ends up in, the one it is written in, and the URL below which a copy goes, if any."""
+    """Names the folder a checkpoint ends up in, the one it is written in, and the URL of its copy, if there is one."""
 
     final: Path
     temporary: Path
