@@ -81,6 +81,17 @@ def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, t
     assert logits(merged).equal(logits(theirs))
 
 
+@pytest.mark.parametrize("case", ["stacked", "replaced"])
+def test_a_base_leaves_the_engine_as_it_came(folders, tmp_path, case):
+    name, lora = CASES[case]
+    engine = engine_of(folders(name), lora) if "lora" in lora else engine_on(folders(name), lora)
+    steps(engine, (1,))
+    original = of_transformers(folders(name)).state_dict()
+    found = of_transformers(engine.export(tmp_path / "base", "base")).state_dict()
+    assert found.keys() == original.keys()
+    assert [key for key, values in original.items() if not values.equal(found[key])] == []
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_model_with_new_dora_adapters_computes_what_its_base_does(folders, name):
     engine = engine_of(folders(name), {"lora": {"rank": 4, "dora": True}})
@@ -156,7 +167,7 @@ def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(
 
 
 def test_whole_weights_of_a_model_with_adapters_are_refused(folders, tmp_path):
-    with pytest.raises(CheckpointError, match="exported as adapter or merged: whole weights would have PEFT's names"):
+    with pytest.raises(CheckpointError, match="exported as adapter, merged or base: whole weights have PEFT's names"):
         engine_on(folders("llama")).export(tmp_path / "hf", "whole")
 
 
