@@ -31,8 +31,10 @@ def batch_of(tensordict_utils):
 
 def model_config(folder, rank):
     """What verl's config of a model says, as far as the engine reads it."""
-    lora = {"lora_rank": rank, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": None}
-    return SimpleNamespace(local_path=folder, enable_gradient_checkpointing=True, lora={}, **lora)
+    return SimpleNamespace(
+        local_path=folder, enable_gradient_checkpointing=True, lora_rank=rank, lora_alpha=16, lora={},
+        target_modules="all-linear", target_parameters=None, exclude_modules=None, lora_adapter_path=None,
+    )  # fmt: skip
 
 
 def sent_of(engine, base_sync_done):
@@ -54,7 +56,7 @@ def main(folder, rank=0):
     engine = EngineRegistry.new(
         model_type="language_model", backend="zero3d",
         model_config=model_config(folder, rank),
-        engine_config=SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=False),
+        engine_config=SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=False, seed=42),
         optimizer_config=SimpleNamespace(
             lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0, clip_grad=1.0, total_training_steps=3, lr_warmup_steps=0,
             lr_warmup_steps_ratio=0.0, lr_scheduler_type="constant",

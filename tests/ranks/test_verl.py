@@ -15,6 +15,11 @@ from zero3d.errors import ConfigError
 LENGTHS = (5, 3, 4, 6)  # of all sequences, each a micro-batch
 TOKENS = sum(LENGTHS)
 RATE, CLIP = 1e-2, 1.0
+PLAIN = {  # what verl's config of a model says of adapters
+    "lora_rank": 0, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": None,
+    "exclude_modules": None, "lora_adapter_path": None, "lora": {},
+}  # fmt: skip
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 class BaseEngine:
@@ -114,12 +119,12 @@ def loss_of(model_output, data, dp_group=None):
 def engine_of(folder, options=None, **changed):
     from zero3d.integrations.verl import VerlEngine
 
-    config = {"lora_rank": 0, "local_path": str(folder), "enable_gradient_checkpointing": True} | changed
+    config = PLAIN | {"local_path": str(folder), "enable_gradient_checkpointing": True} | changed
     optimizer = SimpleNamespace(
         lr=RATE, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=CLIP, total_training_steps=8, lr_warmup_steps=0,
         lr_warmup_steps_ratio=0.0, lr_scheduler_type="cosine", min_lr_ratio=0.1, num_cycles=0.5,
     )  # fmt: skip
-    placed = SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=True)
+    placed = SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=True, seed=42)
     with patch.object(VerlEngine, "options", VerlEngine.options | (options or {})):
         engine = VerlEngine(SimpleNamespace(**config), placed, optimizer, None)
     engine.options = VerlEngine.options | (options or {})
@@ -196,9 +201,6 @@ def test_verls_workers_train_it_and_every_rank_gets_its_weights(ranks, tmp_path,
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in weights)
 
 
-LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "lora_adapter_path": None}
-
-
 def log_probs_of(engine, data):
     with engine.eval_mode():
         return torch.cat([row.detach() for row in engine.infer_batch(data)["model_output"]["log_probs"]])
@@ -207,7 +209,7 @@ def log_probs_of(engine, data):
 def adapted(folder, saved):
     """Adapters trained for a step: what rollouts get by what they have; log-probabilities with and without adapters."""
     with patch.dict(sys.modules, stand_ins()):
-        engine = engine_of(folder, **LORA, lora={})
+        engine = engine_of(folder, **LORA)
         engine.initialize()
         data = batch_of(engine.get_data_parallel_rank(), 2)
         with engine.train_mode():

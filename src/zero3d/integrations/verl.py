@@ -9,9 +9,12 @@
 Weights go to verl's rollout as `Engine.stream_weights` sends them, one bucket after the other, to every rank: each of
 them has a rollout of its own, or takes part in none. With LoRA (model.lora_rank) a rollout gets what verl asks for:
 
-    base_sync_done   not said                   False                        True         model.lora.merge: all three
-    weights          merged                     the base                     the adapter  merged
-    names            base_layer where adapted   base_layer where adapted     PEFT's       the model's own
+    base_sync_done    weights              names
+    True              the adapter alone    of PEFT's file
+    False             the base             of the rollout's layers: base_layer where there is an adapter
+    not said          merged               the same; this rollout never gets an adapter
+
+With model.lora.merge they are merged, under the model's own names, whatever is asked.
 
 The interface is that of verl 0.9.1: `BaseEngine`, and what its workers call of it.
 """
@@ -74,8 +77,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         self._model, self._config = model_config, engine_config
         self._optimizer = optimizer_config
         self._lora, self._saved = adapters_of(model_config)
-        self._mesh = Mesh(**{axis: degree for axis, degree in self.options.items() if axis in AXES})
-        mesh = self._mesh
+        self._mesh = mesh = Mesh(**{axis: degree for axis, degree in self.options.items() if axis in AXES})
         self._group = mesh.data.gathers or new_group("dp", [mesh.rank], mesh.device, everyone=mesh.world == 1)
         self.mode: str | None = None
 
@@ -85,7 +87,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         self._bucket_bytes = options.pop("bucket_bytes", "256MB")
         opened = open_model(Model(path=self._model.local_path))
         if self._lora.rank is not None:
-            opened = add_adapters(opened, self._lora, getattr(self._config, "seed", 0), self._saved)
+            opened = add_adapters(opened, self._lora, self._config.seed, self._saved)
         recompute(opened.module, "full" if self._model.enable_gradient_checkpointing else "none")
         config = self._optimizer
         if config is not None:
@@ -233,7 +235,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         base_sync_done  whether the rollout has the base, and gets the adapter alone; None: it will get no adapter
         layered_summon  says nothing here: units are gathered one by one in any case
         """
-        merge = self._lora.rank is None or (getattr(self._model, "lora", None) or {}).get("merge", False)
+        merge = self._lora.rank is None or self._model.lora.get("merge", False)
         sent = "merged" if merge or base_sync_done is None else "alone" if base_sync_done else "none"
         weights = everywhere(self.engine, None, self._bucket_bytes, sent)
         if merge:
@@ -272,15 +274,15 @@ def adapters_of(model: Any) -> tuple[Lora, SavedAdapter | None]:
     """
     if not model.lora_rank:
         return Lora(), None
-    if (folder := getattr(model, "lora_adapter_path", None)) is not None:
-        saved = read_adapter(folder)
+    if model.lora_adapter_path is not None:
+        saved = read_adapter(model.lora_adapter_path)
         return saved.choice, saved
-    targets, left_out = model.target_modules, getattr(model, "exclude_modules", None)
+    targets, left_out = model.target_modules, model.exclude_modules
     if left_out or (isinstance(targets, str) and targets != ALL_LINEAR):
         asked = f"exclude_modules={left_out!r}" if left_out else f"target_modules={targets!r}"
         raise ConfigError(f"{asked}: name the modules that get an adapter, target_modules=[q_proj,v_proj].")
-    named = (targets,) if isinstance(targets, str) else tuple(targets)
-    return Lora(model.lora_rank, model.lora_alpha, (*named, *(getattr(model, "target_parameters", None) or ()))), None
+    named = [targets] if isinstance(targets, str) else targets
+    return Lora(model.lora_rank, model.lora_alpha, (*named, *(model.target_parameters or ()))), None
 
 
 def _told(config: Any) -> dict[str, Any]:

@@ -8,8 +8,7 @@
     NCCL     rank 0 broadcasts to the server's workers                       source(engine)
     IPC      each rank shares memory of its card with the worker beside it   source(engine, every_rank=True)
 
-The interface is that of vLLM 0.29 to 0.32, and of its main branch after them: `metadata()` says what comes, iterating
-brings it, on every rank alike.
+The interface is that of vLLM 0.29 to 0.32: `metadata()` says what comes, iterating brings it, on every rank alike.
 """
 
 from __future__ import annotations

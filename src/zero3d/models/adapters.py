@@ -49,7 +49,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 def add_adapters(opened: Opened, choice: Lora, seed: int, saved: SavedAdapter | None = None) -> Opened:
     """Return the model with adapters and all else frozen but `train_also`; their values follow from `seed` and names.
 
-    saved  has an adapter's values, in the place of new ones
+    saved  has an adapter's values, in the place of new ones, for a model whose own come from a source
     Raises ConfigError: targets that name nothing, a method that PEFT refuses, a model that has adapters already.
     """
     model = opened.module

@@ -43,11 +43,13 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     from safetensors.torch import load_file
 
     place = short(str(folder))
+    if not (Path(folder) / "adapter_config.json").is_file():  # PEFT would look for it on a hub
+        raise ConfigError(f"{place} is not an adapter's folder: it has no adapter_config.json.")
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
         matrices = load_file(Path(folder) / "adapter_model.safetensors")
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{place} is not an adapter's folder: {short(str(error))}") from error
+    except Exception as error:  # whatever PEFT and safetensors say of odd files
+        raise ConfigError(f"{place} cannot be read as an adapter: {short(str(error))}") from error
     if getattr(config.peft_type, "value", config.peft_type) != "LORA" or isinstance(config.target_modules, str):
         raise ConfigError(f"{place} is not a LoRA whose target_modules are a list of names.")
     other = next((name for name in OTHERS if getattr(config, name)), "bias" if config.bias != "none" else None)
