@@ -28,7 +28,9 @@ class BaseEngine:
     def train_batch(self, data, loss_function):
         self.optimizer_zero_grad()
         outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
-        outputs["metrics"]["grad_norm"] = self.optimizer_step()
+        grad_norm = self.optimizer_step()
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"]["grad_norm"] = grad_norm
         return outputs
 
     def infer_batch(self, data, loss_function=None):
