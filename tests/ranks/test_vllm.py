@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from unittest.mock import patch
 
+import pytest
 import torch
 from meshes import engine_of, mesh_of, step
 from models import adamw, bits
@@ -151,6 +152,7 @@ def shared():
         return sent, client.calls
 
 
+@pytest.mark.long
 def test_every_rank_has_all_tensors_to_share_where_vllm_asks_for_that(ranks):
     (first, calls), (second, none) = ranks(2, shared)
     assert first.keys() == second.keys()

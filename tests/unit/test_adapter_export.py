@@ -82,7 +82,7 @@ def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, t
     assert logits(merged).equal(logits(theirs))
 
 
-@pytest.mark.parametrize("case", ["stacked", "replaced"])
+@pytest.mark.parametrize("case", [pytest.param("stacked", marks=pytest.mark.long), "replaced"])
 def test_a_base_leaves_the_engine_as_it_came(folders, tmp_path, case):
     name, lora = CASES[case]
     engine = engine_of(folders(name), lora) if "lora" in lora else engine_on(folders(name), lora)
