@@ -50,7 +50,7 @@ from zero3d.models.open import open_model
 from zero3d.models.saved_adapters import SavedAdapter, read_adapter
 
 NAME = "zero3d"
-AXES = ("tp", "ep", "shard")  # whose ranks take verl's batches as those of dp do
+AXES = ("tp", "ep", "shard")  # on which every rank has a whole model's output of whole sequences
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -76,7 +76,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
                 )
         self._model, self._config = model_config, engine_config
         self._optimizer = optimizer_config
-        self._lora, self._saved = adapters_of(model_config)
+        self._lora, self._saved = _adapters_of(model_config)
         self._mesh = mesh = Mesh(**{axis: degree for axis, degree in self.options.items() if axis in AXES})
         self._group = mesh.data.gathers or new_group("dp", [mesh.rank], mesh.device, everyone=mesh.world == 1)
         self.mode: str | None = None
@@ -267,7 +267,7 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
             self._schedule.load_state_dict(self._schedule.state_dict() | {"last_epoch": loop["schedule"]})
 
 
-def adapters_of(model: Any) -> tuple[Lora, SavedAdapter | None]:
+def _adapters_of(model: Any) -> tuple[Lora, SavedAdapter | None]:
     """Return the adapters that verl's config of a model asks for, and the saved one that they go on from.
 
     Raises ConfigError.
