@@ -6,8 +6,8 @@
     all other ranks                 yield as many, without tensors, so that all ranks run one loop
 
 Memory: the largest gathered unit and two buckets on rank 0, one on the first ranks of later stages; where adapters are
-merged or left out, a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever fails, all of
-them raise its error, and nothing of training has changed.
+merged or left out, a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever
+fails, all of them raise its error, and nothing of training has changed.
 """
 
 from __future__ import annotations
