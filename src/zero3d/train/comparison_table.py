@@ -197,9 +197,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
     if wrong:
         yield Text(f"UNEQUAL to the formula: {'; '.join(wrong)} (figures in compare.json)", style="bold red")
     else:
-        yield Text(
-            "bytes: equal to the formula in every run (temporary: at most)", style="green"
-        )
+        yield Text("bytes: equal to the formula in every run (temporary: at most)", style="green")
     differing = [row.label for row in rows if not row.same_bits]
     if not differing:
         yield Text("losses: the same bits at every step of every run", style="green")
