@@ -54,7 +54,7 @@ def add_adapters(opened: Opened, choice: Lora, seed: int, saved: SavedAdapter | 
     """
     model = opened.module
     if any(MARK in name for name, _ in model.named_parameters()):
-        raise ConfigError("lora.rank asks for adapters, and the model has some already: leave one of the two out.")
+        raise ConfigError("lora.rank asks for adapters, but the model has some already: leave one of the two out.")
     modules, stacked = find_targets(model, choice)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     check_patterns("lora.train_also", choice.train_also or (), names)
@@ -107,11 +107,13 @@ def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
     if stacked and (choice.dropout or choice.dora):
         asked = f"lora.dropout={choice.dropout:g}" if choice.dropout else "lora.dora=true"
         raise ConfigError(
-            f"lora.targets has stacked experts ({stacked[0]}), whose adapters are added to the matrix itself, and "
+            f"lora.targets has stacked experts ({stacked[0]}), whose adapters are added to the matrix itself, but "
             f"{asked} needs an adapter's input: leave one of the two out."
         )
     if not modules and not stacked:
-        raise ConfigError(f"lora.targets: all that {short(', '.join(patterns))} names is in lora.train_also.")
+        raise ConfigError(
+            f"lora.targets: all that {short(', '.join(patterns))} names is in lora.train_also, which trains it in full."
+        )
     return modules, stacked
 
 
@@ -120,11 +122,13 @@ def _check_targets(model: nn.Module, patterns: Collection[str], adaptable: Colle
     lost = [pattern for pattern in patterns if not any(matches(name, pattern) for name in adaptable)]
     for pattern in lost:
         if pattern.lower() == ALL:
-            raise ConfigError(f"lora.targets: {ALL} stands alone: leave the other names out, or list them all.")
+            raise ConfigError(
+                f"lora.targets: {ALL} must be the only entry: leave the other names out, or list all names."
+            )
         other = next((module for name, module in model.named_modules() if name and matches(name, pattern)), None)
         if other is not None:
             raise ConfigError(
-                f"lora.targets: {short(pattern)!r} names modules that can have no adapter, such as a "
+                f"lora.targets: {short(pattern)!r} names modules that cannot have an adapter, such as a "
                 f"{type(other).__name__}: linear layers, embeddings and 2-D convolutions can."
             )
     for pattern in lost:

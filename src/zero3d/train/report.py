@@ -62,17 +62,17 @@ def memory_table(result: Result) -> Table:
     for row in result.memory:
         if row.place == DEVICE:
             table.add_row(shown(row.consumer, row.place), row.dtype, *_figures(row))
-    table.caption = "buffers and gathered weights: most held at an instant. activations: kept by one forward."
+    table.caption = "buffers and gathered weights: their peak. activations: kept by one forward pass."
     return table
 
 
 def tiers_table(result: Result) -> Table:
     """Return bytes of rank 0 on the host and on a disk, by consumer."""
-    table = _table("off the device, of rank 0, in bytes", ("place", "consumer", "dtype"), ("measured",))
+    table = _table("memory of rank 0 off the device, in bytes", ("place", "consumer", "dtype"), ("measured",))
     for row in result.memory:
         if row.place != DEVICE:
             table.add_row(row.place, shown(row.consumer, row.place), row.dtype, *_figures(row))
-    table.caption = "disk: two slots of what changes in a step."
+    table.caption = "disk: two slots for everything that changes in a step."
     return table
 
 
@@ -96,7 +96,7 @@ def traffic_table(result: Result) -> Table:
     for row in result.traffic:
         figures = (f"{figure:,}" for figure in row.measured)
         table.add_row(row.op, *figures, _verdict(row.equal, at_most=False), f"{row.formula.bytes:,}")
-    table.caption = "equal: in calls, elements and bytes of every unit" if result.traffic else "one rank: none"
+    table.caption = "equal: calls, elements and bytes of every unit." if result.traffic else "one rank sends nothing."
     return table
 
 
@@ -120,8 +120,8 @@ def _verdict(agrees: bool | None, at_most: bool) -> Text:
     return Text("ABOVE" if at_most else "UNEQUAL", style="bold red")
 
 
-OF_WEIGHTS = "of the weights themselves, where this run computes with blocks of them (zero.gather_wire)"
-OF_BASE = "on the base as it was before it was quantised (model.quantize)"
+OF_WEIGHTS = "of the exact weights; this run computes with rounded ones (zero.gather_wire)"
+OF_BASE = "on the base in full precision, before it was quantised (model.quantize)"
 
 
 def summary(result: Result) -> Iterator[str]:
