@@ -140,9 +140,9 @@ def curve(engine):
 
 def with_more(folder, mesh, options):
     """Curves of both bases with something else beside them."""
-    found = []
-    for number, opened in enumerate((opened_of(folder), decoded_of(folder))):
-        more = dict(options)
+    found, lora = [], options.get("lora", {})
+    for number, opened in enumerate((opened_of(folder, **lora), decoded_of(folder, **lora))):
+        more = {key: value for key, value in options.items() if key != "lora"}
         if directory := more.pop("directory", None):
             more["offload"] = {"optimizer": "disk", "params": "disk", "directory": f"{directory}/{number}"}
         if more.pop("eight", False):
@@ -154,7 +154,8 @@ def with_more(folder, mesh, options):
 
 
 @pytest.mark.parametrize(("world", "mesh", "options"), [
-    (2, {"pp": 2}, {"stage": 3}), (1, {}, {"eight": True}), (1, {}, {"directory": "disk"}),
+    (2, {"pp": 2}, {"stage": 3}), (1, {}, {"directory": "disk"}),
+    (1, {}, {"eight": True, "lora": {"dora": True, "rslora": True, "train_also": ["model.embed_tokens"]}}),
     pytest.param(2, {"pp": 2}, {"stage": 1, "schedule": "zero-bubble"}, marks=pytest.mark.long),
     pytest.param(2, {}, {"eight": True, "stage": 2, "master": "split"}, marks=pytest.mark.long),
     pytest.param(1, {}, {"compile": "aot_eager"}, marks=pytest.mark.long),
@@ -406,6 +407,23 @@ def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_pa
     other = base_folder(tmp_path / "other", seed=1, intermediate_size=96)
     with pytest.raises(CheckpointError, match="digest"):
         engine_of(opened_of(other), stage=3).load(step)
+
+
+def going_on(folder, output, stage, step=None):
+    """The curve of a run from a step on; without one, of a run that is saved there, and where its step is."""
+    dp = torch.distributed.get_world_size()
+    engine = engine_of(opened_of(folder), stage=stage, exact=True, accumulate=MICRO_BATCHES // dp)
+    if step is not None:
+        engine.load(step)
+        return curve(engine), step
+    curve(engine)
+    saved = str(engine.save(output))
+    return curve(engine), saved
+
+
+def test_a_run_goes_on_with_other_ranks_and_at_another_stage(ranks, folder, tmp_path):
+    wanted, step = ranks(2, going_on, str(folder), str(tmp_path), 3)[0]
+    assert ranks(1, going_on, str(folder), str(tmp_path), 1, step)[0] == (wanted, step)
 
 
 def test_an_export_is_an_adapter_or_the_full_base_with_it_merged(folder, tmp_path):
