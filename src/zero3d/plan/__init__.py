@@ -20,7 +20,7 @@ search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how ofte
 links                       ways to train over slow links between hosts, and the fastest
 relief                      settings that would need less memory, where a run has run out of it
 emit                        a plan as a configuration, and a configuration as a plan
-corrected                   a cluster as a measured step says it is
+corrected                   a cluster as measured steps say it is
 constants                   every constant, with the rows that it was fitted on
 formulas, theory            published formulas; the ZeRO paper's tables
 calibrate                   the rates of this machine, measured on real ranks: the one file here that imports torch

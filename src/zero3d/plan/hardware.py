@@ -191,7 +191,7 @@ def _check(given: Mapping[str, Any]) -> None:
     whole = _merge(to_json(base), fields)
     from_json(ClusterSpec, whole)
     sources = fields.pop("provenance", None) or {}
-    known = {name for dotted in _dotted_names(to_json(base)) for name in (dotted, dotted.partition(".")[0])}
+    known = {name for dotted in _dotted_names(whole) for name in (dotted, dotted.partition(".")[0])}
     for name in sources:
         if name not in known:
             near = nearest(str(name), known)
@@ -201,12 +201,12 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _check_number(name: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a number that no machine has: a link's latency and half may be 0, nothing else."""
+    """Refuse a number that no machine has: what a link, a kernel or a step takes beside may be 0, nothing else."""
     value: Any = fields
     for key in name.split("."):
         value = value[key]
     if isinstance(value, float | int) and (
-        not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")))
+        not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")) and "step." not in name)
     ):
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
 
