@@ -11,6 +11,7 @@ from zero3d.cli.plan_options import tokens_of
 from zero3d.config import Lora, load
 from zero3d.errors import ConfigError
 from zero3d.plan.hardware import CATALOGUE
+from zero3d.plan.margin import Range
 from zero3d.sim import model_spec
 
 DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
@@ -129,6 +130,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
     (["--top", "0"], "--top 0"),
     (["--price", "-1"], "--price -1"),
+    (["--watts", "0"], "--watts 0: type the watts of a GPU"),
     (["--cluster", "nowhere.yaml"], "cluster file nowhere.yaml"),
     (["--emit", "nowhere/train.yaml"], "cannot be written"),
 ])  # fmt: skip
@@ -177,6 +179,40 @@ def test_json_has_everything_that_the_text_has(plan):
     assert f"{told['tried']:,} plans" in text
     for heading in ("Plans that fit", "left out were", "What if", "The ladder", "GPU-hours", "Checkpoints"):
         assert heading in text
+
+
+def test_explain_s_json_has_everything_that_its_text_has(plan, config):
+    words = ["explain", config, "--gpu", "a6000", "--gpus", 2, "train.batch=4", "train.steps=100", "--price", "2"]
+    text, told = plan(*words)[1], json.loads(plan(*words, "--json")[1])
+    device = told["memory"]["device"]
+    assert told["device_range_bytes"] == Range.of(device, told["margin"])._asdict()
+    assert (told["fits"], told["gpu"], told["gpus"], told["model"]["blocks"]) == (True, "a6000", 2, 3)
+    assert set(told["fits_up_to"]) == {"length", "micro_batch"}
+    assert f"MFU {100 * told['mfu']:.0f} %" in text
+    assert f"margin of {100 * told['margin']:g} %, {told['margin_from']}" in text
+    first = told["what_if"][0]
+    assert re.search(rf"{re.escape(first['change'])} +{first['memory_bytes'] / 2**30:+.1f} GiB", text)
+    assert told["cost"]["training"]["tokens"] == 100 * 4 * 128
+    tight = json.loads(plan(*words, "--json", "--assert-fits", "20MB")[1])
+    assert (tight["fits"], tight["fits_up_to"]) == (False, None)
+
+
+def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):
+    on_card = ["--params", "1e8", "--gpus", 1, "--gpu", "a6000", "--seq", 512, "--tokens-per-batch", 8192]
+    words = [*on_card, "--tokens", "4e9", "--price", "3"]
+    text, cost = plan(*words)[1], json.loads(plan(*words, "--json")[1])["cost"]
+    assert (cost["watts"], cost["watts_from"], cost["price"]) == (300, "datasheet", 3)
+    training = cost["training"]
+    assert training["hours"] == pytest.approx(4 * cost["per_billion_tokens"]["hours"])
+    assert training["days"] == pytest.approx(training["hours"] / 24)
+    assert training["kwh"] == pytest.approx(training["hours"] * 0.3)
+    assert training["money"] == pytest.approx(training["hours"] * 3)
+    assert re.search(
+        r"GPU-hours per billion tokens, [\d.]+ kWh at most \(300 W a card, datasheet\), [\d,]+ at 3 each", text
+    )
+    less = json.loads(plan(*words, "--watts", "150", "--json")[1])["cost"]
+    assert (less["training"]["kwh"], less["watts_from"]) == (pytest.approx(training["kwh"] / 2), "--watts")
+    assert json.loads(plan(*DEMO, "--json")[1])["cost"]["per_billion_tokens"]["kwh"] is None  # of a CPU nobody knows
 
 
 def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):

@@ -17,6 +17,7 @@ tier_time                   of states that leave the device
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
+bill                        hours of GPUs, days, energy, money
 links                       ways to train over slow links between hosts, and the fastest
 relief                      settings that would need less memory, where a run has run out of it
 emit                        a plan as a configuration, and a configuration as a plan

@@ -102,7 +102,8 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     provenance = {**sources, **dict.fromkeys(ALWAYS, MEASURED)}
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
     matrix, flash = (min(1.0, rate / peak) for rate in (rates.matrix, rates.flash))
-    gpu = Gpu(name or device, memory, peak, rates.bandwidth, matrix, flash, rates.half)
+    power = base.gpu.power if name else None
+    gpu = Gpu(name or device, memory, peak, rates.bandwidth, matrix, flash, rates.half, power)
     return ClusterSpec(
         gpu,
         mesh.world // local,

@@ -34,6 +34,7 @@ class Card:
     """A row of the catalogue. GiB, TFLOP/s, GB/s; per GPU and one way where it is a link.
 
     host   GiB of host memory that such a node has
+    watts  that the data sheet allows the card; None of a CPU
     """
 
     memory: float
@@ -43,24 +44,25 @@ class Card:
     across: float
     host_link: float
     host: float
+    watts: float | None
     per_node: int = 8
 
 
 CATALOGUE = {
-    # name          GiB    TFLOP/s  HBM GB/s  inside  across  host link  host GiB per node
-    "v100-16": Card(16, 125, 900, 150, 3.125, 12, 768),
-    "v100-32": Card(32, 125, 900, 150, 6.25, 12, 1536),
-    "a100-40": Card(40, 312, 1555, 300, 25, 24, 1024),
-    "a100-80": Card(80, 312, 2039, 300, 25, 24, 2048),
-    "h100": Card(80, 989, 3352, 450, 50, 50, 2048),
-    "h100-96": Card(96, 989, 2400, 450, 50, 50, 2048),  # HBM2e, 500 W: the torchtitan tables' card
-    "h200": Card(141, 989, 4800, 450, 50, 50, 2048),
-    "b200": Card(180, 2250, 8000, 900, 50, 50, 2048),
-    "mi300x": Card(192, 1307, 5300, 448, 50, 50, 2048),
-    "a6000": Card(48, 155, 768, 25, 3.125, 24, 256, 4),
-    "rtx-4090": Card(24, 165, 1008, 20, 1.25, 24, 128, 4),
-    "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 4),
-    "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, 1),
+    # name          GiB    TFLOP/s  HBM GB/s  inside  across  host link  host GiB  W  GPUs of a node
+    "v100-16": Card(16, 125, 900, 150, 3.125, 12, 768, 300),
+    "v100-32": Card(32, 125, 900, 150, 6.25, 12, 1536, 300),
+    "a100-40": Card(40, 312, 1555, 300, 25, 24, 1024, 400),
+    "a100-80": Card(80, 312, 2039, 300, 25, 24, 2048, 400),
+    "h100": Card(80, 989, 3352, 450, 50, 50, 2048, 700),
+    "h100-96": Card(96, 989, 2400, 450, 50, 50, 2048, 500),  # HBM2e: the torchtitan tables' card
+    "h200": Card(141, 989, 4800, 450, 50, 50, 2048, 700),
+    "b200": Card(180, 2250, 8000, 900, 50, 50, 2048, 1000),
+    "mi300x": Card(192, 1307, 5300, 448, 50, 50, 2048, 750),
+    "a6000": Card(48, 155, 768, 25, 3.125, 24, 256, 300, 4),
+    "rtx-4090": Card(24, 165, 1008, 20, 1.25, 24, 128, 450, 4),
+    "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 350, 4),
+    "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, None, 1),
 }
 ALIASES = {
     "v100": "v100-32",
@@ -135,7 +137,7 @@ def card(name: str) -> Card:
 
 def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
     spec = ClusterSpec(
-        gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB),
+        gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB, power=card.watts),
         nodes=nodes,
         per_node=per_node,
         inside=_link(card.inside, "inside"),
@@ -145,7 +147,7 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
         host_bandwidth=constant("step", "host_bandwidth"),
     )
     sources = {field.name: "datasheet" for field in fields(spec) if field.name != "provenance"}
-    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth"), "assumed"))
+    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth", "step"), "assumed"))
 
 
 def _link(gb: float, where: str) -> Link:

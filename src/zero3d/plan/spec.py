@@ -259,6 +259,7 @@ class Gpu:
     matrix     what products of large matrices reach of the peak, where that was measured
     flash      what attention reaches of it, where that was measured; then `bandwidth` was measured, too
     half       smallest side of a product at which it reaches half of `matrix`; 0: at any
+    power      watts that the device takes at most, None where nobody knows
     """
 
     name: str
@@ -268,6 +269,7 @@ class Gpu:
     matrix: float | None = None
     flash: float | None = None
     half: float = 0.0
+    power: float | None = None
 
 
 @dataclass(frozen=True)
