@@ -65,6 +65,7 @@ def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
     (b"across: 3", "across=3: expected an object"), (b"gpu: {memory: [1]}", "memory=[1]: expected a number"),
     (b"a: &a [1]\nb: [*a, *a]", "'a' is unknown"), (b"gpu: !!timestamp x", "the tag !!timestamp"), (b"[" * 9999, "16 levels"),
     (b"? " + b"k" * 2000 + b"\n: 1", "kkk..."), (b"disk: " + b"9" * 400, "a float can be"), (b"1: 2", "1 is unknown"),
+    (b"step: {fixed: -1}", "step.fixed is -1"), (b"step: {blok: 1}", "Did you mean 'block'?"), (b"step: fast", "step='fast': expected an object"),
 ])  # fmt: skip
 def test_a_misfit_cluster_file_is_refused_with_the_field(plan, tmp_path, text, why):
     file = tmp_path / "cluster.yaml"
@@ -77,6 +78,14 @@ def test_a_cluster_file_can_name_a_card(plan, tmp_path):
     file.write_text("gpu: h100\nacross: {bandwidth: 12.5e9}")
     words = ["--params", "1e8", "--gpus", 2, "--seq", 512, "--tokens-per-batch", 1024, "--cluster", file]
     assert "2 x h100" in plan(*words)[1]
+
+
+def test_a_file_of_another_card_than_gpu_says_is_refused_and_one_of_its_kind_is_not(plan, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text('{"gpu": {"name": "h100-96", "matrix": 0.6, "flash": 0.4}}')
+    words = ["--params", "1e8", "--gpus", 2, "--seq", 512, "--tokens-per-batch", 1024, "--cluster", file]
+    assert "describes a h100-96, and this is a a6000" in refused(plan, *words, "--gpu", "a6000")
+    assert plan(*words, "--gpu", "h100")[0] == 0
 
 
 @pytest.mark.parametrize(("words", "why"), [

@@ -9,7 +9,7 @@ from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.config import Lora
 from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
-from zero3d.plan.hardware import base_of, card, cluster, read_file
+from zero3d.plan.hardware import base_of, card, check_card, cluster, read_file
 from zero3d.plan.margin import MARGIN, usable
 from zero3d.plan.spec import ClusterSpec
 from zero3d.spec.formats import FORMATS
@@ -25,6 +25,9 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
     known = read_file(arguments.cluster) if arguments.cluster else {}
     name = arguments.gpu or base_of(known) or GPU
+    if arguments.gpu:
+        card(arguments.gpu)
+        check_card(arguments.cluster, known, arguments.gpu)
     if gpus is None and nodes is None and "per_node" in known:
         nodes = int(known.get("nodes", 1))
         gpus = nodes * int(known["per_node"])

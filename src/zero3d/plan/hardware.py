@@ -118,6 +118,15 @@ def base_of(tree: Mapping[str, Any]) -> str | None:
     return name if name in CATALOGUE else None
 
 
+def check_card(file: Path | str, known: Mapping[str, Any], name: str) -> None:
+    """Refuse a cluster file of another card; h100-96 is a kind of h100. Raises ConfigError."""
+    described, here = base_of(known), _key(name)
+    if described is not None and not (described.startswith(here) or here.startswith(described)):
+        raise ConfigError(
+            f"cluster file {file} describes a {described}, and this is a {here}: pass a file of such cards."
+        )
+
+
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     return ALIASES.get(key, key)
