@@ -125,6 +125,17 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
 
 
 @pytest.mark.parametrize(("words", "why"), [
+    (["--seq", "64"], "--seq is an option of a search: type data.length=TOKENS"),
+    (["--tokens-per-batch", "1024"], "type train.batch=SEQUENCES"),
+    (["--goal", "largest-batch"], "--goal is an option of a search, and one plan is explained: leave it out"),
+    (["--emit", "planned.yaml"], "--emit is an option of a search"),
+    (["--tokens", "-3"], "--tokens '-3' is not a whole number"),
+])  # fmt: skip
+def test_explain_refuses_what_it_would_not_heed(plan, config, words, why):
+    assert why in refused(plan, "explain", config, *words)
+
+
+@pytest.mark.parametrize(("words", "why"), [
     (["--gpus", "0"], "type a whole number from 1"),
     (["--gpus", "two"], "type a whole number from 1"),
     (["--gpus", "3", "--nodes", "2"], "pass --gpus as a multiple of --nodes"),

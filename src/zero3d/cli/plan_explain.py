@@ -26,6 +26,17 @@ from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
+OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
+    "params": "model.path=MODEL",
+    "seq": "data.length=TOKENS",
+    "tokens_per_batch": "train.batch=SEQUENCES",
+    "goal": "",
+    "offload": "offload.optimizer=PLACE",
+    "optimizer": "optimizer.name=NAME",
+    "top": "",
+    "emit": "",
+    "emit_deepspeed": "",
+}
 PLACES = ("none", *tiers_of(OPTIMIZER))  # that auto tries in turn
 TILES = "zero.gather_budget is left out, and needs less memory than this: zero3d simulate has it"
 
@@ -69,6 +80,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError("zero3d plan explain takes the file of a run: zero3d plan explain train.yaml --gpu a100-80")
     rollout = Rollout.of(arguments.rl) if arguments.rl else None
     config = load(config_source(path, overrides)[1], overrides)
+    _refuse_search(arguments)
+    asked, price = number(arguments.tokens, "--tokens"), price_of(arguments)
     if arguments.quantize:
         config = replace(config, model=replace(config.model, quantize=format_of(arguments.quantize)))
     cluster = open_cluster(arguments)
@@ -91,8 +104,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
-    tokens = number(arguments.tokens, "--tokens") or _tokens(config, row.estimate)
-    explained = Explained(model, cluster, row, limit, margin_of(arguments.margin), tokens, price_of(arguments))
+    tokens = asked or _tokens(config, row.estimate)
+    explained = Explained(model, cluster, row, limit, margin_of(arguments.margin), tokens, price)
     if arguments.json:
         print(json.dumps(_json(explained) | ({} if parts is None else {"rl": asdict(parts)}), indent=2))
     else:
@@ -100,6 +113,14 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             print(line, flush=True)
         print("\n".join([] if rollout is None or parts is None else plan_text.rollout_lines(rollout, parts)))
     return int(bool(arguments.assert_fits) and row.estimate.memory.device > limit)
+
+
+def _refuse_search(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that explain would not heed."""
+    for name, word in OF_A_SEARCH.items():
+        if getattr(arguments, name) != arguments.parser.get_default(name):
+            instead = f": type {word}" if word else ", and one plan is explained: leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')} is an option of a search{instead}.")
 
 
 def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:
