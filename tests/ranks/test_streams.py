@@ -685,21 +685,24 @@ def test_a_stream_holds_one_unit_and_two_buckets(ranks):
     assert (others_held, other) == (set(), None)
 
 
-def moved(stage):
+def moved(stage, far):
     """What a stream moves between ranks, beside agreements; the bytes of shards that others than rank 0 have."""
     engine = engine_of(tiny("llama", kv_heads=4), mesh_of((2, 1, 1)), stage=stage, precision="bf16", accumulate=1)
     engine.traffic.reset()
-    list(engine.stream_weights(bucket_bytes=SMALL))
+    with patch("zero3d.distributed.collectives.attach", return_value=None) if far else nullcontext():
+        tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
     sent = {}
     for entry in engine.traffic:
         if entry.op != "exchange":
             sent[entry.op] = sent.get(entry.op, 0) + entry.bytes
+    weights = engine.whole_state_dict()
+    assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in tensors.items())
     return sent, sum(unit.layout.shard * unit.dtype.itemsize for unit in engine.units)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_ledger_has_the_shards_that_are_sent_to_rank_0_and_nothing_that_is_sent_to_others(ranks, stage):
-    (first, _), (other, shards) = ranks(2, moved, stage)
+@pytest.mark.parametrize(("stage", "far"), [(2, False), (3, False), (3, True)])
+def test_the_ledger_has_the_shards_that_rank_0_is_given_and_nothing_that_is_sent_to_others(ranks, stage, far):
+    (first, _), (other, shards) = ranks(2, moved, stage, far)
     assert first == ({"gather": 0} if stage == 3 else {})
     assert other == ({"gather": shards} if stage == 3 else {})
 

@@ -126,7 +126,7 @@ class Checkpoints:
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.flush()
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
-            return export(Path(directory), self._state(), self._assembly.whole_parameters.on_first, kind)
+            return export(Path(directory), self._state(), self._assembly.whole_parameters, kind)
 
     # --- from files -----------------------------------------------------------------------------
 
