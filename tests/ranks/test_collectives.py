@@ -73,11 +73,11 @@ def gathered_by_the_first(far):
                 own.close()
             for turn, dtype in enumerate((torch.float32, torch.float64)):
                 shard = (torch.arange(SHARD) + 100 * comm.rank + 1000 * turn).to(dtype)
+                if comm.rank:
+                    time.sleep(0.01)  # for which the first one must wait
                 full = comm.gather_to_first(shard, "unit")
-                dist.barrier()  # others begin the next gather now
-                if full is not None:
-                    time.sleep(0.02)
-                    found.append(full.tolist())
+                found += [] if full is None else [full.tolist()]
+                dist.barrier()
             near = sorted(comm._near)
     own = full = None
     return found, near, sum(entry.bytes for entry in ledger if entry.op == "gather"), held_landings()

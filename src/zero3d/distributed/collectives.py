@@ -301,7 +301,8 @@ class Comm:
     def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
         """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its memory; None on others.
 
-        Those of its host write there when it says that the memory is free, and others send: 1/N of total each.
+        Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have agreed
+        that rank 0 has used what it has.
         """
         total = shard.numel() * self.size
         full = None if self._landing is None else self._landing[: total * shard.element_size()].view(shard.dtype)
@@ -313,18 +314,16 @@ class Comm:
         if full is None:
             messages(self._axis, "gather", unit, {0: shard}, {})
             return None
-        word = torch.zeros(1, dtype=torch.uint8)
-        messages(self._axis, "gather", unit, {}, {0: word})
         full.view(self.size, -1)[self.rank].copy_(shard)
-        messages(self._axis, "gather", unit, {0: word}, {})
+        messages(self._axis, "gather", unit, {0: torch.ones(1, dtype=torch.uint8)}, {})  # it is written
         return None
 
     def _land(self, full: Tensor, shard: Tensor, unit: str) -> None:
-        """Fill `full`: tell those near that they may write, and receive from the others."""
-        slots, word = full.view(self.size, -1), torch.zeros(1, dtype=torch.uint8)
-        others = range(1, self.size)
-        arriving = {rank: torch.empty_like(word) if rank in self._near else slots[rank] for rank in others}
-        gathered = start_messages(self._axis, "gather", unit, dict.fromkeys(self._near, word), arriving)
+        """Fill `full` with what others send, and wait for those who write."""
+        slots = full.view(self.size, -1)
+        words = torch.empty(self.size, 1, dtype=torch.uint8)
+        arriving = {rank: (words if rank in self._near else slots)[rank] for rank in range(1, self.size)}
+        gathered = start_messages(self._axis, "gather", unit, {}, arriving)
         slots[0].copy_(shard)
         gathered.wait()
 

@@ -163,8 +163,9 @@ def _copy(into: Tensor, values: Tensor, hasher: xxhash.xxh3_64) -> None:
     """Copy values, and take what they are there into the checksum, while a cache has them."""
     step = max(1, BLOCK_BYTES // into.dtype.itemsize)
     raw = into.view(torch.uint8).numpy().data if into.device.type == "cpu" else b""
-    for number, (block, some) in enumerate(zip(torch.split(into, step), torch.split(values, step), strict=True)):
-        block.copy_(some)
+    for number in range(-(-into.numel() // step)):
+        block = slice(number * step, (number + 1) * step)
+        into[block].copy_(values[block])
         hasher.update(raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
 
 
