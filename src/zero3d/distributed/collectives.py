@@ -301,8 +301,8 @@ class Comm:
     def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
         """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its memory; None on others.
 
-        Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have agreed
-        that rank 0 has used what it has.
+        Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have
+        agreed that rank 0 has used what it has.
         """
         total = shard.numel() * self.size
         full = None if self._landing is None else self._landing[: total * shard.element_size()].view(shard.dtype)
