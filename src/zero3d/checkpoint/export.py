@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,19 @@ from zero3d.offload.commit_file import sync
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
-Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
-def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str | None = None) -> Path:
+class Gathers(Protocol):
+    """Has units whole where they are exported from."""
+
+    def landing(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """Have memory for the largest of these units inside."""
+
+    def on_first(self, unit: Unit) -> AbstractContextManager[None]:
+        """Have one of them gathered on the first of its ranks inside."""
+
+
+def export(directory: Path, engine: EngineState, gathers: Gathers, kind: str | None = None) -> Path:
     """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
     kind  a form of `forms.py`; None means the adapter of a model that has one, and all weights of any other
@@ -54,19 +64,20 @@ def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str |
 
     on(world.rank == 0, partial(prepare_export, directory, temporary))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, published, gathered))
+        agree(world, partial(_add_units, writer, engine, published, gathers))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
         on(world.rank == 0, partial(_finish, temporary, directory, model, published.form, engine.degrees.pp))
     return directory
 
 
-def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathered: Gathered) -> None:
+def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathers: Gathers) -> None:
     """Gather this pipeline stage's units and write them on its first rank."""
-    for unit in published.units:
-        with gathered(unit):
-            add = partial(_add, writer, published, unit)
-            agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
+    with gathers.landing(published.units):
+        for unit in published.units:
+            with gathers.on_first(unit):
+                add = partial(_add, writer, published, unit)
+                agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
 def _add(writer: ExportWriter, published: Published, unit: Unit) -> None:
