@@ -116,7 +116,7 @@ REFUSED = {
     "a tokenizer that is not there": (["data.tokenizer=byte"], "data.tokenizer=byte: no folder of that name"),
     "a cluster file that is none": (["plan.cluster=file.txt"], "cluster file file.txt holds the text 'text'"),
     "a long name": ([f"data.train={'n' * 300}"], "cannot be read: File name too long"),
-    "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model first"),
+    "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model (hf download NAME --local-dir FOLDER)"),
     "a folder that is not there": (["model.path=./nofolder"], "model.path './nofolder' is not a folder, a config.json"),
     "a model without config": (["model.path=used"], "used has no config.json (it has thesis.tex): give a folder written"),
     "a model without weights": (["model.path=bare"], "bare has no weights (it has none): save it with save_pretrained"),
