@@ -99,7 +99,7 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
                     f"tp={size} cannot split {key}={heads}: {heads} / {size} is not a whole number. Pass a tp that "
-                    f"divides it ({', '.join(divisors)}), or leave attention out of the plan with 'none'."
+                    f"divides it ({', '.join(divisors)}), or leave attention whole with style 'none' (mesh.tp_plan)."
                 )
 
 
