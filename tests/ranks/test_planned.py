@@ -122,6 +122,14 @@ def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path)
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
 
 
+def test_a_profile_of_another_machine_is_said_and_not_planned_with(ranks, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text('{"gpu": {"name": "h100"}}')
+    (note,) = about_plans(ranks(1, said, run_of(tmp_path, 3, plan={"cluster": str(file)}))[0])
+    assert note.startswith("no plan to compare this run with: cluster file ")
+    assert note.endswith("describes a h100, and this is a cpu: pass a file of such cards.")
+
+
 def reserving(made):
     """The records of a run whose device has an allocator."""
     with mock.patch("zero3d.train.loop.reserved_bytes", lambda engine: 1000 + engine.steps):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,10 @@ from zero3d.offload.commit_file import sync
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
-Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
 def export(
-    directory: Path, engine: EngineState, gathered: Gathered, kind: str | None = None, overwrite: bool = False
+    directory: Path, engine: EngineState, gathers: Gathers, kind: str | None = None, overwrite: bool = False
 ) -> Path:
     """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
@@ -57,7 +57,7 @@ def export(
 
     on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, published, gathered))
+        agree(world, partial(_add_units, writer, engine, published, gathers))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
         beside = partial(published.form.finish, dtype=_dtype(model))
@@ -66,12 +66,13 @@ def export(
     return directory
 
 
-def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathered: Gathered) -> None:
+def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathers: Gathers) -> None:
     """Gather this pipeline stage's units and write them on its first rank."""
-    for unit in published.units:
-        with gathered(unit):
-            add = partial(_add, writer, published, unit)
-            agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
+    with gathers.landing(published.units):
+        for unit in published.units:
+            with gathers.on_first(unit):
+                add = partial(_add, writer, published, unit)
+                agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
 def _add(writer: ExportWriter, published: Published, unit: Unit) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero3d.cli.preflight import check_transformers
@@ -55,9 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.families:
         families = dict(_families())
-        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 9)))
+        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 10)))
         return 0
-    found = support_of(_bare(arguments.model))
+    folder = Path(arguments.model)
+    found = support_of(_bare(arguments.model), folder if os.path.isdir(folder) else None)
     print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
     return 0
 

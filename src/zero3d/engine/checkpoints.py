@@ -130,8 +130,7 @@ class Checkpoints:
         self._assembly.runtime.optimizer.flush()
         world = self._assembly.base.axes.world
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
-            gathered = self._assembly.whole_parameters.on_first
-            folder = export(Path(directory), self._state(), gathered, kind, overwrite)
+            folder = export(Path(directory), self._state(), self._assembly.whole_parameters, kind, overwrite)
             if to is not None:
                 agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)
         return folder

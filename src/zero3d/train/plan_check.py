@@ -38,7 +38,7 @@ from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, profile, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import base_of, cluster, named, read_file
+from zero3d.plan.hardware import base_of, check_card, cluster, named, read_file
 from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import trace
@@ -103,16 +103,15 @@ def _made(make: Callable[[], PlannedRun]) -> PlannedRun | str:
 
 def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     """Return the ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
-    file = config.plan.cluster
-    name = base_of(read_file(file)) if file is not None else None
+    file, where = config.plan.cluster, mesh.device
+    device = CPU if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
+    here = CPU if where.type == "cpu" else named(device)
+    known = {} if file is None else read_file(file)
+    if file is not None and here is not None:
+        check_card(file, known, here)
+    name = base_of(known) or here
     if name is None:
-        where = mesh.device
-        device = "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
-        name = "cpu" if where.type == "cpu" else named(device)
-        if name is None:
-            raise ConfigError(
-                f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it."
-            )
+        raise ConfigError(f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it.")
     return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
 
 
