@@ -9,7 +9,7 @@ from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import PROFILES, Profile
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.time import Pace
+from zero3d.plan.time import Cut, Pace
 
 H, HEADS, LENGTH, VOCAB, LAYERS = 64, 4, 32, 512, 4
 F = 4 * H
@@ -89,7 +89,7 @@ def test_a_loss_over_tp_may_hold_more_of_its_logits():
 def test_stages_may_be_cut_by_weights_so_that_the_head_has_fewer_blocks():
     """A head of 32,768 products is 2/3 of a block's 49,152: of 4 2/3 blocks 2 1/3 are a half, two and a head of two."""
     deep = gpt(6, H, HEADS, 4 * VOCAB, LENGTH, flash=False)  # a head of 8/3 blocks: 4 and 2 of 6
-    system = replace(SYSTEM, pace=Pace({}, weighed=True))
+    system = replace(SYSTEM, pace=Pace({}, cut=Cut(head=None)))
     plan = ParallelPlan(pp=2, stage=1, micro_batch=2, accumulate=8)
     place = cluster("a100-80", 16, 2)
     even, weighed = profile_memory(deep, plan, place, SYSTEM), profile_memory(deep, plan, place, system)
