@@ -251,6 +251,10 @@ def as_text(
         for kind, columns in means(scores).items()
         if (found := columns[column])
     ]
+    ranked = [s for s in scores if s.get("tau") is not None]
+    if groups := sum(s["groups"] for s in ranked):
+        tau = sum(s["groups"] * s["tau"] for s in ranked) / groups
+        lines.append(f"ranking, fitted: Kendall tau {tau:.2f}, mean of {groups} models")
     if counts is not None:
         lines.append("rows: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     lines += [
