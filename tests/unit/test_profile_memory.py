@@ -20,7 +20,7 @@ PARAMS = EMBEDDING + LAYERS * BLOCK + NORM
 # Korthikanti: 34 h + 5 a s bytes of a token in a block, 10 h of them whole on every tp rank.
 CUT, WHOLE, SCORES, INPUT = 24 * H, 10 * H, 5 * HEADS * LENGTH, 2 * H
 LOGITS = 6 * VOCAB + 4 * VOCAB  # 2 bytes and their fp32 copy, kept; the fp32 gradient
-SYSTEM = Profile("by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, buffers=3e6, units=3)
+SYSTEM = Profile("by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, communicator=1e9, buffers=3e6, units=3)
 
 
 def of(system=SYSTEM, **plan):
@@ -40,6 +40,20 @@ def test_one_rank_has_states_all_activations_logits_and_buffers():
     assert found.allocated == sum(found.parts.values())
     assert found.reserved == 1.25 * found.allocated
     assert found.device == found.reserved + 7e9
+
+
+@pytest.mark.parametrize(
+    ("degrees", "communicators"),
+    [({}, 0), ({"dp": 2}, 2), ({"dp": 2, "tp": 2}, 3), ({"tp": 2, "pp": 2}, 4), ({"dp": 2, "tp": 2, "pp": 2}, 5)],
+)
+def test_each_axis_all_ranks_and_a_model_s_together_have_a_communicator(degrees, communicators):
+    found = of(**degrees)
+    assert found.device == found.reserved + 7e9 + 1e9 * communicators
+
+
+def test_inputs_of_recomputed_blocks_may_be_on_the_host():
+    here, away = (of(activations="full", offload_activations=place) for place in ("none", "host"))
+    assert here.parts["activations"] - away.parts["activations"] == TOKENS * LAYERS * INPUT
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [
