@@ -94,10 +94,12 @@ SPEED = "speed "
 
 def profiles(values: Values = VALUES) -> dict[str, Profile]:
     """Make the profiles of all systems from these constants."""
-    plain = Kernels.of(values)
-    kernels, shared = {False: plain, True: plain.for_hopper()}, of_system("other systems", values)
+    shared, kernels = of_system("other systems", values), Kernels.of(values)
+    for_hopper = kernels.for_hopper()
     return {
-        design.name: _fitted(design, shared, of_system(design.name, values), kernels[design.for_hopper])
+        design.name: _fitted(
+            design, shared, of_system(design.name, values), for_hopper if design.for_hopper else kernels
+        )
         for design in DESIGNS
     }
 
