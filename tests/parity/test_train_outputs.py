@@ -7,7 +7,6 @@ import struct
 from pathlib import Path
 
 import pytest
-import torch
 from corpora import save_tokenizer
 from safetensors.torch import load_file
 from training import field, metrics, save_model, save_rows, train, tree
