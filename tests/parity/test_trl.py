@@ -236,8 +236,11 @@ def test_a_reward_model_is_learned(ranks, folder):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def grouped(stage, folder, bits=32):
-    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better."""
+def grouped(stage, folder, adapters=False, bits=32):
+    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better.
+
+    Its reference is a model of its own, or the base below the adapters.
+    """
     from datasets import Dataset
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
@@ -254,7 +257,9 @@ def grouped(stage, folder, bits=32):
                 folder / str(stage), GRPOConfig, bf16=False, max_steps=4, num_generations=4, max_completion_length=8,
                 per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1, model_init_kwargs={"dtype": "float32"},
             )  # fmt: skip
-            beside = {"quantization_config": four_bits(), "peft_config": LoraConfig(r=4)} if bits == 4 else {}
+            beside = {"quantization_config": four_bits()} if bits == 4 else {}
+            beside |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])} if adapters else {}
+            torch.manual_seed(0)  # adapters are drawn before the Trainer seeds
             trainer = GRPOTrainer(
                 str(folder / "model"), reward_funcs=reward, args=args, processing_class=tokenizer(),
                 train_dataset=Dataset.from_dict({"prompt": sentences(16)}), **beside,
@@ -266,18 +271,19 @@ def grouped(stage, folder, bits=32):
         undo()
 
 
-def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder):
-    wanted, rewards = ranks(2, grouped, None, folder)[0]
+@pytest.mark.parametrize("adapters", [False, True])
+def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder, adapters):
+    wanted, rewards = ranks(2, grouped, None, folder, adapters)[0]
     assert len(set(rewards)) > 1
-    for found, rewarded in ranks(2, grouped, 3, folder):
+    for found, rewarded in ranks(2, grouped, 3, folder, adapters):
         assert rewarded == pytest.approx(rewards, **CLOSE)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
 def test_completions_are_sampled_from_adapters_beside_four_bits(ranks, wide):
-    _, wanted = ranks(2, grouped, None, wide, 4)[0]
-    for losses, rewards in ranks(2, grouped, 3, wide, 4):
+    _, wanted = ranks(2, grouped, None, wide, True, 4)[0]
+    for losses, rewards in ranks(2, grouped, 3, wide, True, 4):
         assert rewards[0] == wanted[0]  # later ones are of adapters that TRL itself has put into bf16
         assert len(losses) == 4
         assert len(set(rewards)) > 1

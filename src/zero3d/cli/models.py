@@ -17,7 +17,7 @@ from zero3d.cli.worker import quiet_environment
 from zero3d.config import Model
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
-from zero3d.models.places import is_called
+from zero3d.models.places import FETCH, is_called
 from zero3d.models.presets import PRESETS
 from zero3d.page.text import columns, count
 
@@ -85,8 +85,8 @@ def _bare(name: str) -> nn.Module:
     near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
-        f"{short(name)!r} is not a folder, a config.json, a preset ({', '.join(PRESETS)}), module:function or a "
-        f"model_type of the installed transformers.{hint} zero3d downloads nothing."
+        f"{short(name)!r} is not a folder, a config.json, a preset, module:function or a model_type of the installed "
+        f"transformers.{hint} {FETCH}"
     )
 
 
