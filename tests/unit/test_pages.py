@@ -188,7 +188,7 @@ def test_the_page_says_what_was_found():
     best = target.best
     assert around(best.estimate.memory.device, target.margin) in text
     assert all(line.strip() in text for line in headline(target))
-    assert "+21.6 MiB with pp 1 x dp 1 x tp 1" in text
+    assert "needs 21.6 MiB more: pp 1 x dp 1 x tp 1" in text
     assert "&lt;more&gt; stages than blocks" in text
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text

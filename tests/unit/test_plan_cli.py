@@ -197,7 +197,7 @@ def test_json_has_everything_that_the_text_has(plan):
     assert sum(first["seconds"]["parts"].values()) == pytest.approx(first["seconds"]["mid"])
     text = plan(*DEMO)[1]
     assert f"{told['tried']:,} plans" in text
-    for heading in ("Plans that fit", "left out were", "What if", "The ladder", "GPU-hours", "Checkpoints"):
+    for heading in ("Plans that fit", "Why the others do not", "What if", "The ladder", "GPU-hours", "Checkpoints"):
         assert heading in text
 
 

@@ -5,9 +5,9 @@
     rank 0 of all                   yields the buckets, those of later stages once they have been sent to it
     all other ranks                 yield as many, without tensors, so that all ranks run one loop
 
-Memory: the largest gathered unit and two buckets on rank 0, one on the first ranks of later stages; where adapters are
-merged a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever fails, all of
-them raise its error, and nothing of training has changed.
+Memory: the largest gathered unit, as long as units are streamed, and two buckets on rank 0, one on the first ranks of
+later stages; where adapters are merged or left out, a block of the model on the host, too. All ranks agree before each
+bucket whether it comes: whoever fails, all of them raise its error, and nothing of training has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.adapter_folder import AdapterForm, streamed_name
-from zero3d.checkpoint.forms import ADAPTER, MERGED, WHOLE, Form
+from zero3d.checkpoint.forms import ADAPTER, BASE, MERGED, WHOLE, Form
 from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
@@ -45,7 +45,7 @@ from zero3d.spec.tiers import HOST
 from zero3d.weights.buckets import Bucket, Packer, check_bucket_bytes
 from zero3d.zero.unit import Unit
 
-ADAPTERS = ("merged", "alone")
+ADAPTERS = {"merged": MERGED, "alone": ADAPTER, "none": BASE}
 CATEGORY = "stream"  # of the memory of buckets
 AXIS = "receivers"  # where a watchdog is told that rank 0 waits for one
 Memory = Callable[[int], Sequence[Tensor]]  # gives two pieces of so many bytes
@@ -204,11 +204,9 @@ class WeightStreams:
 
     def _kind(self, adapters: str) -> str:
         if adapters not in ADAPTERS:
-            raise ConfigError(f"adapters={adapters!r}: pass {' or '.join(map(repr, ADAPTERS))}.")
+            raise ConfigError(f"adapters={adapters!r}: pass one of {', '.join(map(repr, ADAPTERS))}.")
         chunk = next(iter(self._assembly.base.partition.chunks.values()))
-        if not has_adapters(model_of(chunk)):
-            return WHOLE
-        return MERGED if adapters == "merged" else ADAPTER
+        return ADAPTERS[adapters] if has_adapters(model_of(chunk)) else WHOLE
 
     # --- the buckets ----------------------------------------------------------------------------
 
@@ -251,17 +249,20 @@ class WeightStreams:
     def _stages(
         self, state: EngineState, published: Published, dtype: torch.dtype | None, memories: Sequence[Tensor]
     ) -> Buckets:
-        world, alone = self._world, isinstance(published.form, AdapterForm)
+        world, whole = self._world, self._assembly.whole_parameters
+        alone = isinstance(published.form, AdapterForm)
         counts = world.exchange(torch.tensor([len(published.units)], dtype=torch.int64)).flatten().tolist()
         number, sent = 0, set[str]()
         for stage in range(state.degrees.pp):
             head = state.degrees.rank(Place(stage, 0, 0))
             packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
-            for i in range(counts[head]):
-                unit = published.units[i] if self._mesh.place.pp == stage else None
-                with nullcontext() if unit is None else self._assembly.whole_parameters.on_first(unit):
-                    number = yield from hand(number, self._packed(published, unit, packer, dtype))
+            here = self._mesh.place.pp == stage
+            with whole.landing(published.units) if here else nullcontext():
+                for i in range(counts[head]):
+                    unit = published.units[i] if here else None
+                    with nullcontext() if unit is None else whole.on_first(unit):
+                        number = yield from hand(number, self._packed(published, unit, packer, dtype))
             last = agree(world, partial(_others, published, sent) if packer is not None else dict[str, Tensor])
             names = list(last)
             number = yield from hand(number, _to_the_end(packer, last, dtype if alone else None))

@@ -27,6 +27,7 @@ from zero3d.page.plan_text import (
     headline,
     held_apart,
     knob_rows,
+    ladder_title,
     links_rows,
     mesh,
     mfu,
@@ -254,7 +255,7 @@ def _ladder(answer: Answer) -> Markup:
         for rung in answer.ladder
     ]
     head = ("ZeRO stage", "States GiB", "GPU GiB", "Host GB", "Step s", "Fits")
-    title = f"The ladder for N = {answer.ladder[0].plan.dp} data-parallel ranks, blocks recomputed"
+    title = ladder_title(answer)
     verdict = differs(answer.ladder) or f"The rule of thumb ({', '.join(RULE)}) holds here"
     return frame.card(
         title,
@@ -279,14 +280,14 @@ def _left_out(answer: Answer) -> Markup:
         (
             f"{rejection.plans:,}",
             rejection.reason,
-            f"+{missed(rejection)} with {short(rejection.nearest)}" if rejection.nearest else "-",
+            f"needs {missed(rejection)} more: {short(rejection.nearest)}" if rejection.nearest else "-",
         )
         for rejection in answer.result.rejected
     ]
-    title = f"What was left out of {answer.result.tried:,} plans"
+    title = f"{answer.result.tried:,} plans, of which {len(answer.result.rows):,} fit: why the others do not"
     if not rows:
         return frame.card(title, frame.paragraph("Nothing: all of them fit."))
-    return frame.card(title, frame.table(title, ("Plans", "Why", "Nearest"), rows, ">=="))
+    return frame.card(title, frame.table(title, ("Plans", "Why", "The nearest"), rows, ">=="))
 
 
 def _costs(answer: Answer) -> Markup:

@@ -146,7 +146,7 @@ def settings(plan: ParallelPlan) -> str:
     """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
-    words += ["loss in tiles"] if plan.tiled_loss else []
+    words += ["loss in tiles"] if plan.tiled_loss is True else []
     words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 
@@ -276,9 +276,9 @@ def figure(value: float) -> str:
 
 
 def _rejected(result: SearchResult) -> Iterator[str]:
-    yield f"{result.tried:,} plans: {len(result.rows):,} fit; left out were"
+    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit. Why the others do not:"
     for rejection in result.rejected:
-        near = f"; nearest: +{missed(rejection)} with {short(rejection.nearest)}" if rejection.nearest else ""
+        near = f"; the nearest needs {missed(rejection)} more: {short(rejection.nearest)}" if rejection.nearest else ""
         yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")
 
 
@@ -290,7 +290,7 @@ def missed(rejection: Rejection) -> str:
 
 def _what_if(answer: Answer) -> Iterator[str]:
     best = answer.best
-    yield "What if, from the first plan, one setting changed (memory of the fullest GPU, time of a step):"
+    yield "What if one setting of the first plan changed (memory of the fullest GPU, time of a step):"
     rows = knob_rows(answer.knobs[:KNOBS], best, answer.target.limit, answer.cluster)
     yield from columns(rows, "<>><") if rows else ["   nothing to change"]
 
@@ -315,9 +315,14 @@ def _misfit(memory: Memory, limit: float, cluster: ClusterSpec) -> str:
     return next((f"the {name} has less" for name in memory.lacks(cluster)), "")
 
 
-def _ladder(answer: Answer) -> Iterator[str]:
+def ladder_title(answer: Answer) -> str:
+    """Return what heads the ladder."""
     n = answer.ladder[0].plan.dp
-    yield f"The ladder for this model with N = {n} data-parallel ranks, blocks recomputed, by the bytes of its states:"
+    return f"The ladder of ZeRO stages and offload, with N = {n} data-parallel ranks and full recomputation"
+
+
+def _ladder(answer: Answer) -> Iterator[str]:
+    yield f"{ladder_title(answer)}:"
     rows = [("stage", "states GiB", "GPU GiB", "host GB", "step s", "")]
     for rung in answer.ladder:
         memory = rung.estimate.memory

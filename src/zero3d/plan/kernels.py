@@ -301,7 +301,7 @@ def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
     busy = by.busy if by.ep > 1 else 1.0
     forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
     if stack.packed:  # a backward runs the forward again
-        forward += DECODED * stack.packed / by.ep * max(1, by.sources) / bandwidth
+        forward += DECODED * stack.packed / tp / by.ep * max(1, by.sources) / bandwidth
         return Work(forward, 2 * forward)
     return Work(forward, forward * (2 if stack.trainable else 1))
 

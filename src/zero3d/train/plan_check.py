@@ -170,15 +170,21 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     rates     what the planned seconds are from; None: nothing is known of the device, so they are not compared
     """
     on_cpu = reserved is None
-    beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
-    memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
+    beside = "" if reserved is None else f", {size(reserved, keep_zero=True)} reserved"
+    memory, kind = (
+        (estimate.memory.states, "model states") if on_cpu else (estimate.memory.allocated, "allocated memory")
+    )
     off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
     largest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     part = SPELT_OUT.get(largest, largest)
-    held = f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, {beside}"
+    planned, found = (size(nbytes, keep_zero=True) for nbytes in (int(memory), measured))
+    bytes_line = f"{kind}: planned {planned}, measured {found}{off}{beside}"
     if rates is None:
-        return f"{held}step {seconds:.3g} s, which no plan predicts for a CPU without plan.cluster"
-    return f"{held}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s by {rates}; largest planned part: {part}"
+        return f"{bytes_line}; a step: measured {seconds:.3g} s (a CPU's is planned with plan.cluster alone)"
+    return (
+        f"{bytes_line}; a step: planned {estimate.seconds.mid:.3g} s by {rates}, measured {seconds:.3g} s; largest "
+        f"planned part: {part}"
+    )
 
 
 def write_back(planned: PlannedRun, seconds: float, file: str) -> str:
