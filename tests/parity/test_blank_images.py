@@ -120,6 +120,6 @@ def refusal_of_blank_images():
 def test_a_tower_that_cannot_run_a_blank_image_is_refused_before_training(ranks):
     for message in ranks(2, refusal_of_blank_images):
         assert message == (
-            "Gemma3ForConditionalGeneration cannot be given a blank image (RuntimeError: stride should not be zero), "
+            "Gemma3ForConditionalGeneration cannot process a blank image (RuntimeError: stride should not be zero), "
             "which stage 3 needs where a micro-batch has none: pass zero.stage=2, or a config without vision_config."
         )

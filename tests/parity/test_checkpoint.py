@@ -310,7 +310,7 @@ def test_damaged_missing_and_foreign_files_are_refused(saved, tmp_path):
     part.write_text(text)
     edit_part(saved, part.name, lambda p: p.update(file="../rank-00000.safetensors"))
     refused(
-        engine, saved, "rank-00000.json: file is '../rank-00000.safetensors', and should be 'rank-00000.safetensors'"
+        engine, saved, "rank-00000.json: file is '../rank-00000.safetensors', but should be 'rank-00000.safetensors'"
     )
     edit_part(saved, part.name, lambda p: p.update(file=file.name))
     manifest = saved / "manifest.json"

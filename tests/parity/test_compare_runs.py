@@ -37,7 +37,7 @@ def test_two_stages_have_the_same_bits_and_measure_what_the_formulas_say(zero3d_
     done = zero3d_in_fork(folder, "compare", "tiny.yaml", "--ranks=2", "zero.stage=0,3")
     assert done.returncode == 0, done.stderr
     message = done.stdout
-    assert "measured = formula, to the byte, in every run" in message
+    assert "bytes: equal to the formula in every run" in message
     assert "losses: the same bits at every step of every run" in message
     out = folder / "zero3d-compare-tiny"
     assert "a note of somebody else" in (out / "zero.stage=0.log").read_text()  # stdout is the result's alone
@@ -55,7 +55,7 @@ def test_bases_of_16_and_of_4_bits_are_compared(zero3d_in_fork, folder):
     adapters = ("model.path=config.json", "lora.rank=2", "lora.targets=[all-linear]")
     done = zero3d_in_fork(folder, "compare", "tiny.yaml", *adapters, "model.quantize=null,nf4", "--ranks=2")
     assert done.returncode == 0, done.stderr
-    assert "measured = formula, to the byte, in every run" in done.stdout
+    assert "bytes: equal to the formula in every run" in done.stdout
     runs = json.loads((folder / "zero3d-compare-tiny" / "compare.json").read_text())["runs"]
     plain, packed = (run["figures"]["memory"]["parameters"]["measured"] for run in runs)
     assert packed < 0.8 * plain
@@ -66,9 +66,9 @@ def test_exact_runs_at_dp_1_2_and_4_print_the_same_digits_and_one_hash(zero3d_in
     done = zero3d_in_fork(folder, "compare", "tiny.yaml", "mesh.dp=1,2,4", "zero.exact=true", "train.batch=8")
     assert done.returncode == 0, done.stderr
     message = done.stdout
-    assert "measured = formula, to the byte, in every run" in message
+    assert "bytes: equal to the formula in every run" in message
     assert "losses: the same bits at every step of every run" in message
-    assert "exact: one curve, and one hash of all states" in message
+    assert "exact: all runs have the same losses and the same states" in message
     digits = [line.split()[1:] for line in message.splitlines() if " 0x1." in line]
     assert len(digits) == 3
     assert digits[1] == digits[2] == digits[0]

@@ -184,7 +184,7 @@ def test_adapters_on_a_base_of_four_bits_run_as_one_types_them(tmp_path):
     result = json.loads(done.stdout)
     assert [Path(path).name for path in result["paths"]["exports"]] == ["hf"]
     assert result["reloaded_loss"] == pytest.approx(result["held_out_loss"], rel=0.02)
-    assert "on the base as it was before it was quantised" in done.stderr
+    assert "on the base in full precision, before it was quantised" in done.stderr
 
 
 @pytest.mark.long

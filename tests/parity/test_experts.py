@@ -473,4 +473,4 @@ def odd():
 
 
 def test_experts_that_ep_does_not_divide_are_refused(ranks):
-    assert "7 / 2 = 3.5 is not whole. Pass an ep that divides them (1, 7)" in ranks(2, odd)[0]
+    assert "7 / 2 = 3.5 is not a whole number. Pass an ep that divides them (1, 7)" in ranks(2, odd)[0]

@@ -69,7 +69,7 @@ def test_the_command_gives_the_recorded_figures(zero3d_in_fork, name):
     if name.startswith("compare-"):
         formulas = [[line for line in text.splitlines() if line.startswith("formula")] for text in (*again, *recorded)]
         assert formulas[0] == formulas[1]
-        assert "measured = formula, to the byte, in every run" in again[0]
+        assert "bytes: equal to the formula in every run" in again[0]
         assert "losses: the same bits at every step of every run" in again[0]
     elif name == "launches":
         if key:

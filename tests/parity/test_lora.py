@@ -221,8 +221,8 @@ def test_adapters_start_by_seed_and_name_whatever_box_is_read(tmp_path):
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"lora": {"rank": 4, "targets": ["qproj"]}}, "lora.targets: 'qproj' names nothing .* Did you mean q_proj"),
-    ({"lora": {"rank": 4, "targets": ["norm", "q_proj"]}}, "'norm' names modules that can have no adapter, such as a L"),
-    ({"lora": {"rank": 4, "targets": ["All-Linear", "q_proj"]}}, "all-linear stands alone"),
+    ({"lora": {"rank": 4, "targets": ["norm", "q_proj"]}}, "'norm' names modules that cannot have an adapter, such as a L"),
+    ({"lora": {"rank": 4, "targets": ["All-Linear", "q_proj"]}}, "all-linear must be the only entry"),
     ({"lora": {"rank": 4, "targets": ["qproj", "vproj"]}}, "'qproj' names nothing .* Did you mean q_proj"),
     ({"lora": {"rank": 4, "train_also": ["lm_haed"]}}, "lora.train_also: .* Did you mean lm_head"),
     ({"lora": {"rank": 4, "targets": ["lm_head"], "train_also": ["lm_head"]}}, "all that lm_head names is in"),

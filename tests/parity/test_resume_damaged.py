@@ -71,7 +71,7 @@ def test_auto_goes_on_from_an_only_copy_that_a_kill_left_between_two_renames(ran
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"step": 7}, "loop.step is 7, and should be 5"), ({"tokens": -1}, "loop.tokens is -1"),
+    ({"step": 7}, "loop.step is 7, but should be 5"), ({"tokens": -1}, "loop.tokens is -1"),
     ({"skipped": 0.5}, "loop.skipped is 0.5"), ({"in_a_row": 1}, "loop.in_a_row is 1"), ({"best": [9, 1.0]}, "loop.best[0] is 9"),
     ({"position": {"epoch": 0, "index": 99, "sequences": 14}}, "loop.position.index is 99"),
 ])  # fmt: skip

@@ -636,7 +636,7 @@ def test_what_attends_beyond_a_budget_is_the_dense_mask_s_on_cpus():
 
 
 @pytest.mark.parametrize(("options", "why"), [
-    ({}, "Linear is not told where documents end"),
+    ({}, "Linear cannot be told where documents end"),
     ({"slopes": torch.zeros(1, 2, 1, 1)}, "Linear passes slopes, whose second dimension is the number of heads, 2"),
 ], ids=["ends", "heads"])  # fmt: skip
 def test_an_attention_that_is_told_too_little_or_too_much_is_refused(options, why):
@@ -842,7 +842,7 @@ def test_attention_that_is_not_registered_is_refused_with_its_name_and_what_to_u
     with pytest.raises(ConfigError) as refused:
         check_sequence(family(name), 2, 1, "auto")
     assert f"has attention of its own, which transformers does not register ({where})" in str(refused.value)
-    assert "type mesh.sp=1. Long sequences take less with activations=full or mesh.tp" in str(refused.value)
+    assert "type mesh.sp=1. activations=full and mesh.tp save memory with long sequences" in str(refused.value)
 
 
 def odd_router():

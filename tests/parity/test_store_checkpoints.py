@@ -241,13 +241,17 @@ def test_a_file_that_is_damaged_on_this_host_alone_is_fetched_again(tmp_path):
 def test_places_that_cannot_be_are_refused_by_name(tmp_path):
     engine = make()
     with pytest.raises(
-        ConfigError, match=r"save\('s3://b/run'\) writes a folder of this host first: give one, and engine"
+        ConfigError, match=r"save\('s3://b/run'\) writes a folder of this host first: type engine.save\(FOLDER, to="
     ):
         engine.save("s3://b/run")
-    with pytest.raises(ConfigError, match=r"export\('s3://b/hf'\) writes a folder of this host first"):
+    with pytest.raises(
+        ConfigError, match=r"export\('s3://b/hf'\) writes a folder of this host first: type engine.export\(FOLDER, to="
+    ):
         engine.export("s3://b/hf")
     with pytest.raises(ConfigError, match=r"save\(to='b/run'\) has no URL"):
         engine.save(tmp_path, to="b/run")
+    with pytest.raises(ConfigError, match=r"export\(to='b/hf'\) has no URL"):
+        engine.export(tmp_path / "hf", to="b/hf")
     assert not list(tmp_path.iterdir())
 
 
@@ -432,6 +436,13 @@ def test_an_export_is_written_file_by_file_and_what_a_loader_opens_comes_last(tm
         "model.safetensors.index.json",
         "tokenizer.json",
     ]
+
+
+def test_an_engine_copies_its_export(tmp_path):
+    folder = make().export(tmp_path / "hf", to="memory://bucket/hf")
+    objects = Store("memory://bucket/hf").objects()
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == {n: o.size for n, o in objects.items()}
+    assert any(name.endswith(".safetensors") for name in objects)
 
 
 # --- zero3d ckpt ----------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def test_weights_of_a_folder_that_are_not_finite_are_refused_by_name(folder, ran
 
 @pytest.mark.parametrize(("wire", "reloaded", "said"), [
     ("same", float("nan"), "nan, NOT the same"), ("same", 2.6, "2.600000, NOT the same"),
-    ("int8", float("nan"), "nan, NOT the same"), ("int8", 2.6, "2.600000, of the weights themselves"),
+    ("int8", float("nan"), "nan, NOT the same"), ("int8", 2.6, "2.600000, of the exact weights"),
 ])  # fmt: skip
 def test_an_export_that_computes_another_number_is_not_the_same(wire, reloaded, said):
     result = SimpleNamespace(

@@ -12,8 +12,8 @@ from zero3d.models.chain import find_chain
 REFUSED = {
     "gemma4": "block 0 takes a second tensor with a gradient",
     "llava_next": "image_newline belongs to LlavaNextModel itself",
-    "qwen2_vl": "its blocks get other masks or positions",
-    "qwen2_5_vl": "its blocks get other masks or positions",
+    "qwen2_vl": "its blocks get different masks or positions",
+    "qwen2_5_vl": "its blocks get different masks or positions",
 }
 CUT = [name for name in EVERY if name not in REFUSED]
 IMAGES = [[True] * 4, [True, False, False, True], [False] * 4]  # by step, of each micro-batch
@@ -88,7 +88,7 @@ def test_a_family_whose_later_stages_would_miss_something_is_refused(name):
 
 def test_a_tower_that_cannot_run_an_image_is_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"the vision tower of Gemma3ForConditionalGeneration, called with pixel_values "
-                       r"\[2, 3, 28, 28\], says RuntimeError: stride should not be zero\. Pass pp=1\."):  # fmt: skip
+                       r"\[2, 3, 28, 28\], raises RuntimeError: stride should not be zero\. Pass pp=1\."):  # fmt: skip
         find_chain(model("gemma3", mm_tokens_per_image=256))
 
 

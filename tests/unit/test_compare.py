@@ -218,7 +218,7 @@ def test_states_move_from_place_to_place_by_the_planned_bytes():
     assert runs[1].memory["optimizer states"].measured == 0  # that table is of the device
     text = printed("offload.optimizer=none,host,disk", runs)
     assert "model states of rank 0 by place, in kB" in text
-    assert "measured = formula, to the byte, in every run" in text
+    assert "bytes: equal to the formula in every run" in text
     (line,) = [line for line in text.splitlines() if line.startswith("disk") and "2.480" in line]
     assert line.split() == ["disk", "0.000", "0.000", "2.400", "0.600", "0.000", "2.480"]
     told = as_json(variants(split_axes(["offload.optimizer=none,host"])[0]), [result(), moved_to("host")])
@@ -250,10 +250,10 @@ def test_exact_runs_show_all_digits_and_say_whether_they_are_one_curve():
     exact = [result() | {"fingerprint": "00ff"} for _ in range(2)]
     text = printed("mesh.dp=1,2", compared("mesh.dp=1,2", *exact))
     assert text.count("0x1.4000000000000p+1") == 2
-    assert "exact: one curve, and one hash of all states, 00ff" in text
+    assert "exact: all runs have the same losses and the same states, 00ff" in text
     for changed in ({"fingerprint": "00fe"}, {"losses": [3.5, 2.5]}):
         text = printed("mesh.dp=1,2", compared("mesh.dp=1,2", exact[0], exact[1] | changed))
-        assert "exact: NOT one curve" in text
+        assert "exact: runs DIFFER in their losses or states" in text
     assert "exact:" not in printed("mesh.dp=1,2", compared("mesh.dp=1,2", result(), result()))
 
 
@@ -281,7 +281,7 @@ def test_equal_losses_are_the_same_bits():
     assert (second.loss_difference, second.held_out_difference) == (0.0, 0.0)
     text = printed(word, [first, second])
     assert text.count("same bits") == 3  # two cells and the line below
-    assert "measured = formula, to the byte" in text
+    assert "bytes: equal to the formula" in text
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_runs_that_reduce_at_different_moments_say_so_beside_the_difference(firs
     text = printed(word, actual)
     assert ("-2.5e-01 r" in text) is apart
     text = " ".join(text.split())
-    assert ("r: gradients are reduced at other moments than in the first run" in text) is apart
-    assert ("Sums in another order are rounded otherwise" in text) is apart
+    assert ("r: reduces gradients at other moments than the first run" in text) is apart
+    assert ("Sums in another order round differently" in text) is apart
     assert "-2.5e-01" in text
     assert not compared(word, result(**first), result(**other))[1].apart  # nothing to explain
 

@@ -29,7 +29,7 @@ def test_models_without_a_plan_have_none_and_a_map_takes_names_out():
 
 @pytest.mark.parametrize(("plan", "says"), [
     ({"layers.*.mlp.experts": "colwise"}, "unknown style 'colwise'. Known are"),
-    ({"layers.*.mlp.export": "grouped_gemm"}, "gives 'layers.*.mlp.export' a style, and nothing"),
+    ({"layers.*.mlp.export": "grouped_gemm"}, "gives 'layers.*.mlp.export' a style, but nothing"),
 ])  # fmt: skip
 def test_a_map_that_means_nothing_is_refused(plan, says):
     with pytest.raises(ConfigError) as caught:

@@ -87,16 +87,18 @@ def test_a_models_code_is_refused_by_name(saved, marker, how, entries, named):
     change(saved / "config.json", **entries)
     path = str(saved / "config.json" if how == "config.json" else saved)
     opening = positions if how == "positions" else open_model
-    with pytest.raises(ConfigError, match="runs no code from a folder") as error:
+    with pytest.raises(ConfigError, match="refers to code in its folder") as error:
         opening(Model(path=path, init="random" if how == "random" else "pretrained"))
-    assert f"{saved / 'config.json'} names code of its own" in str(error.value)
+    assert f"{saved / 'config.json'} refers to code in its folder" in str(error.value)
     assert named in str(error.value)
     assert not marker.exists()
 
 
 def test_what_generation_names_as_code_is_refused(saved, marker):
     change(saved / "generation_config.json", auto_map={"AutoGeneration": "evil.Evil"})
-    with pytest.raises(ConfigError, match=r"generation_config\.json names code of its own \(auto_map: evil\.Evil\)"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json refers to code in its folder \(auto_map: evil\.Evil\)"
+    ):
         open_model(Model(path=str(saved)))
     assert not marker.exists()
 
@@ -121,7 +123,7 @@ def test_what_generation_names_as_code_is_refused(saved, marker):
 def test_a_tokenizers_code_is_refused_by_name(saved, marker, file, entries, named):
     change(saved / file, **entries)
     for asked, model in ((str(saved), None), (None, str(saved))):
-        with pytest.raises(ConfigError, match="runs no code from a folder") as error:
+        with pytest.raises(ConfigError, match="refers to code in its folder") as error:
             load_tokenizer(asked, model)
         assert named in str(error.value)
     assert not marker.exists()
@@ -144,7 +146,7 @@ def test_what_no_look_at_the_files_finds_is_not_run_either(saved, marker, monkey
 
 def test_a_folder_whose_code_is_trusted_by_mistake_runs_none(saved, marker):
     change(saved / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.EvilTokenizer"]})
-    with pytest.raises(ConfigError, match=r"^EvilTokenizer of .* is code of a folder"), no_foreign_code():
+    with pytest.raises(ConfigError, match=r"^EvilTokenizer of .* is code in a model's folder"), no_foreign_code():
         AutoTokenizer.from_pretrained(saved, trust_remote_code=True)
     assert not marker.exists()
 
@@ -198,7 +200,7 @@ def test_yes_on_stdin_runs_no_code_and_ends_with_2(ranks, tmp_path, marker):
     code, said = ranks(1, train, words)[0]
     assert not marker.exists()
     assert code == 2, said
-    assert "preprocessor_config.json names code of its own (auto_map: evil.EvilTokenizer)" in said
+    assert "preprocessor_config.json refers to code in its folder (auto_map: evil.EvilTokenizer)" in said
     assert said.count("\n") == 1
 
 

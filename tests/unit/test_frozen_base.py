@@ -153,8 +153,8 @@ def test_what_was_unfrozen_is_saved_with_its_states(base, tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda m: m.pop("base"), "there is no 'base'"),
-    (lambda m: m["base"].update(digest="x"), "base.digest is 'x', and should be an XXH3 in 32 digits"),
-    (lambda m: m["base"].update(folder=3), "base.folder is 3, and should be a text"),
+    (lambda m: m["base"].update(digest="x"), "base.digest is 'x', but should be an XXH3 in 32 digits"),
+    (lambda m: m["base"].update(folder=3), "base.folder is 3, but should be a text"),
     (lambda m: m["parameters"]["base_model.model.lm_head.weight"].pop("base"), "differently than the ranks' parts"),
     (lambda m: m.update(format=4), "nothing at (0:64, 0:32) of weight of 'base_model.model.model.embed_tokens.weight'"),
     (lambda m: m.update(format=6), "has format 6, and this zero3d reads formats 1 to 5: upgrade zero3d"),

@@ -113,16 +113,16 @@ def test_what_is_no_json_names_its_file(text, message):
 
 
 @pytest.mark.parametrize(("value", "take", "message"), [
-    (True, Field.integer, "x.y is True, and should be a whole number from 0"),
-    (-1, Field.integer, "x.y is -1, and should be a whole number from 0"),
-    (1.0, Field.integer, "x.y is 1.0, and should be a whole number from 0"),
+    (True, Field.integer, "x.y is True, but should be a whole number from 0"),
+    (-1, Field.integer, "x.y is -1, but should be a whole number from 0"),
+    (1.0, Field.integer, "x.y is 1.0, but should be a whole number from 0"),
     (10**400, Field.integer, "x.y is a number of 1329 bits"),
     (10**400, Field.number, "should be a finite number"),
-    (float("nan"), Field.number, "x.y is nan, and should be a finite number"),
-    ("x" * 999, Field.number, f"x.y is '{'x' * 59}..., and should be a finite number"),
-    ("\ud800\n", Field.flag, "x.y is '\\ud800\\n', and should be true or false"),
-    ([1], Field.text, "x.y is a list of 1, and should be a text"),
-    ({}, Field.rows, "x.y is a mapping of 0, and should be a list"),
+    (float("nan"), Field.number, "x.y is nan, but should be a finite number"),
+    ("x" * 999, Field.number, f"x.y is '{'x' * 59}..., but should be a finite number"),
+    ("\ud800\n", Field.flag, "x.y is '\\ud800\\n', but should be true or false"),
+    ([1], Field.text, "x.y is a list of 1, but should be a text"),
+    ({}, Field.rows, "x.y is a mapping of 0, but should be a list"),
 ])  # fmt: skip
 def test_values_of_another_type_or_range_name_file_and_field(value, take, message):
     field = parse_fields(b'{"x": {"y": 0}}', "F.json").entry("x").entry("y")._replace(value=value)

@@ -595,7 +595,7 @@ BAD = {
         lambda: make(torch.jit.script(nn.Linear(2, 2))),
         "whose weights cannot be pointed elsewhere: pass the plain module",
     ),
-    "a function": (lambda: make(torch.nn.functional.relu), "no torch.nn.Module"),
+    "a function": (lambda: make(torch.nn.functional.relu), "not a torch.nn.Module"),
     "compiled twice": (lambda: make(torch.compile(torch.compile(build("net")))), "pass the module that it was made of"),
     "a lazy model": (lambda: make(nn.LazyLinear(2)), "call the model once on an example"),
     "weights of inference": (lambda: make(of_inference()), "build the model outside it"),

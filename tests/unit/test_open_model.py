@@ -229,7 +229,7 @@ def test_sizes_beyond_all_memory_are_refused_by_the_file(tmp_path, attn, asked):
 )
 def test_a_number_of_layers_nobody_builds_is_refused(tmp_path, told, key):
     (tmp_path / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ConfigError, match=rf"config\.json: {key} is 10+, and at most 10,000 layers are built"):
+    with pytest.raises(ConfigError, match=rf"config\.json: {key} is 10+, but at most 10,000 layers can be built"):
         read_config(tmp_path / "config.json")
 
 

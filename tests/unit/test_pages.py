@@ -188,12 +188,22 @@ def test_the_page_says_what_was_found():
     best = target.best
     assert around(best.estimate.memory.device, target.margin) in text
     assert all(line.strip() in text for line in headline(target))
-    assert "+21.6 MiB with pp 1 x dp 1 x tp 1" in text
+    assert "needs 21.6 MiB more: pp 1 x dp 1 x tp 1" in text
     assert "&lt;more&gt; stages than blocks" in text
     assert "GPU-hours per billion tokens" in text
     assert "A note." in text
     ranked = next(ElementTree.fromstring(text).iter("tbody"))
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
+
+
+def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
+    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    drawn = {(hint[0].text.partition(":")[0], hint.get("class").split()[0]) for hint in root.iter("rect") if len(hint)}
+    listed = {("".join(item.itertext()), item[0].get("class")) for item in root.iter("li")}
+    assert drawn <= listed
+    names, classes = zip(*listed, strict=True)
+    assert len(set(names)) == len(set(classes)) == len(listed)
+    assert {class_ for name, class_ in listed if name.startswith("ZeRO stage")} == {"z0", "z1", "z2", "z3"}
 
 
 def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):

@@ -168,14 +168,14 @@ def test_a_rare_kind_of_adapter_loads_with_peft_and_is_merged_as_peft_merges_it(
 
 @pytest.mark.parametrize("kind", BELOW_3)
 def test_a_kind_that_stage_3_cannot_gather_is_refused_there_and_trained_at_stage_2(folders, tmp_path, kind):
-    with pytest.raises(ConfigError, match=rf"PEFT's {kind} is not trained at stage 3: .*Pass stage=2\."):
+    with pytest.raises(ConfigError, match=rf"PEFT's {kind} is not supported at stage 3: .*Pass stage=2\."):
         zero3d.Engine(adapted(folders["llama"], kind, **BELOW_3[kind]), optimizer=adamw, stage=3)
     check_kind(folders["llama"], tmp_path, kind, 2, BELOW_3[kind])
 
 
 def test_a_kind_that_writes_its_own_weights_is_refused(folders):
     prompt = {"cpt_token_ids": [0, 1, 2], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]}
-    with pytest.raises(ConfigError, match=r"PEFT's CPT is not trained here: its forward writes new values"):
+    with pytest.raises(ConfigError, match=r"PEFT's CPT is not supported: its forward overwrites its weights"):
         zero3d.Engine(adapted(folders["llama"], "CPT", **prompt), optimizer=adamw)
 
 
@@ -259,7 +259,7 @@ def test_two_ranks_export_what_one_does(folders, ranks, tmp_path, base, kind, op
 
 def test_prompts_are_refused_in_pipelines(folders, ranks):
     for message in ranks(2, refusal, folders["llama"]):
-        assert message.startswith("PEFT's PROMPT_TUNING puts tokens before the model's own, which pipeline stages know")
+        assert message.startswith("PEFT's PROMPT_TUNING prepends virtual tokens, which pipeline stages cannot pass on")
 
 
 @pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -70,7 +70,7 @@ def test_every_style_that_the_installed_transformers_uses_is_known_or_refused_fo
 @pytest.mark.parametrize("style", sorted(set.union(*USED.values())))
 def test_every_style_of_known_versions_is_read_or_refused_by_its_name(style):
     if style in REFUSED:
-        with pytest.raises(ConfigError, match=f"layers.0: style '{style}' is not built"):
+        with pytest.raises(ConfigError, match=f"layers.0: style '{style}' is not supported"):
             parse("layers.0", style)
     else:
         assert parse("layers.0", style).kind == {"local_params": "replicate"}.get(style, style)
@@ -149,15 +149,15 @@ def test_one_rank_leaves_a_model_as_it_is():
 
 @pytest.mark.parametrize(("model", "options", "message"), [
     ("net", {}, "'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'"),
-    ("net", {"plan": {"layers.*.upp": "colwise"}}, "gives 'layers.*.upp' a style, and nothing in Net has that name"),
+    ("net", {"plan": {"layers.*.upp": "colwise"}}, "gives 'layers.*.upp' a style, but nothing in Net has that name"),
     ("llama", {"plan": {"layers.*.mlp.up_proj": "colwize"}}, "layers.*.mlp.up_proj: unknown tensor-parallel style 'colwize'"),
     ("llama", {"plan": {"layers.*.mlp.up_proj": "colwise:2"}}, "unknown tensor-parallel style 'colwise:2'"),
-    ("llama", {"plan": {"layers.*.mlp.up_proj": "moe_identity_expert"}}, "style 'moe_identity_expert' is not built"),
+    ("llama", {"plan": {"layers.*.mlp.up_proj": "moe_identity_expert"}}, "style 'moe_identity_expert' is not supported"),
     ("llama", {"plan": {"layers.*.self_attn": "own_heads"}}, "unknown tensor-parallel style 'own_heads'"),
     ("llama", {"plan": {"layers.*.input_layernorm": "colwise"}}, "is a LlamaRMSNorm"),
     ("llama", {"plan": {"lm_head": "embedding_rowwise"}}, "is for an nn.Embedding, and this is a Linear"),
-    ("llama", {"size": 4}, "num_key_value_heads=2: 2 / 4 is not whole"),
-    ("llama", {"size": 3}, "num_attention_heads=4: 4 / 3 is not whole. Pass a tp that divides it (1, 2, 4)"),
+    ("llama", {"size": 4}, "num_key_value_heads=2: 2 / 4 is not a whole number"),
+    ("llama", {"size": 3}, "num_attention_heads=4: 4 / 3 is not a whole number. Pass a tp that divides it (1, 2, 4)"),
     ("qwen3", {"plan": {"lm_head": "replicate"}}, "lm_head.weight is tied to a parameter that is cut"),
     ("moe", {"sequence": True}, "mlp.gate.weight (4, 32) is whole"),
     ("net", {"plan": {"head": "replicate"}, "sequence": True}, "needs one list of blocks"),
@@ -199,13 +199,13 @@ def test_sparse_mlps_that_take_the_mean_of_their_gates_give_it_whole():
     assert plan["model.layers.0.mlp.gate_proj"].kind == "colwise_gather_output"
     assert plan["model.layers.0.mlp.down_proj"].kind == "rowwise_split_input"
     assert plan["model.layers.1.mlp.gate_proj"].kind == "colwise"
-    with pytest.raises(ConfigError, match=r"layers.0.mlp takes mean and deviation of all its gates"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp uses the mean and deviation of all its gates"):
         cut(on_meta("gemma3n_text"), plan={"layers.*.mlp.gate_proj": "colwise"})
 
 
 def test_heads_that_are_another_number_in_some_layers_are_counted_in_each():
     options = {"attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
-    with pytest.raises(ConfigError, match=r"tp=2 cannot share out num_key_value_heads=1: 1 / 2 is not whole"):
+    with pytest.raises(ConfigError, match=r"tp=2 cannot split num_key_value_heads=1: 1 / 2 is not a whole number"):
         cut(on_meta("gemma4_text", **options))
 
 

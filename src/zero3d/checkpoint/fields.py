@@ -28,7 +28,7 @@ class Field(NamedTuple):
     def refuse(self, expected: str) -> NoReturn:
         """Raise CheckpointError: the value is not what is `expected`."""
         name = (self.name or "all of it") if len(self.name) <= 4 * SHOWN else f"{self.name[: 4 * SHOWN]}..."
-        raise CheckpointError(f"{self.file}: {name} is {quote(self.value)}, and should be {expected}. {USE_ANOTHER}")
+        raise CheckpointError(f"{self.file}: {name} is {quote(self.value)}, but should be {expected}. {USE_ANOTHER}")
 
     def has(self, key: str) -> bool:
         """Say whether there is such an entry, and it is not null."""
@@ -58,7 +58,7 @@ class Field(NamedTuple):
             self.refuse("a list")
         if length is not None and len(self.value) != length:
             raise CheckpointError(
-                f"{self.file}: {self.name} has {len(self.value)} entries, and should have {length}. {USE_ANOTHER}"
+                f"{self.file}: {self.name} has {len(self.value)} entries, but should have {length}. {USE_ANOTHER}"
             )
         return [Field(self.file, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
 

@@ -56,7 +56,7 @@ def check_header(manifest: Manifest, part: Part) -> None:
             raise CheckpointError(f"{path} has no tensor {quote(key)}, and the manifest names it. {USE_ANOTHER}")
         if stored[key].shape != shape or stored[key].dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, and should be "
+                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, but should be "
                 f"{' or '.join(dtypes)} {shape}. {USE_ANOTHER}"
             )
 

@@ -20,6 +20,7 @@ import torch
 
 from zero3d.checkpoint import restore
 from zero3d.checkpoint.background import SaveFigures, Saves
+from zero3d.checkpoint.copies import copy_export
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.fingerprint import fingerprint
 from zero3d.checkpoint.slots import Note, load_slots
@@ -120,13 +121,19 @@ class Checkpoints:
             self._assembly.runtime.optimizer.flush()
             return fingerprint(self._state())
 
-    def export(self, directory: str | Path, kind: str | None = None) -> Path:
+    def export(
+        self, directory: str | Path, kind: str | None = None, to: str | None = None, overwrite: bool = False
+    ) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
-        _check_places("export", directory)
+        _check_places("export", directory, to)
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.flush()
+        world = self._assembly.base.axes.world
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
-            return export(Path(directory), self._state(), self._assembly.whole_parameters, kind)
+            folder = export(Path(directory), self._state(), self._assembly.whole_parameters, kind, overwrite)
+            if to is not None:
+                agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)
+        return folder
 
     # --- from files -----------------------------------------------------------------------------
 
@@ -192,13 +199,13 @@ class Checkpoints:
         return self._assembly.runtime.slots
 
 
-def _check_places(call: str, directory: str | Path, to: str | None = None) -> None:
+def _check_places(call: str, directory: str | Path, to: str | None) -> None:
     """Refuse a URL in the place of a folder, and what is no URL of a store in the place of one. Raises ConfigError."""
     if is_url(directory):
-        copied = f"engine.save(FOLDER, to={str(directory)!r})" if call == "save" else "copy that where it is to be"
-        raise ConfigError(f"{call}({str(directory)!r}) writes a folder of this host first: give one, and {copied}.")
+        copied = f"engine.{call}(FOLDER, to={str(directory)!r})"
+        raise ConfigError(f"{call}({str(directory)!r}) writes a folder of this host first: type {copied}.")
     if to is not None and not is_url(to):
-        raise ConfigError(f"save(to={to!r}) has no URL of an object store: give one such as s3://bucket/run.")
+        raise ConfigError(f"{call}(to={to!r}) has no URL of an object store: give one such as s3://bucket/run.")
     if to is not None:
         check_url(to)
 

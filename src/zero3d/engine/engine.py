@@ -661,12 +661,19 @@ class Engine:
         """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""
         return self.checkpoints.fingerprint()
 
-    def export(self, directory: str | Path, kind: str | None = None) -> Path:
+    def export(
+        self, directory: str | Path, kind: str | None = None, to: str | None = None, overwrite: bool = False
+    ) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.
 
-        kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, or "merged"
+        kind       "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`,
+                   "merged", or "base", the model without them
+        to         a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to
+        overwrite  replace an export that is there, once this one is whole; any other folder is refused
+
+        Raises CheckpointError.
         """
-        return self.checkpoints.export(directory, kind)
+        return self.checkpoints.export(directory, kind, to, overwrite)
 
     # --- to whoever serves ----------------------------------------------------------------------
 
@@ -677,7 +684,7 @@ class Engine:
 
         dtype         of parameters of floating numbers: "fp32", "bf16", ...; None: training's. Buffers keep theirs
         bucket_bytes  of each of two buckets; a larger tensor goes in parts
-        adapters      of a model that has some: "merged" into its weights, or "alone"
+        adapters      of a model that has some: "merged" into its weights, "alone", or "none": the model without them
 
         A bucket's `parts` have the names and bits that `export` writes, and a checksum, the XXH3 of a tensor, with its
         last part. Their tensors may be used until the next but one bucket is asked for. Rank 0 holds the largest unit

@@ -65,8 +65,8 @@ class Dispatch:
         if hidden.dim() != 2 or experts.dim() != 2 or experts.shape != weights.shape:
             raise ConfigError(
                 f"{self.layer.name} is called with hidden states {tuple(hidden.shape)}, experts "
-                f"{tuple(experts.shape)} and weights {tuple(weights.shape)}; ep knows [tokens, width] and twice "
-                "[tokens, chosen]. Leave mesh.ep out."
+                f"{tuple(experts.shape)} and weights {tuple(weights.shape)}; mesh.ep expects [tokens, width], "
+                "[tokens, chosen] and [tokens, chosen]. Leave mesh.ep out."
             )
         chosen = experts.shape[1]
         sorted_experts, order = torch.sort(experts.reshape(-1), stable=not self._sorts)

@@ -92,15 +92,16 @@ class ExpertLoad:
 def check_bias(model: nn.Module, rate: float, replay: int) -> None:
     """Refuse a rate where nothing has a bias, and what would count a micro-batch twice. Raises ConfigError."""
     if rate < 0:
-        raise ConfigError(f"expert_bias_rate={rate}: pass 0, which leaves biases alone, or more, such as 0.001.")
+        raise ConfigError(f"expert_bias_rate={rate}: pass 0, which leaves biases unchanged, or a rate such as 0.001.")
     if rate and not any(name.rpartition(".")[2] == ROUTER_BIAS for name, _ in model.named_buffers()):
         raise ConfigError(
-            f"expert_bias_rate={rate} moves a bias that routers have as a buffer {ROUTER_BIAS}, and no module of "
-            f"{type(model).__name__} has one: leave it out, and let the model's own auxiliary loss level its experts."
+            f"expert_bias_rate={rate} adjusts the routers' bias (a buffer called {ROUTER_BIAS}), but no module of "
+            f"{type(model).__name__} has one: leave it out; the model's own auxiliary loss balances its experts."
         )
     if rate and replay:
         raise ConfigError(
-            f"expert_bias_rate={rate} counts every token once, and replay={replay} computes some twice: leave one out."
+            f"expert_bias_rate={rate} counts every token once, but replay={replay} computes some twice: leave one of "
+            "them out."
         )
 
 

@@ -67,9 +67,9 @@ def whole_over_tp(layers: Iterable[ExpertLayer]) -> dict[str, str]:
 def refuse_none(ep: int, model: nn.Module) -> NoReturn:
     """Raise ConfigError: no plan names a layer that ep could share out."""
     raise ConfigError(
-        f"ep={ep} shares experts out, and no plan names any in {type(inner_model(model)).__name__}: leave ep out, or "
-        f"name them in mesh.ep_plan: {{'layers.*.mlp.experts': {MODULE}, 'layers.*.mlp.experts.down_proj': "
-        f"{PARAMETER}, ...}}."
+        f"ep={ep} distributes experts over ranks, but no plan names any in {type(inner_model(model)).__name__}: leave "
+        "ep out, or name them in mesh.ep_plan: "
+        f"{{'layers.*.mlp.experts': {MODULE}, 'layers.*.mlp.experts.down_proj': {PARAMETER}, ...}}."
     )
 
 
@@ -88,7 +88,7 @@ def _styles(model: nn.Module, user: Mapping[str, str]) -> dict[str, str]:
     for pattern in user:
         if pattern not in matched and not in_other_chunk(model, pattern):
             raise ConfigError(
-                f"mesh.ep_plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that name."
+                f"mesh.ep_plan gives {pattern!r} a style, but nothing in {type(model).__name__} has that name."
             )
     return styles
 

@@ -47,8 +47,8 @@ def share_out(
         if layer.experts % ep.size:
             fits = [str(n) for n in range(1, layer.experts + 1) if layer.experts % n == 0]
             raise ConfigError(
-                f"ep={ep.size} cannot share out the {layer.experts} experts of {layer.name}: {layer.experts} / "
-                f"{ep.size} = {layer.experts / ep.size:.4g} is not whole. Pass an ep that divides them "
+                f"ep={ep.size} cannot distribute the {layer.experts} experts of {layer.name}: {layer.experts} / "
+                f"{ep.size} = {layer.experts / ep.size:.4g} is not a whole number. Pass an ep that divides them "
                 f"({', '.join(fits)})."
             )
         dispatch = Dispatch(layer, ep, how)

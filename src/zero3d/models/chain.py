@@ -122,8 +122,8 @@ def _refuse_layer_drop(model: nn.Module) -> None:
     for name in ("layerdrop", "decoder_layerdrop"):
         if (getattr(config, name, None) or 0) > 0:
             raise ConfigError(
-                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), each stage others. "
-                f"Set {name} to 0.0 in its config before it is built, or pass pp=1."
+                f"{_refusal(model)}: it skips layers at random ({name}={getattr(config, name)}), and each stage would "
+                f"skip different ones. Set {name} to 0.0 in its config before it is built, or pass pp=1."
             )
 
 
@@ -158,8 +158,8 @@ def _outside(model: nn.Module, blocks: str) -> dict[str, nn.Module]:
         holder = model.get_submodule(around)
         for name, _ in holder.named_parameters(recurse=False):
             raise ConfigError(
-                f"{f'{around}.{name}'.lstrip('.')} belongs to {type(holder).__name__} itself, so that no pipeline "
-                "stage can be told to hold it: put it in a module of its own, or pass pp=1."
+                f"{f'{around}.{name}'.lstrip('.')} is a parameter of {type(holder).__name__} itself, so it cannot be "
+                "placed on one pipeline stage: move it into a module of its own, or pass pp=1."
             )
         for name, child in holder.named_children():
             if name != path[depth] and (owns(child) or isinstance(child, DROPOUTS)):
@@ -233,7 +233,7 @@ def _trial(
     except Exception as error:  # any error of its own, quoted
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with token ids {list(record.ids.shape)} it says {type(error).__name__}: "
+            f"{_refusal(model)}: called with token ids {list(record.ids.shape)}, it raises {type(error).__name__}: "
             f"{line}. Pass pp=1."
         ) from error
     return record
@@ -264,19 +264,19 @@ def _check_later_stage(model: nn.Module, chain: Chain, outside: Mapping[str, nn.
     except Exception as error:  # any error of its own, quoted
         line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"{_refusal(model)}: called with inputs_embeds {list(hidden.shape)} in the place of token ids, as later "
-            f"stages are, it says {type(error).__name__}: {line}. Pass pp=1."
+            f"{_refusal(model)}: called with inputs_embeds {list(hidden.shape)} instead of token ids, as later stages "
+            f"are, it raises {type(error).__name__}: {line}. Pass pp=1."
         ) from error
     if hidden._version > 0:
         raise ConfigError(
-            f"{_refusal(model)}: it writes in place to inputs_embeds, which on later stages is the hidden state "
+            f"{_refusal(model)}: it modifies inputs_embeds in place, which on later stages is the hidden state "
             "received. Pass pp=1."
         )
     given, expected = record.other_tensors, first.other_tensors
     if len(given) != len(expected) or not all(map(_equal, given, expected)):
         raise ConfigError(
-            f"{_refusal(model)}: its blocks get other masks or positions when it is called with inputs_embeds in the "
-            "place of token ids, as later stages are. Pass pp=1."
+            f"{_refusal(model)}: its blocks get different masks or positions when it is called with inputs_embeds "
+            "instead of token ids, as later stages are. Pass pp=1."
         )
 
 

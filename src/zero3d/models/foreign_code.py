@@ -39,9 +39,9 @@ def refuse_code(*files: Path) -> None:
             entries = list(dict.fromkeys(_code_entries(_read(file), file.parent)))
             if entries:
                 raise ConfigError(
-                    f"{file} names code of its own ({', '.join(entries[:SHOWN])}), and zero3d runs no code from a "
-                    "folder: where transformers has that class itself, take the entry out of the file; else install "
-                    "code that you have read as a package (a model's by model.path=module:function)."
+                    f"{file} refers to code in its folder ({', '.join(entries[:SHOWN])}), which zero3d never runs. If "
+                    "transformers has that class itself, remove the entry from the file; else review the code, "
+                    "install it as a package, and (for a model) type model.path=module:function."
                 )
 
 
@@ -59,7 +59,9 @@ def no_foreign_code() -> Iterator[None]:
 
 
 def _refuse_import(class_name: str, module_path: object, **_: object) -> NoReturn:
-    raise ConfigError(f"{short(class_name)} of {short(module_path)} is code of a folder, and zero3d runs none.")
+    raise ConfigError(
+        f"{short(class_name)} of {short(module_path)} is code in a model's folder, which zero3d never runs."
+    )
 
 
 def _read(file: Path) -> Any:

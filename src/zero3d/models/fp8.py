@@ -54,9 +54,11 @@ def check_linear(asked: Any, model: nn.Module, device: torch.device) -> None:
     if asked is None:
         return
     if asked != FP8:
-        raise ConfigError(f"linear={short(repr(asked))} is unknown: pass 'fp8', or None for linear layers as they are.")
+        raise ConfigError(
+            f"linear={short(repr(asked))} is unknown: pass 'fp8', or None to leave linear layers unchanged."
+        )
     if (why := refuse_device(device)) is not None:
-        raise ConfigError(f"linear='fp8' (model.linear=fp8) multiplies in fp8, and {why}: leave it out.")
+        raise ConfigError(f"linear='fp8' (model.linear=fp8) multiplies in fp8, but {why}: leave it out.")
     if find_spec("torchao") is None:
         raise ConfigError(
             "linear='fp8' (model.linear=fp8) needs torchao, which is not installed: pip install torchao, or leave it "
@@ -64,8 +66,8 @@ def check_linear(asked: Any, model: nn.Module, device: torch.device) -> None:
         )
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            "linear='fp8' (model.linear=fp8) with adapters (lora.rank) is not built: their matrices are small, and "
-            "those beside them are merged from bf16. Leave one of them out."
+            "linear='fp8' (model.linear=fp8) is not supported with adapters (lora.rank): their matrices are small, "
+            "and the weights beside them are merged in bf16. Leave one of the two out."
         )
     if not find_layers(model).chosen:
         raise ConfigError(
@@ -77,7 +79,7 @@ def check_linear(asked: Any, model: nn.Module, device: torch.device) -> None:
 def refuse_device(device: torch.device) -> str | None:
     """Return why a device cannot multiply in fp8; None where it can."""
     if device.type != "cuda":
-        return f"a {device.type} device has no such products"
+        return f"a {device.type} device has no fp8 matrix products"
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST:
         return None

@@ -25,4 +25,4 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if is_named(name, patterns):
             p.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"freeze: nothing is left to train with {short(', '.join(patterns))} frozen: name less.")
+        raise ConfigError(f"freeze: with {short(', '.join(patterns))} frozen, nothing is left to train: freeze less.")

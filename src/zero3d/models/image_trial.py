@@ -58,8 +58,8 @@ def trial_images(model: nn.Module, modules: Iterable[str]) -> TrialImages | None
         line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in inputs.items())
         raise ConfigError(
-            f"the vision tower of {type(model).__name__}, called with {shapes}, says {type(error).__name__}: {line}. "
-            "Pass pp=1."
+            f"the vision tower of {type(model).__name__}, called with {shapes}, raises {type(error).__name__}: "
+            f"{line}. Pass pp=1."
         ) from error
     tokens = sum(prod(t.shape[:-1]) for t in tensors_in(features.pooler_output)) // SEQUENCES
     base = base_of(model)

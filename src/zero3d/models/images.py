@@ -44,7 +44,7 @@ def image_inputs(model: nn.Module, smallest: bool = False) -> dict[str, Tensor]:
         return _image_inputs(base_of(model_of(model)), smallest)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the config of {type(model_of(model)).__name__} does not say what its images are like "
+            f"the config of {type(model_of(model)).__name__} does not describe its images "
             f"({type(error).__name__}: {_line(error)})."
         ) from error
 
@@ -90,7 +90,7 @@ def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tenso
 def no_blank_image(model: nn.Module, error: Exception) -> ConfigError:
     """Return what is said where a model's tower does not run on a blank image."""
     return ConfigError(
-        f"{type(model_of(model)).__name__} cannot be given a blank image ({type(error).__name__}: {_line(error)}), "
+        f"{type(model_of(model)).__name__} cannot process a blank image ({type(error).__name__}: {_line(error)}), "
         "which stage 3 needs where a micro-batch has none: pass zero.stage=2, or a config without vision_config."
     )
 

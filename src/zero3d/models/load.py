@@ -147,9 +147,9 @@ class FileWeights:
             faults = wrong + [f"{name} is in no file" for name in missing]
             more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise ConfigError(
-                f"{self._files.folder} holds other weights than its config.json describes "
-                f"({len(self._files.names())} tensors, {len(shapes)} wanted): {'; '.join(faults[:SHOWN])}{more}. Use "
-                "the config.json they were saved with, or model.init=random for new weights."
+                f"{self._files.folder} holds other weights than its config.json describes ({len(self._files.names())} "
+                f"tensors, {len(shapes)} expected): {'; '.join(faults[:SHOWN])}{more}. Use the config.json they were "
+                "saved with, or model.init=random for new weights."
             )
 
     def _check_dtypes(self) -> None:
@@ -166,7 +166,7 @@ class FileWeights:
             more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ConfigError(
                 f"{self._files.folder} holds integers or quantised values where its model has weights: "
-                f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors, and only {', '.join(FLOATS)} are read. Save "
+                f"{', '.join(wrong[:SHOWN])}{more} of {len(keys)} tensors; only {', '.join(FLOATS)} can be read. Save "
                 "the model dequantised (transformers' model.dequantize(), then save_pretrained), or use "
                 "model.init=random for new weights."
             )

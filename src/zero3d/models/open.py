@@ -131,7 +131,7 @@ def _check_sizes(config: Mapping[str, Any], file: Path) -> None:
         elif isinstance(value, list):  # of stages
             entries += [(key, item) for item in value]
         elif isinstance(value, int) and value > MOST_LAYERS and LAYERS.search(key):
-            raise ConfigError(f"{file}: {key} is {short(value)}, and at most {MOST_LAYERS:,} layers are built.")
+            raise ConfigError(f"{file}: {key} is {short(value)}, but at most {MOST_LAYERS:,} layers can be built.")
 
 
 def _read_generation_config(folder: Path, module: nn.Module) -> None:
@@ -146,7 +146,7 @@ def _read_generation_config(folder: Path, module: nn.Module) -> None:
             module.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # odd values fail wherever they are first used
         raise ConfigError(
-            f"{file} is none that transformers knows: {_in_one_line(error)}. Correct it, or remove it."
+            f"transformers cannot read {file}: {_in_one_line(error)}. Correct it, or remove it."
         ) from error
 
 

@@ -91,7 +91,7 @@ def _leak(model: nn.Module) -> str | None:
     """Say why documents would see each other; None where they do not."""
     name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):
-        return f"{name}.forward takes no position_ids, from which documents are told apart"
+        return f"{name}.forward takes no position_ids, which tell documents apart"
     if is_varlen(model) and not _takes_more(model):
         return f"{name}.forward takes no cu_seq_lens_q, which tells its attention where documents end"
     config: Any = getattr(inner_model(model), "config", None)

@@ -19,12 +19,10 @@ from torch import nn
 from zero3d.errors import ConfigError
 
 NEVER = {
-    "CPT": "its forward writes new values into its weights, and they are an engine's",
-    "XLORA": "it weighs adapters of other folders, and an export would lack them",
+    "CPT": "its forward overwrites its weights, which belong to the engine",
+    "XLORA": "it combines adapters of other folders, which an export would lack",
 }
-GATHERED = {
-    "ADALORA": "its loss looks at all of its matrices at once, after their layers, when stage 3 has released them"
-}
+GATHERED = {"ADALORA": "its loss reads all of its matrices after their layers have run, when stage 3 has released them"}
 
 
 def check_adapters(model: nn.Module, gathers: bool, pp: int) -> None:
@@ -36,13 +34,13 @@ def check_adapters(model: nn.Module, gathers: bool, pp: int) -> None:
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind in NEVER:
-            raise ConfigError(f"PEFT's {kind} is not trained here: {NEVER[kind]}. Use another kind, such as LORA.")
+            raise ConfigError(f"PEFT's {kind} is not supported: {NEVER[kind]}. Use another kind, such as LORA.")
         if gathers and kind in GATHERED:
-            raise ConfigError(f"PEFT's {kind} is not trained at stage 3: {GATHERED[kind]}. Pass stage=2.")
+            raise ConfigError(f"PEFT's {kind} is not supported at stage 3: {GATHERED[kind]}. Pass stage=2.")
         if pp > 1 and config.is_prompt_learning:
             raise ConfigError(
-                f"PEFT's {kind} puts tokens before the model's own, which pipeline stages know nothing of: pass pp=1, "
-                "or use an adapter of weights, such as LORA."
+                f"PEFT's {kind} prepends virtual tokens, which pipeline stages cannot pass on: pass pp=1, or use an "
+                "adapter of weights, such as LORA."
             )
     if configs:
         _refuse_shared_memory(model)
@@ -57,6 +55,6 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         other = seen.setdefault(p.data_ptr(), name)
         if other != name:
             raise ConfigError(
-                f"{name} is a view of {other}, a parameter of its own, and an engine would train them apart: leave "
+                f"{name} is a view of {other}, another parameter, and an engine would train the two separately: leave "
                 "ensure_weight_tying out of PEFT's configuration, or take one of the tied layers out of its targets."
             )

@@ -108,8 +108,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"the model is {short(type(model).__name__)}, no torch.nn.Module: an Engine takes modules. (torch.compile "
-            "of a compiled module is a function: pass the module that it was made of.)"
+            f"the model is a {short(type(model).__name__)}, not a torch.nn.Module, which an Engine needs. "
+            "(torch.compile of a compiled module returns a function: pass the module that it was made of.)"
         )
     around, model = _peel(model)
     for module in [module for module in model.modules() if _wrapped_by(module) is None]:

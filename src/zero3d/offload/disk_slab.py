@@ -264,7 +264,7 @@ class DiskSlab:
                 raise CheckpointError(f"{where} cannot be read ({error.strerror}): {self._damaged}") from error
             if found != wanted:
                 raise CheckpointError(
-                    f"{where} is not what was written: its checksum is {found}, and should be {wanted}: {self._damaged}"
+                    f"{where} is not what was written: its checksum is {found}, but should be {wanted}: {self._damaged}"
                 )
         return True
 

@@ -96,16 +96,17 @@ class SharedAttention:
         rows = even_parts(length, comm.size)
         if query.shape[2] != len(rows[comm.rank]):
             raise ConfigError(
-                f"{name} attends over {query.shape[2]:,} rows, and this rank has {len(rows[comm.rank]):,} of a "
-                f"sequence of {length:,}: run one length at a time, or type mesh.sp=1."
+                f"{name} attends over {query.shape[2]:,} rows, but this rank has {len(rows[comm.rank]):,} of a "
+                f"sequence of {length:,}: use one length at a time, or type mesh.sp=1."
             )
         if mask is not None:
             _check_mask(name, mask, length)
         seen: Any = mask if ends is None else Documents.of(ends, length)
         if seen is None and self._by_documents and not sequence_length:
             raise ConfigError(
-                f"{name} is not told where documents end, since its model hands no further options on to it, and their "
-                "mask is larger than mesh.sp_mask_budget: type a larger one, or mesh.sp=1."
+                f"{name} cannot be told where documents end, because its model passes no extra options to its "
+                "attention, and the mask that would tell it is larger than mesh.sp_mask_budget: raise that, or type "
+                "mesh.sp=1."
             )
         by_heads = self._shares.by_heads(query.shape[1], key.shape[1])
         if by_heads:
@@ -364,13 +365,13 @@ def _own(per_head: Tensor | None, heads: range, dim: int) -> Any:
 def _check(name: str, query: Tensor, key: Tensor, options: Any) -> None:
     if options.get("output_attentions"):
         raise ConfigError(
-            "output_attentions asks for the weights of whole attentions, and mesh.sp leaves each rank some heads of "
-            "them: leave it out, or type mesh.sp=1."
+            "output_attentions returns the attention weights of all heads, but with mesh.sp each rank has only some "
+            "of them: leave it out, or type mesh.sp=1."
         )
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
-            f"{name} attends from {query.shape[2]} rows to {key.shape[2]}, which are no part of the same sequence "
-            "(a cache, or cross-attention): mesh.sp cuts sequences that attend to themselves. Type mesh.sp=1."
+            f"{name} attends from {query.shape[2]} rows to {key.shape[2]} of another sequence (a cache, or "
+            "cross-attention); mesh.sp is for self-attention only. Type mesh.sp=1."
         )
     known = (*PER_HEAD, "position_bias", "position_ids")
     for option, value in options.items():
@@ -378,14 +379,13 @@ def _check(name: str, query: Tensor, key: Tensor, options: Any) -> None:
         if per_head and option not in known:
             raise ConfigError(
                 f"{name} passes {option}, whose second dimension is the number of heads, {query.shape[1]}, to its "
-                "attention, and mesh.sp does not know how to cut it over heads. Type mesh.sp=1."
+                "attention, but mesh.sp does not know how to split it over heads. Type mesh.sp=1."
             )
 
 
 def _check_mask(name: str, mask: Tensor, length: int) -> None:
     if mask.shape[-1] != length or mask.shape[-2] not in (1, length):
         raise ConfigError(
-            f"{name} made a mask of {mask.shape[-2]} x {mask.shape[-1]} by itself, of its rank's part of a sequence "
-            f"of {length:,}: mesh.sp hands masks of whole sequences in, and this model does not take them. Type "
-            "mesh.sp=1."
+            f"{name} built its own mask of {mask.shape[-2]} x {mask.shape[-1]}, for this rank's part of a sequence of "
+            f"{length:,}, and ignores the one for the whole sequence that mesh.sp passes in. Type mesh.sp=1."
         )

@@ -99,7 +99,9 @@ class Fallback:
     def _say(self, refused: MaskTooLarge, name: str, what: str) -> None:
         if name not in self._silent:
             self._silent.add(name)
-            warnings.warn(f"{str(refused).partition(':')[0]}: {what}. Its bits are its own.", stacklevel=3)
+            warnings.warn(
+                f"{str(refused).partition(':')[0]}: {what}. Its results differ in their last bits.", stacklevel=3
+            )
 
 
 def why_not(decoder: Any, device: torch.device) -> str | None:

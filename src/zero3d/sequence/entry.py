@@ -72,7 +72,8 @@ class Entry:
         whole = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if whole is None:
             raise ConfigError(
-                "mesh.sp needs input_ids or inputs_embeds, by name or first: the model was given neither."
+                "mesh.sp needs input_ids or inputs_embeds, as a keyword or as the first argument; the model was "
+                "given neither."
             )
         length = given.pop(LENGTH, whole.shape[1])
         self._check(length, given)
@@ -87,8 +88,8 @@ class Entry:
         for name, value in given.items():
             if name not in (*CUT, *PASSED_ON) and isinstance(value, Tensor) and length in value.shape[:2]:
                 raise ConfigError(
-                    f"the model is given {name}, with a dimension of {length:,}, the length of the sequence, and "
-                    "mesh.sp does not know how to cut it. Leave it out, or type mesh.sp=1."
+                    f"the model is given {name}, one dimension of which is the length of the sequence, {length:,}, "
+                    "and mesh.sp does not know how to split it. Leave it out, or type mesh.sp=1."
                 )
         options: dict[str, Any] = {LENGTH: length} if self._passes_on else {}
         if ends is not None:
@@ -105,10 +106,11 @@ class Entry:
         ranks = self._sharing.ranks
         if length < ranks:
             raise ConfigError(
-                f"a sequence of {length} tokens cannot be cut into mesh.sp={ranks} parts: pass longer ones, or sp=1."
+                f"a sequence of {length} tokens cannot be split into mesh.sp={ranks} parts: pass longer ones, or "
+                "mesh.sp=1."
             )
         if given.get("past_key_values") is not None:
-            raise ConfigError("mesh.sp cuts whole sequences, and was given past_key_values: leave them out.")
+            raise ConfigError("mesh.sp splits whole sequences and cannot use past_key_values: leave them out.")
 
     def _masks(
         self, decoder: nn.Module, batch: int, length: int, given: Mapping[str, Any]
@@ -129,9 +131,7 @@ class Entry:
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
-        make = partial(
-            make, config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
-        )
+        make = partial(make, config, like, mask, None, position_ids=positions)  # the cache's keyword has changed
         try:
             with Within(self._sharing, length):
                 return make(), None

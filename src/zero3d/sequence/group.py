@@ -211,25 +211,28 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
     kind = type(inner).__name__
     if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
         raise ConfigError(
-            f"mesh.sp={sp} cuts sequences around the attention of Hugging Face models, and {kind} is none: type sp=1."
+            f"mesh.sp={sp} replaces the attention of Hugging Face models, and {kind} is not one of them: type "
+            "mesh.sp=1."
         )
     text = decoder.config.get_text_config()
     if text._attn_implementation not in IMPLEMENTATIONS:
         raise ConfigError(
-            f"mesh.sp={sp} calls the attention sdpa or eager, and {kind} has {text._attn_implementation}: type "
+            f"mesh.sp={sp} works with sdpa or eager attention, and {kind} has {text._attn_implementation}: type "
             "model.attn=sdpa."
         )
     if getattr(text, "is_encoder_decoder", False):
-        raise ConfigError(f"mesh.sp={sp} cuts one sequence, and {kind} has an encoder's and a decoder's: type sp=1.")
+        raise ConfigError(
+            f"mesh.sp={sp} splits a single sequence, and {kind}, an encoder and a decoder, has two: type mesh.sp=1."
+        )
     if (layers := mixing_layers(decoder)) is not None:
         raise ConfigError(
-            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} has {layers}: type "
-            "mesh.sp=1. Long sequences take less with activations=full or mesh.tp, too."
+            f"mesh.sp={sp} needs a model in which attention alone mixes tokens, and {kind} has {layers}: type "
+            "mesh.sp=1. activations=full and mesh.tp save memory with long sequences, too."
         )
     if getattr(text, "hidden_size_per_layer_input", None):
         raise ConfigError(
-            f"mesh.sp={sp} cuts hidden states where the language model begins, and {kind} takes inputs of each layer "
-            "from the tokens themselves, too: type mesh.sp=1."
+            f"mesh.sp={sp} splits hidden states where the language model begins, but {kind} also feeds the tokens "
+            "themselves to each layer: type mesh.sp=1."
         )
     heads = min(layer_numbers(text, "num_attention_heads"), default=None)
     if sharing == "heads" and heads is not None and tp * sp > heads:
@@ -239,8 +242,8 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
         )
     if (mixing := mixing_module(decoder)) is not None:
         raise ConfigError(
-            f"mesh.sp={sp} cuts sequences where attention alone mixes their tokens, and {kind} mixes them elsewhere, "
-            f"too: in {mixing} a part of a sequence has other values than in the whole. Type mesh.sp=1."
+            f"mesh.sp={sp} needs a model in which attention alone mixes tokens, and {kind} mixes them elsewhere, too: "
+            f"{mixing} gives a part of a sequence other values than the whole. Type mesh.sp=1."
         )
 
 
@@ -271,9 +274,9 @@ def _take_scores(inner: Any, comm: Comm) -> GroupScores:
 def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
     if signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
         raise ConfigError(
-            f"{type(inner).__name__} computes a loss of its own, not transformers' of tokens ({', '.join(LOSSES)}), of "
-            "labels that mesh.sp cannot cut for it: give no labels and a loss of rows, Engine(loss=...), or type "
-            "mesh.sp=1."
+            f"{type(inner).__name__} computes a loss of its own from its labels, not one of transformers' losses of "
+            f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split labels for it: pass no labels and a loss of "
+            "rows, Engine(loss=...), or type mesh.sp=1."
         )
 
 

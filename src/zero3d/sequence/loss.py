@@ -103,8 +103,8 @@ class GroupRouting:
         odd = next((t for t in routed if t.shape != (batch * rows, routed[0].shape[-1])), None)
         if odd is not None:
             raise ConfigError(
-                f"output_router_logits gave {list(odd.shape)} router logits, and mesh.sp gathers those of "
-                f"{batch} x {rows} tokens in every layer: set output_router_logits to false, or type mesh.sp=1."
+                f"output_router_logits gave router logits of shape {list(odd.shape)}, where mesh.sp expects those of "
+                f"{batch} x {rows} tokens from every layer: set output_router_logits to false, or type mesh.sp=1."
             )
         own = torch.stack(tuple(routed)).view(len(routed), batch, rows, -1).transpose(2, 3)
         self.calls[own[..., 0].numel(), length, own.element_size()] += 1

@@ -80,8 +80,8 @@ def mixing_module(decoder: Any) -> str | None:
     kind, width = type(decoder).__name__, getattr(config.get_text_config(), "hidden_size", None)
     if width is None:
         raise ConfigError(
-            "mesh.sp tries whether attention alone mixes the tokens of a sequence, and needs a width for that: "
-            f"{type(config).__name__} has no hidden_size. Type mesh.sp=1."
+            "mesh.sp tests whether attention alone mixes the tokens of a sequence and needs the width of hidden "
+            f"states for that: {type(config).__name__} has no hidden_size. Type mesh.sp=1."
         )
     device = next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
     hidden, seen = torch.randn(1, LENGTH, width, generator=generator).to(device), _Seen()
@@ -112,8 +112,8 @@ def mixing_module(decoder: Any) -> str | None:
                 seen.compare_backwards(generator)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"mesh.sp tries whether attention alone mixes the tokens of a sequence, and {kind} "
-                f"cannot be tried on {LENGTH} random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
+                f"mesh.sp tests whether attention alone mixes the tokens of a sequence, but {kind} fails on {LENGTH} "
+                f"random hidden states: {type(error).__name__}: {error}. Type mesh.sp=1."
             ) from error
     return seen.mixing
 

@@ -13,6 +13,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.quantised import PACKED, QuantisedLinear
+from zero3d.models.quantised_experts import stacks_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
@@ -97,8 +98,8 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
             if heads % size:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
-                    f"tp={size} cannot share out {key}={heads}: {heads} / {size} is not whole. Pass a tp that divides "
-                    f"it ({', '.join(divisors)}), or leave attention out of the plan with 'none'."
+                    f"tp={size} cannot split {key}={heads}: {heads} / {size} is not a whole number. Pass a tp that "
+                    f"divides it ({', '.join(divisors)}), or leave attention whole with style 'none' (mesh.tp_plan)."
                 )
 
 
@@ -108,8 +109,8 @@ def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
         around = name.rpartition(".")[0]
         if style.kind in CUTS and getattr(model.get_submodule(around), "activation_sparsity", 0.0) > 0:
             raise ConfigError(
-                f"{around} takes mean and deviation of all its gates (activation_sparsity), and {name} with style "
-                f"{style.kind!r} leaves a rank a part of them: give its matrices colwise_gather_output and "
+                f"{around} uses the mean and deviation of all its gates (activation_sparsity), but {name} with style "
+                f"{style.kind!r} leaves each rank only some: give its matrices colwise_gather_output and "
                 "rowwise_split_input, or 'none'."
             )
 
@@ -119,8 +120,9 @@ def check_stacked(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "parameter_name"):
             raise ConfigError(
-                f"{name} has LoRA on stacked experts, whose adapters add to all of {module.parameter_name}, and over "
-                "tp a rank has a part of it: leave it out of lora.targets (PEFT's target_parameters), or use mesh.tp=1."
+                f"{name} has LoRA on stacked experts, whose adapters add to the whole of {module.parameter_name}, but "
+                "with tp each rank has only a part of it: leave it out of lora.targets (PEFT's target_parameters), "
+                "or use mesh.tp=1."
             )
 
 
@@ -131,9 +133,10 @@ def check_vocabulary(model: nn.Module, styles: Mapping[str, Style], size: int) -
         rows = table.num_embeddings if isinstance(table, nn.Embedding) else 0
         if rows % size:
             raise ConfigError(
-                f"tp={size} cannot share out {name}'s {rows} tokens: {rows} / {size} is not whole. Pad it before "
+                f"tp={size} cannot split {name}'s {rows} tokens: {rows} / {size} is not a whole number. Pad it before "
                 f"zero3d.Engine: model.resize_token_embeddings(pad_to_multiple_of={size}) makes them "
-                f"{rows + -rows % size}; or keep embedding and head whole with 'replicate' in the tensor-parallel plan."
+                f"{rows + -rows % size}; or keep embedding and head whole with 'replicate' in the tensor-parallel "
+                "plan."
             )
 
 
@@ -184,9 +187,17 @@ def apply_cuts(context: StyleContext) -> None:
         if p in local:
             module._parameters[key] = local[p]
             _resize(module, local[p] if key == "weight" else None)
-            if isinstance(module, QuantisedLinear) and key == PACKED:
-                module.take_part(context.cuts[p].dim, context.cuts[p].size)
+            _take_part(module, key, context.cuts[p])
     context.cuts = {local[p]: cut for p, cut in context.cuts.items()}
+
+
+def _take_part(module: nn.Module, key: str, cut: Cut) -> None:
+    """Tell a module that decodes a parameter which part of it this rank has."""
+    stacks = stacks_of(module)
+    if isinstance(module, QuantisedLinear) and key == PACKED:
+        module.take_part(cut.dim, cut.size)
+    elif key in stacks:
+        stacks[key] = stacks[key].part(cut.dim - 1, cut.size)
 
 
 def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:

@@ -109,7 +109,7 @@ def read_plan(
         known = pattern in matched or _add_attributes(model, pattern, plan, user[pattern])
         if not known and not in_other_chunk(model, pattern):
             raise ConfigError(
-                f"the tensor-parallel plan gives {pattern!r} a style, and nothing in {type(model).__name__} has that "
+                f"the tensor-parallel plan gives {pattern!r} a style, but nothing in {type(model).__name__} has that "
                 f"name. {propose(model, roots(model))}"
             )
     for pattern in built_in:
@@ -148,7 +148,7 @@ def parse(name: str, style: str) -> Style:
     """Parse a style as it is written. Raises ConfigError for one that is unknown, or refused."""
     kind, _, count = style.partition(":") if isinstance(style, str) else (str(style), "", "")
     if kind in REFUSED:
-        raise ConfigError(f"{name}: style {kind!r} is not built ({REFUSED[kind]}). Use tp=1.")
+        raise ConfigError(f"{name}: style {kind!r} is not supported ({REFUSED[kind]}). Use tp=1.")
     counted = kind in COUNTED and count.isdecimal() and int(count) > 0
     if (kind not in STYLES and kind != NONE) or ((bool(count) or kind == "own_heads") and not counted):
         raise ConfigError(

@@ -73,7 +73,7 @@ def warn_across_hosts(degrees: Degrees, local: int | None, regions: list[Region]
     nbytes = sum(moved.bytes for moved in tensor_traffic(regions, tp, 1, tp, width).values()) // tp
     warnings.warn(
         f"mesh.tp={tp} on hosts of {local} ranks: a layer's all-reduces, 2 forward and 2 backward, cross hosts, and "
-        f"computation waits for each ({nbytes:,} bytes per token from this rank for all layers it has). Type "
+        f"computation waits for each ({nbytes:,} bytes per token from this rank over all its layers). Type "
         f"mesh.tp={inside} mesh.pp={degrees.pp * tp // inside}: a pipeline sends a hidden state once per stage.",
         stacklevel=6,
     )

@@ -63,7 +63,7 @@ def propose(model: nn.Module, roots: Sequence[str]) -> str:
     if not plan:
         first = max(blocks.values(), key=lambda block: sum(p.numel() for p in block.parameters()))
         names = ", ".join(name for name, m in first.named_modules() if _is_matrix(m))
-        return f"None can be proposed for matrices called {names or 'nothing'}: pass tp=1, or say what they do."
+        return f"No style fits matrices called {names or 'nothing'}: pass tp=1, or give each one a style."
     return "For example: {" + ", ".join(f"{name!r}: {style!r}" for name, style in plan.items()) + "}."
 
 

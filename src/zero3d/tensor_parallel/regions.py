@@ -144,8 +144,9 @@ class Regions:
         length, size = t.shape[SEQUENCE], self.channel.size
         if length % size:
             raise ConfigError(
-                f"sequence parallelism cuts sequences over tp {size}, and {length} tokens / {size} is not whole: use "
-                f"sequences of {length - length % size} or {length + -length % size} tokens, or turn it off."
+                f"sequence parallelism splits sequences over tp {size}, and {length} tokens / {size} is not a whole "
+                f"number: use sequences of {length - length % size} or {length + -length % size} tokens, or turn it "
+                "off."
             )
         return convert(t, Conversion("scatter_to", SEQUENCE, name, self.channel))
 

@@ -46,8 +46,8 @@ def install_sequence(context: StyleContext) -> None:
     blocks = cut_blocks(context.model, context.rowwise)
     if not blocks or len({name.rpartition(".")[0] for name in blocks}) > 1:
         raise ConfigError(
-            f"sequence_parallel=True needs one list of blocks, and the tensor-parallel plan cuts {len(blocks)} blocks "
-            f"of {type(context.model).__name__}, not in one list: leave sequence_parallel out."
+            f"sequence_parallel=True needs one list of blocks, but the tensor-parallel plan cuts {len(blocks)} blocks "
+            f"of {type(context.model).__name__} that are not in one list: leave sequence_parallel out."
         )
     _check_whole(context, blocks)
     around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise if _inside(name, blocks))
@@ -104,7 +104,7 @@ def _check_whole(context: StyleContext, blocks: dict[str, nn.Module]) -> None:
         for local, p in block.named_parameters():
             if name.rpartition(".")[0] == listed and p.dim() > 1 and p not in context.cuts and p not in context.partial:
                 raise ConfigError(
-                    f"sequence_parallel=True needs all matrices of the blocks cut, and {name}.{local} "
+                    f"sequence_parallel=True needs all matrices of the blocks cut, but {name}.{local} "
                     f"{tuple(p.shape)} is whole (a router of experts, or a module that the plan leaves out): leave "
                     "sequence_parallel out, or add it to the plan."
                 )

@@ -65,7 +65,7 @@ def memory_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     table = _table(axes, f"memory of rank 0 in {unit}", [SHORT.get(name, name) for name in CATEGORIES], gap=0)
     for row in rows:
         _two_lines(table, row, row.memory, CATEGORIES, scale)
-    table.caption = "temporary: most held at an instant, by kind\nactivations: by a forward"
+    table.caption = "temporary: peak of buffers and gathered weights\nactivations: kept by one forward pass"
     return table
 
 
@@ -80,7 +80,7 @@ def place_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = {f"{category} {place}": row.places.get(place, {}).get(category, NOTHING) for category, place in columns}
         _two_lines(table, row, cells, list(cells), scale)
-    table.caption = "all: with gradients and padding; on a disk every record has two slots"
+    table.caption = "all: gradients and padding included; a disk has two slots for every record"
     return table
 
 
@@ -89,7 +89,7 @@ def traffic_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     operations = tuple(dict.fromkeys(name for row in rows for name in row.traffic))
     unit, scale = unit_of(row.sent for row in rows)
     columns = [NAMES.get(name, name) for name in operations]
-    table = _table(axes, f"traffic of rank 0 in {unit} per step", [*columns, "together", "against first"])
+    table = _table(axes, f"traffic of rank 0 in {unit} per step", [*columns, "total", "against first"])
     for row in rows:
         ratio = f"{row.sent / rows[0].sent:.2f}x" if rows[0].sent else ""
         _two_lines(table, row, row.traffic, operations, scale, _bytes(row.sent, scale), ratio)
@@ -112,9 +112,9 @@ def speed_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             f"{row.samples_per_s:,.1f}",
         )
     table.caption = (
-        "batch: micro_batch x accumulate; s: median from step 2\n"
-        "device: most ever held by a rank's (CPU: its process)\n"
-        "host: by its ranks together, each at its own peak"
+        "batch per rank: micro_batch x accumulate; s per step: median from step 2\n"
+        "device peak: of the rank with the most (on CPUs: of its process)\n"
+        "host peak: the sum of its ranks' peaks"
     )
     return table
 
@@ -132,7 +132,7 @@ def loss_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             "" if first else _difference(row, row.held_out_difference),
         )
     if any(row.apart for row in rows):
-        table.caption = "r: gradients are reduced at other moments\nthan in the first run"
+        table.caption = "r: reduces gradients at other moments\nthan the first run"
     return table
 
 
@@ -146,7 +146,7 @@ def expert_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             else ("", "", "", "")
         )
         table.add_row(", ".join(row.values), *cells)
-    table.caption = "tokens per expert over all steps, in the least even layer"
+    table.caption = "tokens per expert over all steps, in the layer with the least even load"
     return table
 
 
@@ -156,7 +156,7 @@ def exact_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
     for row in rows:
         digits = "" if row.loss is None else float(row.loss).hex()
         table.add_row(", ".join(row.values), digits, row.fingerprint or "")
-    table.caption = "states: SHA-256 of masters and optimizer states, 16 digits of it"
+    table.caption = "states: first 16 digits of the SHA-256 of masters and optimizer states"
     return table
 
 
@@ -172,9 +172,9 @@ def recompute_table(axes: Sequence[Axis], rows: Sequence[Row]) -> Table:
             kept = _bytes(row.memory["activations"].measured, scale)
             table.add_row(", ".join(row.values), *_arithmetic(row.recompute), kept)
     table.caption = (
-        "kept and live: in blocks; extra forward: of a step's compute\n"
-        "step: in those of the first run with the same other values\n"
-        "activations: kept by a forward; backward adds what is live"
+        "kept, live: numbers of blocks; extra forward: share of a step's computation\n"
+        "step: relative to the first run with the same other values\n"
+        "activations: kept by one forward pass; backward adds the live blocks"
     )
     return table
 
@@ -197,18 +197,18 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Text]:
     if wrong:
         yield Text(f"UNEQUAL to the formula: {'; '.join(wrong)} (figures in compare.json)", style="bold red")
     else:
-        yield Text("measured = formula, to the byte, in every run (temporary: at most)", style="green")
+        yield Text("bytes: equal to the formula in every run (temporary: at most)", style="green")
     differing = [row.label for row in rows if not row.same_bits]
     if not differing:
         yield Text("losses: the same bits at every step of every run", style="green")
     elif len(differing) < len(rows) - 1:
-        yield Text(f"losses: not the same bits as the first run's in {'; '.join(differing)}")
+        yield Text(f"losses: other bits than the first run's in {'; '.join(differing)}")
     yield from map(Text, reasons(rows))
     fingerprints = {row.fingerprint for row in rows}
     if None not in fingerprints and len(fingerprints) == 1 and not differing:
-        yield Text(f"exact: one curve, and one hash of all states, {fingerprints.pop()}", style="green")
+        yield Text(f"exact: all runs have the same losses and the same states, {fingerprints.pop()}", style="green")
     elif None not in fingerprints:
-        yield Text("exact: NOT one curve and one hash of all states", style="bold red")
+        yield Text("exact: runs DIFFER in their losses or states", style="bold red")
     layers = {row.recompute.layers for row in rows if row.recompute}
     yield from (Text(square_root(count)) for count in sorted(layers))
 
@@ -217,10 +217,10 @@ def reasons(rows: Sequence[Row]) -> Iterator[str]:
     """Say in one line why losses of runs that reduce at different moments are not the same bits."""
     apart = [row for row in rows if row.apart]
     if apart:
-        moments = "; ".join(f"{row.label} {MOMENTS[row.moment]}" for row in apart)
+        moments = "; ".join(f"{MOMENTS[row.moment]} in {row.label}" for row in apart)
         yield (
-            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, and in {moments}. Sums in another "
-            "order are rounded otherwise: zero.reduce=every_step is one order for all stages, zero.exact=true always"
+            f"r: gradients are reduced {MOMENTS[rows[0].moment]} in {rows[0].label}, but {moments}. Sums in another "
+            "order round differently: zero.reduce=every_step gives all stages one order, zero.exact=true every run"
         )
 
 
