@@ -64,7 +64,8 @@ def test_what_is_claimed_beside_other_systems_names_what_keeps_it_and_what_is_la
 def test_both_tables_compare_the_same_peers_in_the_same_rows_with_the_same_proofs():
     (peers, cells, _), (theirs, their_cells, _) = map(comparison, READMES)
     assert peers == theirs
-    assert [PROMISES.findall(cell) for cell in cells] == [PROMISES.findall(cell) for cell in their_cells]
+    theirs_in_english = [[proof.replace(".zh", "") for proof in PROMISES.findall(cell)] for cell in their_cells]
+    assert [PROMISES.findall(cell) for cell in cells] == theirs_in_english
     assert [("**" in cell) for cell in cells] == [("**" in cell) for cell in their_cells]
 
 
