@@ -206,6 +206,7 @@ def test_decoded_matrices_take_as_much_for_few_tokens_as_for_many(models):
         (P(dp=2, sp=2, pp=2, stage=1, accumulate=4), False, None),
         (P(dp=2, sp=2, stage=3, tiled_loss=True, activations="full", offload_activations="host"), False, None),
         (P(dp=4, sp=4, stage=2, tiled_loss=True, micro_batch=2), False, None),
+        (P(dp=2, stage=3, tiled_loss=True, micro_batch=2, accumulate=2), False, None),
     ]),
 ], ids=str)  # fmt: skip
 def test_a_plan_of_shared_sequences_has_the_bytes_and_traffic_of_the_dry_run(alone, models, plan, packed, layers):

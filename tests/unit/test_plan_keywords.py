@@ -113,8 +113,8 @@ def test_a_plan_of_a_file_has_what_is_priced_and_is_a_key_of_tables():
             "offload": {"optimizer": "host", "directory": "here", "host_budget": "1GB"},
             "train": {"batch": 4, "micro_batch": 1}}  # fmt: skip
     plan = plan_of(load(file), None)
-    assert plan == ParallelPlan(dp=2, tp=2, stage=2, offload="host", accumulate=2)
-    assert {plan: 1}[ParallelPlan(dp=2, tp=2, stage=2, offload="host", accumulate=2)] == 1
+    assert plan == ParallelPlan(dp=2, tp=2, stage=2, offload="host", accumulate=2, tiled_loss="auto")
+    assert {plan: 1}[ParallelPlan(dp=2, tp=2, stage=2, offload="host", accumulate=2, tiled_loss="auto")] == 1
 
 
 @pytest.mark.parametrize(("name", "section", "key"), KEYS)

@@ -356,7 +356,7 @@ def every_plan(model, place, sequences, tiers):
         moments = {"reduce": "every_micro_batch"} if pp > 1 and stage > 1 else {}
         moments |= {"release": "every_use"} if pp > 1 and stage == 3 else {}
         of_all = {"dp": dp, "tp": tp, "pp": pp, "stage": stage, "schedule": schedule, "activations": activations,
-                  "sequence_parallel": sliced, "tiled_loss": long, **moments}  # fmt: skip
+                  "sequence_parallel": sliced, "tiled_loss": long or "auto", **moments}  # fmt: skip
         virtual = 1 if schedule == "1f1b" else 2
         inside = place.per_node // tp
         for ep, sp, shard, micro in product(divisors(dp), divisors(dp), (None, inside), (1, 2, 4, 8, 16)):
@@ -374,6 +374,7 @@ NEAR, INPUTS = (Offload(),), (Offload(activations="host"),)
 GRIDS = {  # the last: what may leave the device, in turn, each where nothing fits before
     "dense": (gpt(4, 256, 4, 1000, 256), NODES, 8, "none", [NEAR]),
     "experts": (mixture(2, 4), cluster("a100-80", 4), 4, "none", [NEAR]),
+    "words": (gpt(2, 256, 4, 400_000, 1024), cluster("a100-80", 4, 2), 16, "none", [NEAR]),  # logits of 5.7 GB and more
     "long": (gpt(8, 256, 4, 1000, LONG), NODES, 2, "none", [NEAR, INPUTS]),
     "offload": (gpt(2, 256, 4, 1000, 256), cluster("a100-80", 2), 2, "host", [HOST]),
 }

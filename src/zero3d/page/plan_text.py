@@ -142,7 +142,7 @@ def settings(plan: ParallelPlan) -> str:
     """Name what a plan says beside degrees, stage and micro-batch, in few words."""
     words = [plan.schedule] if plan.pp > 1 else []
     words += [] if plan.activations == "none" else [f"recompute {plan.activations}"]
-    words += ["loss in tiles"] if plan.tiled_loss else []
+    words += ["loss in tiles"] if plan.tiled_loss is True else []
     words += [] if plan.quantize is None else [f"base in {plan.quantize}"]
     return ", ".join([*words, *_said(plan.zero, plan), *_said(plan.mesh, plan), *_said(plan.offload, plan)]) or "-"
 

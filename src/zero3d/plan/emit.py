@@ -58,7 +58,7 @@ def train_config(model: ModelSpec, plan: ParallelPlan, path: str, tokenizer: str
             | ({"tokenizer": tokenizer} if tokenizer else {}),
             "train": {"batch": sequences, "micro_batch": plan.micro_batch, "accumulate": plan.accumulate}
             | ({} if plan.ema is None else {"ema": plan.ema})
-            | ({"tiled_loss": True} if plan.tiled_loss else {}),
+            | ({} if plan.tiled_loss == AUTO else {"tiled_loss": plan.tiled_loss}),
             "mesh": mesh,
             "zero": _non_default(plan.zero, "stage", "reduce_dtype"),
             "precision": plan.precision,
@@ -111,7 +111,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
         quantize=config.model.quantize,
         micro_batch=batch.micro_batch,
         accumulate=batch.accumulate,
-        tiled_loss=config.train.tiled_loss is True,
+        tiled_loss=config.train.tiled_loss,
         virtual=schedule.chunks_per_rank if degrees.pp > 1 else 1,
         asynchronous_saves=config.checkpoint.asynchronous,
     )

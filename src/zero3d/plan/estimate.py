@@ -8,9 +8,10 @@ from functools import cached_property, lru_cache
 from math import inf
 
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
+from zero3d.account.transients import logits_bytes
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.kernels import IMBALANCE, digest
 from zero3d.plan.memory import memory as engine_memory, memory_at_least
 from zero3d.plan.profile_memory import profile_memory
@@ -34,10 +35,7 @@ UNEVEN = (
     f"experts: bytes assume equally many tokens on all experts, seconds {IMBALANCE:g} x the mean on the busiest ep "
     "rank; zero3d compare prints a run's expert load"
 )
-TILED = (
-    "train.tiled_loss=auto computes the next-token loss in tiles here: this plan counts {:.1f} GB of logits that the "
-    "run does not hold"
-)
+TILED = "train.tiled_loss=auto computes the next-token loss in tiles here, without {:.1f} GB of logits"
 UNPACKED = "planned with one document per sequence: data.packing=true keeps a mask and repeated key-value heads, too"
 
 
@@ -137,8 +135,8 @@ def _notes(
         )
     if seen := SEEN.search(model.provenance):
         notes.append(f"every sequence was traced {seen[0]}: more or larger ones add to the tower's work")
-    nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, WIDTHS[plan.precision].weight)
-    if as_zero3d and plan.tp == 1 and nbytes > LOGITS_BUDGET and not plan.tiled_loss:
+    if plan.tiled_loss is not True and tiles_loss(model, plan):
+        nbytes = logits_bytes(plan.micro_batch * model.length, model.vocab, WIDTHS[plan.precision].weight)
         notes.append(TILED.format(nbytes / 1e9))
     for name in memory.lacks(cluster):
         held, there = memory.by_tier()[name], cluster.figure(TIERS[name].capacity)

@@ -14,12 +14,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
+from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.activations.policy import Policy
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import share_here
 from zero3d.plan.rank_model import itemsize
 from zero3d.plan.sequence import kept_more
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
+from zero3d.spec.offload import AUTO
 
 KEPT_NORM, TILE = constant("zero3d", "kept norm"), constant("zero3d", "tile")
 
@@ -56,9 +58,20 @@ def footprints(model: ModelSpec, plan: ParallelPlan) -> dict[Part, Footprint]:
         share_here(plan),
         plan.dispatches,
         kept_more(model, plan),
-        plan.tiled_loss,
+        tiles_loss(model, plan),
     )
     return _footprints(run, plan.pp == 1)
+
+
+def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = None) -> bool:
+    """Return whether a plan's loss is computed in tiles: as it says, or as a run decides (setup/losses.py).
+
+    micro_batch  in the place of the plan's
+    """
+    if plan.tiled_loss != AUTO:
+        return plan.tiled_loss is True
+    tokens = (micro_batch or plan.micro_batch) * model.length
+    return plan.tp == 1 and logits_bytes(tokens, model.vocab, WIDTHS[plan.precision].weight) > LOGITS_BUDGET
 
 
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from zero3d.plan.search import LONG, Evaluate, shares
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
+from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import OPTIMIZER, tiers_of
 
@@ -52,7 +53,7 @@ def ladder(
         sp=sp,
         accumulate=max(1, sequences * sp // cluster.gpus),
         activations="full",
-        tiled_loss=model.length >= LONG,
+        tiled_loss=model.length >= LONG or AUTO,
         optimizer=optimizer,
     )
     rungs = []

@@ -32,12 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from math import inf
 from typing import Any, NamedTuple
 
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.sequence import masks_fit, sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, Memory, ModelSpec, ParallelPlan
 from zero3d.plan.time import faster_reduction
@@ -249,7 +250,7 @@ class _Account:
 
 
 class _Group(NamedTuple):
-    """Plans that differ in their micro-batch and in how many a step has: sizes, the smallest micro-batch first."""
+    """Plans that differ in their micro-batch and in how many a step has, the smallest first, each with more memory."""
 
     plan: ParallelPlan
     sizes: list[tuple[int, int]]
@@ -272,14 +273,30 @@ def _groups(
                         mesh=Mesh(dp, tp, pp, ep, sp, schedule=schedule, sequence_parallel=sliced),
                         activations=activations,
                         virtual=virtual,
-                        tiled_loss=model.length >= LONG,
+                        tiled_loss=model.length >= LONG or AUTO,
                         optimizer=target.optimizer,
                         quantize=target.quantize,
                     )
                     for shard in _shards(whole, cluster):
                         plan = whole.replace(shard=shard)
                         sizes = _micro_batches(plan, target.sequences // plan.rows, len(model.blocks), account)
-                        yield _Group(plan, list(sizes))
+                        yield from (_Group(plan, part) for part in _ascending(model, plan, sizes))
+
+
+def _ascending(
+    model: ModelSpec, plan: ParallelPlan, sizes: Iterator[tuple[int, int]]
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield sizes in parts in which a larger micro-batch needs more memory.
+
+    A part ends where the loss begins to be computed in tiles, and where a step has one forward, whose gradients need
+    no sum beside them.
+    """
+
+    def regime(size: tuple[int, int]) -> tuple[bool, bool]:
+        micro_batch, accumulate = size
+        return tiles_loss(model, plan, micro_batch), accumulate == 1
+
+    yield from (list(part) for _, part in groupby(sizes, regime))
 
 
 def _shards(plan: ParallelPlan, cluster: ClusterSpec) -> Iterator[int | None]:

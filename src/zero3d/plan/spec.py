@@ -332,7 +332,8 @@ class ParallelPlan(Spec):
     quantize       the format of frozen linear layers (model.quantize), whose bytes a model says; None: none
     micro_batch, accumulate  sequences of a forward; forwards of a step
     virtual        model chunks per rank of a pipeline
-    tiled_loss     the loss is computed tile by tile, without logits of the whole vocabulary (train.tiled_loss)
+    tiled_loss     the loss is computed tile by tile, without logits of the whole vocabulary (train.tiled_loss); auto:
+                   as `footprint.tiles_loss` says
     asynchronous_saves  checkpoints on the way are written behind training, from a copy on the host (saves.py)
     """
 
@@ -342,7 +343,7 @@ class ParallelPlan(Spec):
     micro_batch: int = 1
     accumulate: int = 1
     virtual: int = 1
-    tiled_loss: bool = False
+    tiled_loss: bool | str = False
     asynchronous_saves: bool = False
 
     def __init__(self, **settings: Any) -> None:

@@ -36,6 +36,7 @@ from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
+from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
 from zero3d.plan.matrices import operations_of, traffic as matrix_traffic
@@ -265,7 +266,7 @@ def _part_terms(step: _Step, inside: Sequence[tuple[Shape, PartWork]]) -> dict[s
     kinds = [shape.kind for shape, _ in inside]
     policy = Policy.of(step.plan.activations)
     recompute = sum(_again(policy.kind, shape, w, step.pace) for shape, w in inside if shape.kind == "block")
-    if step.plan.tiled_loss:  # a tile's logits are made again
+    if tiles_loss(step.model, step.plan):  # a tile's logits are made again
         recompute += sum(w.matrices.forward for shape, w in inside if shape.kind == "head")
     tp = reduce_seconds(2.0 * step.tokens * step.model.hidden, step.groups.tp, step.cluster) * (1 - step.pace.hide_tp)
     again = 0.5 if step.pace.as_zero3d else 1.0
