@@ -53,6 +53,8 @@ TWINS = (  # in both languages
     "migrate",
     "reliability",
     "doctor",
+    "howto",
+    "data",
 )
 GUIDES = (
     *TWINS,
@@ -60,8 +62,6 @@ GUIDES = (
     "cluster",
     "compare",
     "config",
-    "data",
-    "howto",
     "models",
     "questions.zh",
     "training",
