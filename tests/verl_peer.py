@@ -1,6 +1,6 @@
 """Three steps of verl's own batches and loss on our engine, by verl's registry; prints what came of them as JSON.
 
-python tests/verl_peer.py FOLDER      of a model; in an environment that has verl
+python tests/verl_peer.py FOLDER [LORA_RANK [TP PLACE]]      in an environment that has verl, on each of TP ranks
 """
 
 import json
@@ -29,18 +29,29 @@ def batch_of(tensordict_utils):
     return tensordict_utils.get_tensordict(tensors, settings)
 
 
-def main(folder):
+def sent_of(engine, base_sync_done):
+    """Shapes of the tensors that a rollout gets, by name, and what PEFT's config tells it."""
+    weights, config = engine.get_per_tensor_param(layered_summon=False, base_sync_done=base_sync_done)
+    shapes = {name: list(tensor.shape) for name, tensor in weights}
+    told = config and {key: getattr(config[key], "value", config[key]) for key in ("peft_type", "task_type", "r")}
+    return {"shapes": shapes, "config": told}
+
+
+def main(folder, lora_rank=0, tp=1, place=0):
     from verl.utils import tensordict_utils
+    from verl.workers.config.model import HFModelConfig
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.utils.losses import sft_loss
 
-    import zero3d.integrations.verl  # noqa: F401 (what model.external_lib imports)
+    from zero3d.integrations.verl import VerlEngine
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    VerlEngine.options = {"stage": 3, "tp": tp}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=place, world_size=tp)
+    model = {"path": folder, "load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
     engine = EngineRegistry.new(
         model_type="language_model", backend="zero3d",
-        model_config=SimpleNamespace(lora_rank=0, local_path=folder, enable_gradient_checkpointing=True),
-        engine_config=SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=False),
+        model_config=HFModelConfig(**model, lora_rank=lora_rank),
+        engine_config=SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=False, seed=42),
         optimizer_config=SimpleNamespace(
             lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0, clip_grad=1.0, total_training_steps=3, lr_warmup_steps=0,
             lr_warmup_steps_ratio=0.0, lr_scheduler_type="constant",
@@ -56,11 +67,10 @@ def main(folder):
         engine.lr_scheduler_step()
     with engine.eval_mode():
         told = engine.infer_batch(batch_of(tensordict_utils))
-    weights, _ = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
-    shapes = {name: list(tensor.shape) for name, tensor in weights}
     logs = [len(row) for row in told["model_output"]["log_probs"].unbind()]
-    print(json.dumps({"losses": losses, "norm": output["metrics"]["grad_norm"], "logs": logs, "shapes": shapes}))
+    sent = {str(done): sent_of(engine, done) for done in (True, False)}
+    print(json.dumps({"losses": losses, "norm": output["metrics"].get("grad_norm"), "logs": logs, "sent": sent}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

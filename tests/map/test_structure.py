@@ -90,7 +90,7 @@ WITH_TORCH = {
     "integrations.accelerate.world",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
-    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.verl", "integrations.vllm",
+    "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.everywhere", "integrations.verl", "integrations.vllm",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
+"""TRL's trainers, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
 
 import json
 import sys
@@ -180,9 +180,13 @@ def test_a_reward_model_is_learned(ranks, folder):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def grouped(stage, folder):
-    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better."""
+def grouped(stage, folder, adapters):
+    """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better.
+
+    Its reference is a model of its own, or the base below the adapters.
+    """
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     from zero3d.integrations.transformers import patch
@@ -197,9 +201,11 @@ def grouped(stage, folder):
                 folder / str(stage), GRPOConfig, bf16=False, max_steps=4, num_generations=4, max_completion_length=8,
                 per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1,
             )  # fmt: skip
+            torch.manual_seed(0)  # adapters are drawn before the Trainer seeds
             trainer = GRPOTrainer(
                 str(folder / "model"), reward_funcs=reward, args=args, processing_class=tokenizer(),
                 train_dataset=Dataset.from_dict({"prompt": sentences(16)}),
+                peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if adapters else None,
             )  # fmt: skip
             trainer.train()
             rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
@@ -208,10 +214,11 @@ def grouped(stage, folder):
         undo()
 
 
-def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder):
-    wanted, rewards = ranks(2, grouped, None, folder)[0]
+@pytest.mark.parametrize("adapters", [False, True])
+def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder, adapters):
+    wanted, rewards = ranks(2, grouped, None, folder, adapters)[0]
     assert len(set(rewards)) > 1
-    for found, rewarded in ranks(2, grouped, 3, folder):
+    for found, rewarded in ranks(2, grouped, 3, folder, adapters):
         assert rewarded == pytest.approx(rewards, **CLOSE)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)

@@ -36,19 +36,41 @@ def python(tmp_path_factory):
     return made
 
 
-def test_verls_batches_and_loss_train_our_engine_and_it_gives_all_weights(python, tmp_path):
-    model = hf("llama", vocab=64)
-    model.save_pretrained(tmp_path / "model")
+def run_peer(python, model, folder, lora_rank=0, tp=1):
+    """What verl and our engine say of three steps, and on every rank alike what rollouts get."""
+    model.save_pretrained(folder)
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    words = [python, str(TESTS / "verl_peer.py"), str(tmp_path / "model")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["losses"][2] < found["losses"][0] - 0.1
+    words = [python, str(TESTS / "verl_peer.py"), str(folder), str(lora_rank), str(tp)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    ranks = [subprocess.Popen([*words, str(place)], **pipe) for place in range(tp)]
+    said = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * tp, said[0][1][-4000:]
+    found, *others = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    assert others == [found | {"norm": None}] * (tp - 1)  # verl keeps it on the rank whose outputs it collects
     assert found["losses"][0] == pytest.approx(plain_loss(model), rel=1e-5)
+    assert found["losses"][2] < found["losses"][0]
     assert found["norm"] > 0
     assert found["logs"] == [5, 3, 6, 4]
-    assert found["shapes"] == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    return found["sent"]
+
+
+def test_verls_batches_and_loss_train_our_engine_and_it_gives_all_weights(python, tmp_path):
+    model = hf("llama", vocab=64)
+    sent = run_peer(python, model, tmp_path / "model")
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert sent["True"] == sent["False"] == {"shapes": shapes, "config": None}
+
+
+def test_verl_trains_adapters_over_tp_and_gives_the_base_under_its_own_names_and_them_under_pefts(python, tmp_path):
+    model = hf("llama", vocab=64)
+    sent = run_peer(python, model, tmp_path / "model", 8, 2)
+    layers = [name.removesuffix(".weight") for name in model.state_dict() if name.endswith("_proj.weight")]
+    adapter, base = sent["True"], sent["False"]
+    assert adapter["config"] == base["config"] == {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8}
+    expected = {f"base_model.model.{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
+    assert adapter["shapes"].keys() == expected
+    assert {name for name in base["shapes"] if ".base_layer." in name} == {f"{x}.base_layer.weight" for x in layers}
+    assert {name.replace(".base_layer", "") for name in base["shapes"]} == model.state_dict().keys()
 
 
 @torch.no_grad()

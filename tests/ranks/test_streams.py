@@ -628,7 +628,7 @@ def test_weights_that_are_not_finite_are_not_streamed(ranks):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"dtype": "int8"}, "dtype='int8': pass 'fp32', 'bf16', 'fp16', 'fp64', or None for that of training"),
-    ({"adapters": "both"}, "adapters='both': pass 'merged' or 'alone'"),
+    ({"adapters": "both"}, "adapters='both': pass one of 'merged', 'alone', 'none'"),
     ({"bucket_bytes": "1kB"}, "bucket_bytes=1,000 is less than a bucket has: type 4,096 or more"),
     ({"bucket_bytes": "many"}, "bucket_bytes 'many' is not a size"),
 ])  # fmt: skip

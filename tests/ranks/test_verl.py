@@ -1,18 +1,25 @@
 """An engine of verl's: steps, weights and checkpoints against stand-ins with verl's signatures."""
 
+import copy
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
+import peft
 import pytest
 import torch
 from models import VOCAB, hf
 
 from zero3d.errors import ConfigError
 
-LENGTHS = ((5, 3), (4, 6))  # of each rank's sequences, two micro-batches of one
-TOKENS = sum(sum(lengths) for lengths in LENGTHS)
+LENGTHS = (5, 3, 4, 6)  # of all sequences, each a micro-batch
+TOKENS = sum(LENGTHS)
 RATE, CLIP = 1e-2, 1.0
+PLAIN = {  # what verl's config of a model says of adapters
+    "lora_rank": 0, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": None,
+    "exclude_modules": None, "lora_adapter_path": None, "lora": {},
+}  # fmt: skip
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 class BaseEngine:
@@ -21,7 +28,9 @@ class BaseEngine:
     def train_batch(self, data, loss_function):
         self.optimizer_zero_grad()
         outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
-        outputs["metrics"]["grad_norm"] = self.optimizer_step()
+        grad_norm = self.optimizer_step()
+        if self.is_mp_src_rank_with_outputs():
+            outputs["metrics"]["grad_norm"] = grad_norm
         return outputs
 
     def infer_batch(self, data, loss_function=None):
@@ -69,9 +78,17 @@ def of_rows(rows):
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
+def of_base_layer(name, config):
+    """As verl's `replace_lora_wrapper`: the name that a rollout's layer with adapters has for its base's weight."""
+    module = name.removesuffix(".weight")
+    return f"{module}.base_layer.weight" if module in config.target_modules else name
+
+
 def stand_ins():
-    names = ("verl", "verl.utils", "verl.utils.tensordict_utils", "verl.workers", "verl.workers.engine")
-    modules = {name: ModuleType(name) for name in (*names, "verl.workers.engine.base", "verl.workers.engine.utils")}
+    utils, engine = ("verl.utils", "verl.utils.tensordict_utils", "verl.utils.fsdp_utils"), "verl.workers.engine"
+    names = ("verl", *utils, "verl.workers", engine, f"{engine}.base", f"{engine}.utils")
+    modules = {name: ModuleType(name) for name in names}
+    modules["verl.utils.fsdp_utils"].replace_lora_wrapper = of_base_layer
     modules["verl.utils"].tensordict_utils = tu = modules["verl.utils.tensordict_utils"]
     tu.assign_non_tensor = lambda data, **values: data.update(values)
     tu.get_non_tensor_data = lambda data, key, default: data.get(key, default)
@@ -81,9 +98,11 @@ def stand_ins():
     return modules
 
 
-def batch_of(rank):
-    draw = torch.Generator().manual_seed(rank)
-    ids = [torch.randint(3, VOCAB, (n,), generator=draw) for n in LENGTHS[rank]]
+def batch_of(place=0, size=1):
+    """The sequences of one of so many ranks."""
+    draw = torch.Generator().manual_seed(1)
+    count = len(LENGTHS) // size
+    ids = [torch.randint(3, VOCAB, (n,), generator=draw) for n in LENGTHS][place * count : (place + 1) * count]
     return Batch(
         input_ids=of_rows(ids),
         position_ids=of_rows([torch.arange(len(each)) for each in ids]),
@@ -99,27 +118,31 @@ def loss_of(model_output, data, dp_group=None):
     return -given[:-1].sum() / data["batch_num_tokens"] * data["dp_size"], {}
 
 
-def engine_of(folder, **options):
+def engine_of(folder, options=None, **changed):
     from zero3d.integrations.verl import VerlEngine
 
-    config = {"lora_rank": 0, "local_path": str(folder), "enable_gradient_checkpointing": True} | options
+    config = PLAIN | {"local_path": str(folder), "enable_gradient_checkpointing": True} | changed
     optimizer = SimpleNamespace(
         lr=RATE, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=CLIP, total_training_steps=8, lr_warmup_steps=0,
         lr_warmup_steps_ratio=0.0, lr_scheduler_type="cosine", min_lr_ratio=0.1, num_cycles=0.5,
     )  # fmt: skip
-    placed = SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=True)
-    return VerlEngine(SimpleNamespace(**config), placed, optimizer, None)
+    placed = SimpleNamespace(dtype="float32", param_offload=False, optimizer_offload=True, seed=42)
+    with patch.object(VerlEngine, "options", VerlEngine.options | (options or {})):
+        engine = VerlEngine(SimpleNamespace(**config), placed, optimizer, None)
+    engine.options = VerlEngine.options | (options or {})
+    return engine
 
 
-def trained(folder, checkpoint):
+def trained(folder, checkpoint, options):
     """Two steps by verl's calls, what its rollouts get after them, and the same after a checkpoint was loaded."""
     with patch.dict(sys.modules, stand_ins()):
-        engine = engine_of(folder)
+        engine = engine_of(folder, options)
         assert {key: each for key, each in EngineRegistry.engines.items() if each is type(engine)}.keys() == {
             ("language_model", "zero3d", "cpu"), ("language_model", "zero3d", "cuda"),
         }  # fmt: skip
+        data = batch_of(engine.get_data_parallel_rank(), engine.get_data_parallel_size())  # asked before initialize
         engine.initialize()
-        data, losses, rates = batch_of(engine.get_data_parallel_rank()), [], []
+        losses, rates = [], []
         for number in range(2):
             with engine.train_mode():
                 outputs = engine.train_batch(data, loss_of)
@@ -134,18 +157,20 @@ def trained(folder, checkpoint):
         engine.load_checkpoint(str(checkpoint))
         assert engine.lr_scheduler_step() == rates[1]
         assert adapter is None
-        return losses, sent, [t.tolist() for t in told["log_probs"]], told["entropy"][0].tolist()
+        collected = engine.is_mp_src_rank_with_outputs()
+        return losses, sent, [t.tolist() for t in told["log_probs"]], told["entropy"][0].tolist(), collected
 
 
 def alone(folder):
     """The same steps of plain torch on all sequences."""
-    model = hf("llama")
+    model = hf("llama", vocab=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
-    batches, losses = [batch_of(0), batch_of(1)], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    losses = []
     for step in range(2):
         if step:
             optimizer.param_groups[0]["lr"] = RATE * (0.1 + 0.9 * (1 + torch.cos(torch.tensor(torch.pi / 8))) / 2)
-        parts = [loss_of_rows(model, ids) / TOKENS for batch in batches for ids in batch["input_ids"].unbind()]
+        parts = [loss_of_rows(model, ids) / TOKENS for ids in batch_of()["input_ids"].unbind()]
         optimizer.zero_grad()
         sum(parts).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -159,20 +184,95 @@ def loss_of_rows(model, ids):
     return -logs[:-1].gather(1, ids[1:, None]).sum()
 
 
-def test_verls_workers_train_it_and_every_rank_gets_its_weights(ranks, tmp_path):
-    hf("llama").save_pretrained(tmp_path / "model")
-    found = ranks(2, trained, tmp_path / "model", tmp_path / "saved")
+@pytest.mark.parametrize(("options", "dp"), [({}, 2), ({"tp": 2}, 1)])
+def test_verls_workers_train_it_and_every_rank_gets_its_weights(ranks, tmp_path, options, dp):
+    hf("llama", vocab=64).save_pretrained(tmp_path / "model")
+    found = ranks(2, trained, tmp_path / "model", tmp_path / "saved", options)
     losses, weights = alone(tmp_path / "model")
-    for rank, (told, sent, logs, entropy) in enumerate(found):
-        assert told == pytest.approx([2 * sum(step[2 * rank : 2 * rank + 2]) for step in losses], rel=1e-5)
+    count = len(LENGTHS) // dp
+    for rank, (told, sent, logs, entropy, collected) in enumerate(found):
+        place = rank % dp
+        own = slice(place * count, (place + 1) * count)
+        assert told == pytest.approx([dp * sum(step[own]) for step in losses], rel=1e-5)
         assert sent.keys() == weights.keys()
         for name, tensor in sent.items():
             torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
-        assert [len(each) for each in logs] == list(LENGTHS[rank])
+        assert [len(each) for each in logs] == list(LENGTHS[own])
         assert max(map(max, logs)) < 0 < min(entropy)
+        assert collected == (rank < dp)
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in weights)
 
 
-def test_adapters_are_refused_with_what_to_type(tmp_path):
-    with patch.dict(sys.modules, stand_ins()), pytest.raises(ConfigError, match=r"lora_rank=8: .* leave it 0"):
-        engine_of(tmp_path, lora_rank=8)
+def log_probs_of(engine, data):
+    with engine.eval_mode():
+        return torch.cat([row.detach() for row in engine.infer_batch(data)["model_output"]["log_probs"]])
+
+
+def adapted(folder, saved):
+    """Adapters trained for a step: what rollouts get by what they have; log-probabilities with and without adapters."""
+    with patch.dict(sys.modules, stand_ins()):
+        engine = engine_of(folder, **LORA)
+        engine.initialize()
+        data = batch_of(engine.get_data_parallel_rank(), 2)
+        with engine.train_mode():
+            engine.train_batch(data, loss_of)
+        sent = {asked: engine.get_per_tensor_param(base_sync_done=asked) for asked in (True, False, None)}
+        sent = {asked: (dict(weights), config) for asked, (weights, config) in sent.items()}
+        logs = log_probs_of(engine, data)
+        with engine.disable_adapter():
+            of_base = log_probs_of(engine, data)
+        assert torch.equal(log_probs_of(engine, data), logs)
+        engine.engine.export(saved)
+        going_on = engine_of(folder, **LORA | {"lora_adapter_path": str(saved), "lora": {"merge": True}})
+        going_on.initialize()
+        weights, config = going_on.get_per_tensor_param(base_sync_done=True)
+        return sent, (dict(weights), config), logs, of_base
+
+
+@torch.no_grad()
+def plain_log_probs(model, place):
+    rows = batch_of(place, 2)["input_ids"].unbind()
+    logs = [(model(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1) for ids in rows]
+    return torch.cat([each[:-1].gather(1, ids[1:, None])[:, 0] for each, ids in zip(logs, rows, strict=True)])
+
+
+def test_rollouts_get_the_adapter_alone_or_merged_and_the_base_once(ranks, tmp_path):
+    base = hf("llama")
+    base.save_pretrained(tmp_path / "model")
+    found = ranks(2, adapted, tmp_path / "model", tmp_path / "saved")
+    model = peft.PeftModel.from_pretrained(hf("llama"), tmp_path / "saved")
+    alone = peft.get_peft_model_state_dict(model)
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    for place, (sent, (once_more, no_config), logs, of_base) in enumerate(found):
+        adapter, config = sent[True]
+        assert adapter.keys() == alone.keys()
+        assert all(torch.equal(adapter[name], alone[name]) for name in alone)
+        assert (config["peft_type"], config["task_type"]) == (peft.PeftType.LORA, peft.TaskType.CAUSAL_LM)
+        assert [config[key] for key in ("r", "lora_alpha", "target_modules")] == [4, 8, ["down_proj", "q_proj"]]
+        for asked, weights in ((False, base.state_dict()), (None, merged)):
+            got = sent[asked][0]
+            assert sum(".base_layer." in name for name in got) == 4
+            assert {name.replace(".base_layer", "") for name in got} == weights.keys()
+            for name, tensor in got.items():
+                torch.testing.assert_close(tensor, weights[name.replace(".base_layer", "")], rtol=1e-6, atol=1e-7)
+        assert no_config is None
+        for name, tensor in once_more.items():
+            torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-7)
+        kept = torch.cat([torch.arange(n) < n - 1 for n in LENGTHS[2 * place : 2 * place + 2]])
+        torch.testing.assert_close(logs[kept], plain_log_probs(model, place))
+        torch.testing.assert_close(of_base[kept], plain_log_probs(base, place))
+        assert not torch.allclose(logs, of_base)
+
+
+REFUSED = (
+    ({"pp": 2}, {}, "VerlEngine.options has pp: .* Use tp, ep, shard, or leave all ranks to dp"),
+    ({}, LORA | {"target_modules": ".*_proj"}, r"target_modules='\.\*_proj': name the modules"),
+    ({}, LORA | {"exclude_modules": "lm_head"}, "exclude_modules='lm_head': name the modules"),
+)
+
+
+def test_what_it_cannot_do_is_refused_with_what_to_type(tmp_path):
+    with patch.dict(sys.modules, stand_ins()):
+        for options, changed, said in REFUSED:
+            with pytest.raises(ConfigError, match=said):
+                engine_of(tmp_path, options, **changed)

@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 import zero3d
 import zero3d.checkpoint.export
-from zero3d.config import load
-from zero3d.errors import CheckpointError
+from zero3d.config import Lora, load
+from zero3d.errors import CheckpointError, ConfigError
+from zero3d.models.saved_adapters import read_adapter
 from zero3d.models.trained import open_trained
 
 CASES = {  # the model, and settings of a file or what PEFT is asked for
@@ -79,6 +80,17 @@ def test_adapters_load_with_peft_and_merged_ones_are_what_peft_merges(folders, t
     for key, values in theirs.state_dict().items():
         assert values.equal(merged.state_dict()[key]), key
     assert logits(merged).equal(logits(theirs))
+
+
+@pytest.mark.parametrize("case", [pytest.param("stacked", marks=pytest.mark.long), "replaced"])
+def test_a_base_leaves_the_engine_as_it_came(folders, tmp_path, case):
+    name, lora = CASES[case]
+    engine = engine_of(folders(name), lora) if "lora" in lora else engine_on(folders(name), lora)
+    steps(engine, (1,))
+    original = of_transformers(folders(name)).state_dict()
+    found = of_transformers(engine.export(tmp_path / "base", "base")).state_dict()
+    assert found.keys() == original.keys()
+    assert [key for key, values in original.items() if not values.equal(found[key])] == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -155,8 +167,40 @@ def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(
     assert all(unit.grads is not None for unit in gathered)
 
 
+def saved_adapter(folder, weights=("model.layers.0.self_attn.q_proj",), **options):
+    """A folder of PEFT's with the A of these layers."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    LoraConfig(r=4, target_modules=["q_proj"], **options).save_pretrained(folder)
+    tensors = {f"base_model.model.{name}.lora_A.weight": torch.ones(4, 32) for name in weights}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_a_saved_adapter_says_what_it_is_and_has_matrices_by_the_models_names(tmp_path):
+    saved = read_adapter(saved_adapter(tmp_path, lora_alpha=6, use_rslora=True))
+    assert saved.choice == Lora(4, 6, ("q_proj",), rslora=True)
+    name = "model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    assert saved.matrix(name.format(0), (4, 32)).equal(torch.ones(4, 32))
+    with pytest.raises(ConfigError, match=r"another model's: .*lora_A.weight has the shape \(4, 32\) in it, and needs"):
+        saved.matrix(name.format(0), (4, 64))
+    with pytest.raises(ConfigError, match=r"layers\.1\..* is not in it"):
+        saved.matrix(name.format(1), (4, 32))
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
+    ({"bias": "all"}, "has bias='all', for which section lora has no key"),
+    (None, "it has no adapter_config.json"),
+])  # fmt: skip
+def test_a_saved_adapter_that_section_lora_cannot_describe_is_refused(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        read_adapter(tmp_path if options is None else saved_adapter(tmp_path, **options))
+
+
 def test_whole_weights_of_a_model_with_adapters_are_refused(folders, tmp_path):
-    with pytest.raises(CheckpointError, match="exported as adapter or merged: whole weights would have PEFT's names"):
+    with pytest.raises(CheckpointError, match="exported as adapter, merged or base: whole weights have PEFT's names"):
         engine_on(folders("llama")).export(tmp_path / "hf", "whole")
 
 

@@ -54,7 +54,7 @@ def test_what_is_in_the_way_is_refused_before_anything_is_written(tmp_path, monk
 @pytest.mark.parametrize(("kind", "message"), [
     ("adapter", "has no adapters of PEFT: export it as whole, not as adapter"),
     ("merged", "has no adapters of PEFT: export it as whole, not as merged"),
-    ("both", "an export is whole, merged or adapter, not 'both'"),
+    ("both", "an export is one of whole, merged, base, adapter, not 'both'"),
 ])  # fmt: skip
 def test_a_form_that_a_model_cannot_have_is_refused(tmp_path, kind, message):
     with pytest.raises(CheckpointError, match=message):

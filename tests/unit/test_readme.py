@@ -167,6 +167,32 @@ def test_the_python_of_recipes_trains(tmp_path):
     assert names["engine"].step().reason == "applied"
 
 
+def test_the_python_of_the_page_on_rl_gives_other_servers_all_weights():
+    blocks = [block for language, block in FENCE.findall((ROOT / "docs" / "rl.md").read_text()) if language == "python"]
+    given, in_parts, flushed = {}, {}, []
+
+    class Server:
+        def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
+            given.update(named_tensors)
+            flushed.append(flush_cache)
+
+        def load(self, name, tensor, offset):
+            assert offset == in_parts.get(name, 0)
+            in_parts[name] = offset + tensor.numel()
+
+    engine = zero3d.Engine(hf("llama"), precision="fp32")
+    names = {"zero3d": zero3d, "engine": engine, "server": Server()}
+    for block in blocks:
+        if "server" in block:
+            exec(block, names)
+    names["refit"](names["server"], engine)
+    weights = engine.whole_state_dict()
+    assert given.keys() == in_parts.keys() == weights.keys()
+    assert all(torch.equal(given[name], tensor.bfloat16()) for name, tensor in weights.items())
+    assert in_parts == {name: tensor.numel() for name, tensor in weights.items()}
+    assert flushed == [True]
+
+
 def test_the_python_of_the_api_page_accumulates_and_that_of_checkpoints_goes_on(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import accelerate
 import pytest
+import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 
@@ -119,8 +120,11 @@ def test_the_arguments_are_read_by_ours():
     assert transformers.TrainingArguments.__post_init__.__wrapped__.__module__ == "transformers.training_args"
 
 
-def test_vllm_of_a_trainers_own_is_refused_with_the_reason():
-    """TRL would hand it the placeholders of released parameters."""
+def test_vllm_of_a_trainers_own_is_refused_with_the_reason(monkeypatch):
+    """TRL would hand it the placeholders of released parameters; on a CPU there is no vLLM either."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     trainer = SimpleNamespace(args=SimpleNamespace(use_vllm=True), zero3d=None)
-    with pytest.raises(zero3d.errors.ConfigError, match=r"use_vllm=True: TRL hands vLLM .* shards here.*Leave it out"):
+    with pytest.raises(
+        zero3d.errors.ConfigError, match=r"use_vllm=True: .* shards here; and vLLM computes on GPUs, of .*Leave"
+    ):
         SEAMS["create_accelerator_and_postprocess"](lambda: None, trainer)

@@ -2,32 +2,32 @@
 
     whole     every parameter, as published                a folder for `from_pretrained`
     merged    every parameter, adapters merged into them   the same, without a word of PEFT
+    base      every parameter, without the adapters        the same
     adapter   what was trained                             a folder for `PeftModel.from_pretrained` (adapter_folder.py)
 
 A form takes parameters as they come, by their names in the model, and gives tensors under the names that files have.
 Those that a merge needs together wait on the host for one another: a block of the model, and no more. In the place of
-a matrix in 8 or 4 bits whole and merged have that of the base's folder, from which it was made.
+a matrix in 8 or 4 bits all but adapter have that of the base's folder, from which it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero3d.checkpoint.adapter_folder import AdapterForm
 from zero3d.checkpoint.hub_names import Exported, as_published, has_adapters, named_as_saved, on_host, save_config
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
 from zero3d.models.blocks import find_blocks
-from zero3d.models.merge import KEPT, WRAPPED, adapted_layers, base_prefix, is_of_base, merged, plain_name
+from zero3d.models.merge import KEPT, WRAPPED, adapted_layers, base_of, base_prefix, is_of_base, merged, plain_name
 from zero3d.models.packing import inner_model
 
-WHOLE, MERGED, ADAPTER = "whole", "merged", "adapter"
-FORMS = (WHOLE, MERGED, ADAPTER)
+WHOLE, MERGED, BASE, ADAPTER = "whole", "merged", "base", "adapter"
 UNMERGED = ("ADAPTION_PROMPT",)  # kinds of PEFT's, beside those of prompts, that leave the weights as they are
 
 
@@ -55,16 +55,14 @@ def form_of(kind: str | None, exported: Exported) -> Form:
     adapted = has_adapters(exported.model)
     kind = kind or (ADAPTER if adapted else WHOLE)
     if kind not in FORMS:
-        raise CheckpointError(f"an export is {', '.join(FORMS[:-1])} or {FORMS[-1]}, not {kind!r}.")
+        raise CheckpointError(f"an export is one of {', '.join(FORMS)}, not {kind!r}.")
     if kind == WHOLE and adapted:
         raise CheckpointError(
-            f"a model with adapters is exported as {ADAPTER} or {MERGED}: {WHOLE} weights would have PEFT's names."
+            f"a model with adapters is exported as {ADAPTER}, {MERGED} or {BASE}: {WHOLE} weights have PEFT's names."
         )
     if kind != WHOLE and not adapted:
         raise CheckpointError(f"this model has no adapters of PEFT: export it as {WHOLE}, not as {kind}.")
-    if kind == ADAPTER:
-        return AdapterForm(exported)
-    return MergedForm(exported) if kind == MERGED else WholeForm(exported)
+    return FORMS[kind](exported)
 
 
 class WholeForm:
@@ -88,8 +86,8 @@ class WholeForm:
         save_config(self._model, folder, dtype)
 
 
-class MergedForm:
-    """Every parameter of the model without adapters, into which these are merged.
+class BaseForm:
+    """Every parameter of the model without adapters, under the names that it has without PEFT.
 
     Parameters of a block, and those of an adapted layer outside of one, wait until all of them are there. A tied
     parameter is one of each module that has it: merged apart, they are written apart, and the model's config says so.
@@ -97,7 +95,6 @@ class MergedForm:
 
     def __init__(self, exported: Exported) -> None:
         assert exported.model is not None
-        _refuse_unmerged(exported)
         self._model, self._in_full = inner_model(exported.model), exported.in_full
         self._base = tuple({base_prefix(model_of(module)) for module in exported.modules})
         self._layers = adapted_layers(exported.modules)
@@ -128,11 +125,11 @@ class MergedForm:
                 self._waiting.setdefault(group, {})[each] = tensor if each == name else tensor.clone()
                 self._missing[group].discard(each)
                 if not self._missing[group]:
-                    ready |= self._ties.kept(self._merged(self._waiting.pop(group)))
+                    ready |= self._ties.kept(self._plain(self._waiting.pop(group)))
         return as_published(self._model, ready) if ready else {}
 
-    def _merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge a whole group."""
+    def _plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a whole group without PEFT's."""
         plain: dict[str, Tensor] = {}
         of_layers: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self._in_full(tensors).items():
@@ -142,9 +139,13 @@ class MergedForm:
             elif layer is not None:
                 of_layers.setdefault(layer, {})[name.removeprefix(f"{layer}.")] = tensor
         for layer, held in of_layers.items():
-            named = merged(self._layers[layer], held)
+            named = self._of_layer(self._layers[layer], held)
             plain |= {f"{plain_name(layer)}.{name}": tensor for name, tensor in named.items()}
         return plain
+
+    def _of_layer(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is taken of one of PEFT's layers, all of whose tensors are there."""
+        return base_of(layer, tensors)
 
     def buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain: dict[str, Tensor] = {}
@@ -157,6 +158,25 @@ class MergedForm:
 
     def finish(self, folder: Path, dtype: torch.dtype) -> None:
         save_config(self._model, folder, dtype, self._ties.broken)
+
+
+class MergedForm(BaseForm):
+    """Every parameter of the model without adapters, into which these are merged."""
+
+    def __init__(self, exported: Exported) -> None:
+        _refuse_unmerged(exported)
+        super().__init__(exported)
+
+    def _of_layer(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return merged(layer, tensors)
+
+
+FORMS: Mapping[str, Callable[[Exported], Form]] = {
+    WHOLE: WholeForm,
+    MERGED: MergedForm,
+    BASE: BaseForm,
+    ADAPTER: AdapterForm,
+}
 
 
 class _Ties:

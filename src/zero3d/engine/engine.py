@@ -664,7 +664,8 @@ class Engine:
     def export(self, directory: str | Path, kind: str | None = None, to: str | None = None) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.
 
-        kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, or "merged"
+        kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, "merged", or
+              "base", the model without them
         to    a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to
         """
         return self.checkpoints.export(directory, kind, to)
@@ -678,7 +679,7 @@ class Engine:
 
         dtype         of parameters of floating numbers: "fp32", "bf16", ...; None: training's. Buffers keep theirs
         bucket_bytes  of each of two buckets; a larger tensor goes in parts
-        adapters      of a model that has some: "merged" into its weights, or "alone"
+        adapters      of a model that has some: "merged" into its weights, "alone", or "none": the model without them
 
         A bucket's `parts` have the names and bits that `export` writes, and a checksum, the XXH3 of a tensor, with its
         last part. Their tensors may be used until the next but one bucket is asked for. Rank 0 holds the largest unit

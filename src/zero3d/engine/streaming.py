@@ -6,8 +6,8 @@
     all other ranks                 yield as many, without tensors, so that all ranks run one loop
 
 Memory: the largest gathered unit and two buckets on rank 0, one on the first ranks of later stages; where adapters are
-merged a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever fails, all of
-them raise its error, and nothing of training has changed.
+merged or left out, a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever
+fails, all of them raise its error, and nothing of training has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zero3d.checkpoint.adapter_folder import AdapterForm, streamed_name
-from zero3d.checkpoint.forms import ADAPTER, MERGED, WHOLE, Form
+from zero3d.checkpoint.forms import ADAPTER, BASE, MERGED, WHOLE, Form
 from zero3d.checkpoint.hub_names import has_adapters
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
@@ -45,7 +45,7 @@ from zero3d.spec.tiers import HOST
 from zero3d.weights.buckets import Bucket, Packer, check_bucket_bytes
 from zero3d.zero.unit import Unit
 
-ADAPTERS = ("merged", "alone")
+ADAPTERS = {"merged": MERGED, "alone": ADAPTER, "none": BASE}
 CATEGORY = "stream"  # of the memory of buckets
 AXIS = "receivers"  # where a watchdog is told that rank 0 waits for one
 Memory = Callable[[int], Sequence[Tensor]]  # gives two pieces of so many bytes
@@ -204,11 +204,9 @@ class WeightStreams:
 
     def _kind(self, adapters: str) -> str:
         if adapters not in ADAPTERS:
-            raise ConfigError(f"adapters={adapters!r}: pass {' or '.join(map(repr, ADAPTERS))}.")
+            raise ConfigError(f"adapters={adapters!r}: pass one of {', '.join(map(repr, ADAPTERS))}.")
         chunk = next(iter(self._assembly.base.partition.chunks.values()))
-        if not has_adapters(model_of(chunk)):
-            return WHOLE
-        return MERGED if adapters == "merged" else ADAPTER
+        return ADAPTERS[adapters] if has_adapters(model_of(chunk)) else WHOLE
 
     # --- the buckets ----------------------------------------------------------------------------
 

@@ -7,16 +7,22 @@
     verl's losses are scaled to be averaged over dp; micro-batches of a step are added up
 
 Weights go to verl's rollout as `Engine.stream_weights` sends them, one bucket after the other, to every rank: each of
-them has a rollout of its own, or takes part in none. Adapters of LoRA are not trained here.
+them has a rollout of its own, or takes part in none. With LoRA (model.lora_rank) a rollout gets what verl asks for:
+
+    base_sync_done    weights              names
+    True              the adapter alone    of PEFT's file
+    False             the base             of the rollout's layers: base_layer where there is an adapter
+    not said          merged               the same; this rollout never gets an adapter
+
+With model.lora.merge they are merged, under the model's own names, whatever is asked.
 
 The interface is that of verl 0.9.1: `BaseEngine`, and what its workers call of it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import cos, pi
 from typing import Any, ClassVar
@@ -27,19 +33,24 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from verl.utils import tensordict_utils
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from zero3d.activations import recompute
-from zero3d.config import Model
-from zero3d.distributed.agreement import exchange_texts
+from zero3d.config import Lora, Model
+from zero3d.config.sections import ALL_LINEAR
+from zero3d.distributed.groups import new_group
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
+from zero3d.integrations.everywhere import everywhere
+from zero3d.models.adapters import add_adapters, without_adapters
 from zero3d.models.open import open_model
-from zero3d.weights.buckets import Bucket, whole
+from zero3d.models.saved_adapters import SavedAdapter, read_adapter
 
 NAME = "zero3d"
+AXES = ("tp", "ep", "shard")  # on which every rank has a whole model's output of whole sequences
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -47,34 +58,43 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 class VerlEngine(BaseEngine):  # type: ignore[misc]
     """Trains a causal language model as verl's workers ask it to; `engine` is ours, once `initialize` has built it.
 
-    options  of `zero3d.Engine`, and bucket_bytes; what verl's configs say comes on top of them. Ranks share batches
-             out over dp alone
+    options  of `zero3d.Engine`, tp, ep and shard of `zero3d.Mesh`, and bucket_bytes; what verl's configs say comes on
+             top of them
     """
 
     options: ClassVar[Mapping[str, Any]] = {"stage": 3}
     engine: Engine
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        if model_config.lora_rank:
-            raise ConfigError(f"lora_rank={model_config.lora_rank}: the engine zero3d trains whole models; leave it 0.")
         if engine_config.dtype not in PRECISIONS:
             raise ConfigError(f"dtype={engine_config.dtype!r}: one of {', '.join(PRECISIONS)}.")
+        for axis in ("pp", "sp"):
+            if axis in self.options:
+                raise ConfigError(
+                    f"VerlEngine.options has {axis}: verl's losses take the output of a whole model for whole "
+                    f"sequences, which not every rank has then. Use {', '.join(AXES)}, or leave all ranks to dp."
+                )
         self._model, self._config = model_config, engine_config
         self._optimizer = optimizer_config
+        self._lora, self._saved = _adapters_of(model_config)
+        self._mesh = mesh = Mesh(**{axis: degree for axis, degree in self.options.items() if axis in AXES})
+        self._group = mesh.data.gathers or new_group("dp", [mesh.rank], mesh.device, everyone=mesh.world == 1)
         self.mode: str | None = None
 
     def initialize(self) -> None:
         """Build the engine with the weights of the model's folder; every rank reads only what it holds."""
-        options = {**self.options, "offload": self._offload()}
+        options = {key: value for key, value in self.options.items() if key not in AXES} | {"offload": self._offload()}
         self._bucket_bytes = options.pop("bucket_bytes", "256MB")
         opened = open_model(Model(path=self._model.local_path))
+        if self._lora.rank is not None:
+            opened = add_adapters(opened, self._lora, self._config.seed, self._saved)
         recompute(opened.module, "full" if self._model.enable_gradient_checkpointing else "none")
         config = self._optimizer
         if config is not None:
             rates = {"lr": config.lr, "betas": tuple(config.betas), "weight_decay": config.weight_decay}
             options |= {"optimizer": partial(torch.optim.AdamW, **rates), "clip_norm": config.clip_grad}
         precision = PRECISIONS[self._config.dtype]
-        self.engine = Engine(opened.module, mesh=Mesh(), weights=opened.weights, precision=precision, **options)
+        self.engine = Engine(opened.module, mesh=self._mesh, weights=opened.weights, precision=precision, **options)
         self._schedule = None if config is None else LambdaLR(self.engine.optimizer.torch, partial(_factor, config))
 
     def _offload(self) -> Mapping[str, str] | None:
@@ -97,20 +117,20 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
         """Do nothing: what is where is said by `offload`, for all of training."""
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place on dp."""
-        return dist.get_rank()
+        """Return this rank's place on dp: ranks of one place take the same batches."""
+        return self._mesh.place.dp
 
     def get_data_parallel_size(self) -> int:
-        """Return the ranks that have batches of their own: all of them."""
-        return dist.get_world_size()
+        """Return how many ranks have batches of their own."""
+        return self._mesh.dp
 
     def get_data_parallel_group(self) -> Any:
-        """Return the group of these ranks."""
-        return dist.group.WORLD
+        """Return the group of this rank and those that hold the same part of the model, each with other batches."""
+        return self._group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True: every rank has outputs."""
-        return True
+        """Return whether verl collects this rank's outputs: of tp's, which have the same ones, the first."""
+        return self._mesh.place.tp == 0
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -132,6 +152,10 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
     def eval_mode(self, **kwargs: Any) -> Any:
         """Return a context in which the model is evaluated."""
         return self._as("eval")
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as its base does: verl's reference, where LoRA is trained."""
+        return without_adapters(self.engine.module)
 
     def optimizer_zero_grad(self) -> None:
         """Forget the gradients of this step so far."""
@@ -203,9 +227,24 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
 
     # --- weights, and checkpoints -----------------------------------------------------------------
 
-    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Return names and whole tensors, for every rank, and no adapter; all ranks take them to the end together."""
-        return everywhere(self.engine, self._bucket_bytes), None
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool | None = None, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """Return names and whole tensors, for every rank, and PEFT's config; all ranks take them to the end together.
+
+        base_sync_done  whether the rollout has the base, and gets the adapter alone; None: it will get no adapter
+        layered_summon  says nothing here: units are gathered one by one in any case
+        """
+        merge = self._lora.rank is None or self._model.lora.get("merge", False)
+        sent = "merged" if merge or base_sync_done is None else "alone" if base_sync_done else "none"
+        weights = everywhere(self.engine, None, self._bucket_bytes, sent)
+        if merge:
+            return weights, None
+        model: Any = self.engine.module
+        config = model.peft_config["default"]
+        if not base_sync_done:
+            weights = ((replace_lora_wrapper(name, config), tensor) for name, tensor in weights)
+        return weights, _told(config)
 
     def save_checkpoint(
         self,
@@ -228,24 +267,30 @@ class VerlEngine(BaseEngine):  # type: ignore[misc]
             self._schedule.load_state_dict(self._schedule.state_dict() | {"last_epoch": loop["schedule"]})
 
 
-def everywhere(engine: Engine, bucket_bytes: int | str) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole tensors of an engine's weights on every rank, each verified there, as the caller's own."""
-    for name, tensor in whole(_shared(engine, bucket_bytes)):
-        yield name, tensor.to(engine.mesh.device, copy=True)
+def _adapters_of(model: Any) -> tuple[Lora, SavedAdapter | None]:
+    """Return the adapters that verl's config of a model asks for, and the saved one that they go on from.
+
+    Raises ConfigError.
+    """
+    if not model.lora_rank:
+        return Lora(), None
+    if model.lora_adapter_path is not None:
+        saved = read_adapter(model.lora_adapter_path)
+        return saved.choice, saved
+    targets, left_out = model.target_modules, model.exclude_modules
+    if left_out or (isinstance(targets, str) and targets != ALL_LINEAR):
+        asked = f"exclude_modules={left_out!r}" if left_out else f"target_modules={targets!r}"
+        raise ConfigError(f"{asked}: name the modules that get an adapter, target_modules=[q_proj,v_proj].")
+    named = [targets] if isinstance(targets, str) else targets
+    return Lora(model.lora_rank, model.lora_alpha, (*named, *(model.target_parameters or ()))), None
 
 
-def _shared(engine: Engine, bucket_bytes: int | str) -> Iterator[Bucket]:
-    """Yield rank 0's buckets on all ranks; each takes a broadcast."""
-    memory = torch.empty(0, dtype=torch.uint8)
-    for bucket in engine.stream_weights(bucket_bytes=bucket_bytes):
-        first = engine.mesh.rank == 0
-        text = json.dumps([bucket.nbytes, bucket.header()]) if first else ""
-        nbytes, header = json.loads(exchange_texts(engine.world, text)[0])
-        if memory.numel() < nbytes and not first:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        shared = bucket.memory if first else memory
-        engine.world.broadcast(shared[:nbytes], "a bucket")
-        yield bucket if first else Bucket.of(bucket.number, shared, nbytes, header)
+def _told(config: Any) -> dict[str, Any]:
+    """Return PEFT's config as rollouts read it: modules by their last names, and the task, which adapters here lack."""
+    from peft import TaskType
+
+    names = sorted({name.rpartition(".")[2] for name in config.target_modules})
+    return {**config.to_dict(), "target_modules": names, "task_type": TaskType.CAUSAL_LM}
 
 
 def _factor(config: Any, step: int) -> float:

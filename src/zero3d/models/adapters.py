@@ -35,6 +35,7 @@ from zero3d.models.build import parameters_on_meta
 from zero3d.models.freezing import train_only
 from zero3d.models.names import check_patterns, is_named, matches, own_name
 from zero3d.models.open import Opened
+from zero3d.models.saved_adapters import SavedAdapter
 from zero3d.shards.boxes import Box, slices, whole
 from zero3d.zero.initial_weights import Source
 
@@ -45,9 +46,10 @@ LINEAR = ("Linear", "Conv1D")  # nn.Linear and transformers' transposed one
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
+def add_adapters(opened: Opened, choice: Lora, seed: int, saved: SavedAdapter | None = None) -> Opened:
     """Return the model with adapters and all else frozen but `train_also`; their values follow from `seed` and names.
 
+    saved  has an adapter's values, in the place of new ones, for a model whose own come from a source
     Raises ConfigError: targets that name nothing, a method that PEFT refuses, a model that has adapters already.
     """
     model = opened.module
@@ -63,7 +65,22 @@ def add_adapters(opened: Opened, choice: Lora, seed: int) -> Opened:
     if opened.weights is None:
         return opened
     deviation = 1 / (choice.rank or 1) if choice.init == GAUSSIAN else None
-    return replace(opened, weights=AdapterWeights(opened.weights, model, seed, deviation))
+    return replace(opened, weights=AdapterWeights(opened.weights, model, seed, deviation, saved))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model with adapters compute inside as its base does: for evaluation, since no adapter has a gradient."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def find_targets(model: nn.Module, choice: Lora) -> tuple[list[str], list[str]]:
@@ -200,14 +217,23 @@ def without_advice() -> Iterator[None]:
 class AdapterWeights:
     """A `Source` of a model with adapters: the model's own values from its source, adapters' made by name.
 
+    saved  has matrices of an adapter that goes on, in the place of new ones
+
     The random stream of a matrix follows from `seed` and its name: equal at every dp, tp and pp. As PEFT initialises:
     A uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), or normal with a `deviation` where one is given; of embeddings
     B normal; the other zero. DoRA's magnitude is the norm of each row of the frozen matrix.
     """
 
-    def __init__(self, source: Source, model: nn.Module, seed: int, deviation: float | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        seed: int,
+        deviation: float | None = None,
+        saved: SavedAdapter | None = None,
+    ) -> None:
         self._source, self._seed = source, seed
-        self._deviation = deviation
+        self._deviation, self._saved = deviation, saved
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._transposed = {name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", False)}
         self._latest: tuple[str, Tensor] | None = None
@@ -257,6 +283,8 @@ class AdapterWeights:
 
     def _make(self, name: str) -> Tensor:
         shape = self._shapes[name]
+        if self._saved is not None:
+            return self._saved.matrix(name, shape)
         layer, _, kind = name.partition(f".{MARK}")
         if kind.startswith("magnitude_vector"):
             return self._magnitude(layer)

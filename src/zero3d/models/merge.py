@@ -73,6 +73,16 @@ def is_of_base(layer: nn.Module, name: str) -> bool:
     return not hasattr(inner, WRAPPED) or is_of_base(inner, rest)
 
 
+def base_of(layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the plain tensors of one of PEFT's layers as they are without it: W, or the module that it replaced.
+
+    tensors  of the layer, by their names in it
+    """
+    replaced = {name: values for name, values in tensors.items() if name.startswith(f"{KEPT}.")}
+    own = replaced or {name: values for name, values in tensors.items() if is_of_base(layer, name)}
+    return {plain_name(name): values for name, values in own.items()}
+
+
 def merged(layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the plain tensors of one of PEFT's layers: W + scale x B A, or those that replace the module's.
 
