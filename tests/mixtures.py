@@ -45,6 +45,22 @@ def mixture(name="qwen3_moe", how="grouped_mm", **options):
     return model.train()
 
 
+def with_adapters(how="grouped_mm"):
+    """A mixture with adapters of attention and of its stacked experts."""
+    from peft import LoraConfig, get_peft_model
+
+    from zero3d.models.stacked_adapters import keep_parameters
+
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(8)
+    model = get_peft_model(mixture(how=how), config)
+    keep_parameters(model)
+    return model
+
+
 def summand(step, number, length=9):
     """Micro-batch `number` of a step; each has another number of targets."""
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1000 * step + number))

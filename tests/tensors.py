@@ -50,7 +50,7 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         model = t.Llama4ForCausalLM(t.Llama4TextConfig(**common, **experts))
     elif name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **experts, output_router_logits=True))
+        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**experts | common, output_router_logits=True))
         model.set_experts_implementation("eager")
     else:
         shape = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "use_cache": False}

@@ -217,6 +217,14 @@ def is_finite(values: Tensor) -> Tensor:
     return least.isfinite() & most.isfinite()
 
 
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Tell of each tensor, none of which is empty, whether all its values are finite; waits for a device once."""
+    if not tensors:
+        return []
+    ends = [end for values in tensors for end in torch.aminmax(values.detach())]
+    return torch.stack(ends).isfinite().view(-1, 2).all(1).tolist()
+
+
 class LossScale:
     """Owns the loss scale: it doubles after `window` good steps and halves when `hysteresis` is used up."""
 

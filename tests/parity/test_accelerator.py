@@ -268,6 +268,24 @@ def stepped(model, optimizer, accelerator):
     optimizer.step()
 
 
+def precision_of(*dtypes):
+    """What a model computes in whose frozen and trained layer have been loaded in these dtypes."""
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
+        model[0].requires_grad_(False)
+        accelerator = Accelerator(cpu=True, stage=0)
+        accelerator.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+        return accelerator.engine.precision.name
+
+
+def test_a_model_stays_in_bf16_that_is_loaded_so_and_one_whose_adapters_alone_are_does_not():
+    assert precision_of(torch.bfloat16, torch.bfloat16) == "bf16"
+    assert precision_of(torch.float32, torch.bfloat16) == "fp32"
+
+
 def second():
     """A model, and a second one in a prepare of its own, which trains after free_memory alone."""
     from zero3d.integrations.accelerate import Accelerator

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from mixtures import FAMILIES, curve, engine_of, mixture, own_part, summand
+from mixtures import FAMILIES, curve, engine_of, mixture, own_part, summand, with_adapters
 from models import LiftCasts
 from pipelines import covering
 
@@ -192,21 +192,6 @@ def test_pipelines_of_experts_are_one_process(ranks, one_process):
 
 
 # --- adapters ---------------------------------------------------------------------------------------
-
-
-def with_adapters(how="grouped_mm"):
-    from peft import LoraConfig, get_peft_model
-
-    from zero3d.models.stacked_adapters import keep_parameters
-
-    config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
-    torch.manual_seed(8)
-    model = get_peft_model(mixture(how=how), config)
-    keep_parameters(model)
-    return model
 
 
 def adapted(folder, ep, dp=None, pp=None):

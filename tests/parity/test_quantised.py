@@ -103,20 +103,22 @@ def test_stages_on_two_ranks_have_the_bits_of_one_another_and_of_the_decoded_bas
     assert all(each == found[0] for each in found)
 
 
-def over_tp(folder, name):
-    """Steps of both bases, cut over two tp ranks, and what a merged export of the quantised one has."""
-    found = []
+def over_tp(folder, name, recomputed="none"):
+    """Steps of both bases, cut over two tp ranks, and bytes of the quantised one's weights."""
+    found, held = [], []
     for opened in (opened_of(folder, name), decoded_of(folder, name)):
+        recompute(opened.module, recomputed)
         engine = engine_of(opened, mesh=zero3d.Mesh(tp=2), stage=3)
+        held += [entry.measured for entry in engine.memory if entry.category == "parameters"]
         found.append(train_engine(engine, BATCHES)[:2])
-    return found
+    return found, held[0]
 
 
 @pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.long)])
 def test_matrices_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name):
     wide = 128 if name == "nf4" else 256
     folder = base_folder(tmp_path / "wide", hidden_size=wide, intermediate_size=2 * wide, num_key_value_heads=4)
-    for packed, decoded in ranks(2, over_tp, str(folder), name):
+    for (packed, decoded), _ in ranks(2, over_tp, str(folder), name):
         assert packed == decoded
 
 
@@ -138,9 +140,9 @@ def curve(engine):
 
 def with_more(folder, mesh, options):
     """Curves of both bases with something else beside them."""
-    found = []
-    for number, opened in enumerate((opened_of(folder), decoded_of(folder))):
-        more = dict(options)
+    found, lora = [], options.get("lora", {})
+    for number, opened in enumerate((opened_of(folder, **lora), decoded_of(folder, **lora))):
+        more = {key: value for key, value in options.items() if key != "lora"}
         if directory := more.pop("directory", None):
             more["offload"] = {"optimizer": "disk", "params": "disk", "directory": f"{directory}/{number}"}
         if more.pop("eight", False):
@@ -152,7 +154,8 @@ def with_more(folder, mesh, options):
 
 
 @pytest.mark.parametrize(("world", "mesh", "options"), [
-    (2, {"pp": 2}, {"stage": 3}), (1, {}, {"eight": True}), (1, {}, {"directory": "disk"}),
+    (2, {"pp": 2}, {"stage": 3}), (1, {}, {"directory": "disk"}),
+    (1, {}, {"eight": True, "lora": {"dora": True, "rslora": True, "train_also": ["model.embed_tokens"]}}),
     pytest.param(2, {"pp": 2}, {"stage": 1, "schedule": "zero-bubble"}, marks=pytest.mark.long),
     pytest.param(2, {}, {"eight": True, "stage": 2, "master": "split"}, marks=pytest.mark.long),
     pytest.param(1, {}, {"compile": "aot_eager"}, marks=pytest.mark.long),
@@ -259,10 +262,53 @@ def test_experts_with_adapters_of_their_own_keep_the_compute_dtype(mixture):
     assert {name.split(".")[2] for name in names} == {"1"}
 
 
-def test_stacked_experts_are_not_cut_over_tp(tmp_path):
-    wide = {"hidden_size": 128, "num_attention_heads": 16}  # whose attention can be cut at borders of groups
-    opened = opened_of(base_folder(tmp_path / "wide", "moe", **wide))
-    with pytest.raises(zero3d.ConfigError, match=r"experts in groups of few bits .* mesh\.ep"):
+def wide_mixture(folder, width=128, inner=128):
+    """Attention that tp 2 can cut at borders of groups, and experts that it can where `inner` allows it."""
+    heads = {"num_key_value_heads": 4, "head_dim": width // 4}
+    return base_folder(folder, "moe", hidden_size=width, moe_intermediate_size=inner, **heads)
+
+
+@pytest.mark.parametrize(("name", "recomputed"), [
+    ("nf4", "none"), *(pytest.param(name, "full", marks=pytest.mark.long) for name in ("nf4", "fp8")),
+])  # fmt: skip
+def test_stacked_experts_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name, recomputed):
+    wide = 128 if name == "nf4" else 256
+    folder = wide_mixture(tmp_path / "wide", wide, wide)
+    for (packed, decoded), _ in ranks(2, over_tp, str(folder), name, recomputed):
+        assert packed == decoded
+
+
+@pytest.mark.long
+def test_a_plan_has_the_bytes_of_experts_that_are_cut_over_tp(ranks, tmp_path):
+    folder = str(wide_mixture(tmp_path / "wide"))
+    spec = open_spec(folder, 32, lora=Lora(4, targets=("all-linear",)), quantize="nf4")
+    planned = memory(spec, ParallelPlan(tp=2, stage=3, quantize="nf4")).parts["parameters"]
+    assert [held for _, held in ranks(2, over_tp, folder, "nf4")] == [planned] * 2
+
+
+def merged_over_tp(folder, output):
+    """A step of a mixture over tp, from whose export rank 0 has the names of experts that are not those of the folder."""
+    engine = engine_of(opened_of(folder), mesh=zero3d.Mesh(tp=2), stage=3)
+    train_engine(engine, BATCHES[:1])
+    merged = load_file(engine.export(output, "merged") / "model.safetensors")
+    whole = load_file(f"{folder}/model.safetensors")
+    experts = [name for name in merged if ".experts." in name]
+    return [name for name in experts if not merged[name].equal(to_compute(whole[name], torch.bfloat16))], len(experts)
+
+
+@pytest.mark.long
+def test_experts_that_are_cut_over_tp_are_exported_as_they_were(ranks, tmp_path):
+    others, experts = ranks(2, merged_over_tp, str(wide_mixture(tmp_path / "wide")), str(tmp_path / "merged"))[0]
+    assert (others, experts) == ([], 2 * 4 * 3)
+
+
+@pytest.mark.parametrize(("name", "inner", "words"), [
+    ("nf4", 64, r"down_proj: tp cannot cut 64 columns .* nf4 into 2 parts at borders of its groups of 64"),
+    ("fp8", 128, r"gate_up_proj: tp cannot cut 256 rows .* fp8 into 4 parts at borders of its groups of 128"),
+])  # fmt: skip
+def test_a_cut_through_groups_of_experts_is_refused(tmp_path, name, inner, words):
+    opened = opened_of(wide_mixture(tmp_path / "wide", 256, inner), name)
+    with pytest.raises(zero3d.ConfigError, match=words):
         parallelize(opened.module, SilentAxis("tp", 0, 2), Ledger())
 
 
@@ -273,7 +319,7 @@ def test_exact_mode_has_the_same_bits_at_any_dp(ranks, folder):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("nf4", r"q_proj: tp cannot cut the outputs .* over the end of a row"), ("int8", r"o_proj: tp cannot cut the inputs of .* in int8, whose scales are of rows"),
+    ("nf4", r"q_proj: tp cannot cut the rows .* over the end of a row"), ("int8", r"o_proj: tp cannot cut the columns of .* in int8, whose scales are of rows"),
 ])  # fmt: skip
 def test_a_cut_through_groups_is_refused(ranks, folder, name, words):
     with pytest.raises(RankFailure, match=words):
@@ -361,6 +407,23 @@ def test_a_run_goes_on_where_it_was_and_saves_no_byte_of_its_base(folder, tmp_pa
     other = base_folder(tmp_path / "other", seed=1, intermediate_size=96)
     with pytest.raises(CheckpointError, match="digest"):
         engine_of(opened_of(other), stage=3).load(step)
+
+
+def going_on(folder, output, stage, step=None):
+    """The curve of a run from a step on; without one, of a run that is saved there, and where its step is."""
+    dp = torch.distributed.get_world_size()
+    engine = engine_of(opened_of(folder), stage=stage, exact=True, accumulate=MICRO_BATCHES // dp)
+    if step is not None:
+        engine.load(step)
+        return curve(engine), step
+    curve(engine)
+    saved = str(engine.save(output))
+    return curve(engine), saved
+
+
+def test_a_run_goes_on_with_other_ranks_and_at_another_stage(ranks, folder, tmp_path):
+    wanted, step = ranks(2, going_on, str(folder), str(tmp_path), 3)[0]
+    assert ranks(1, going_on, str(folder), str(tmp_path), 1, step)[0] == (wanted, step)
 
 
 def test_an_export_is_an_adapter_or_the_full_base_with_it_merged(folder, tmp_path):

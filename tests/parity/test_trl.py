@@ -1,4 +1,4 @@
-"""TRL's trainers, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
+"""TRL's SFT, DPO, reward and GRPO trainers, unmodified, after one line: `patch(stage=...)`. Needs the extra trl."""
 
 import json
 import sys
@@ -6,7 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from bases import base_folder
 from models import VOCAB, hf
+from safetensors.torch import load_file
 from trainers import arguments, launched, losses_of
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("trl") is None, reason="needs the extra trl")]
@@ -35,13 +37,23 @@ def script(words):
     """TRL's own script of supervised fine-tuning in short: parse, load, train, save."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+    from trl import (
+        ModelConfig,
+        ScriptArguments,
+        SFTConfig,
+        SFTTrainer,
+        TrlParser,
+        get_peft_config,
+        get_quantization_config,
+    )
 
     sys.argv = ["sft.py", *words]
     script_args, training_args, model_args = TrlParser(
         (ScriptArguments, SFTConfig, ModelConfig)
     ).parse_args_and_config()
-    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_args.model_name_or_path, dtype=torch.float32, quantization_config=get_quantization_config(model_args)
+    )
     dataset = load_dataset("json", data_files=script_args.dataset_name)
     trainer = SFTTrainer(
         model=model,
@@ -96,6 +108,35 @@ def test_a_script_of_trls_fine_tunes_at_stage_3_by_one_line(ranks, folder, more)
     assert wanted[-1][0] < wanted[0][0]
 
 
+@pytest.fixture
+def wide(tmp_path):
+    """A model whose rows 64 divides: of others bitsandbytes' kernel decodes something else than it has quantised."""
+    base_folder(tmp_path / "model", hidden_size=64, intermediate_size=64)
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in sentences(48)))
+    return tmp_path
+
+
+FOUR_BITS = ("--use_peft", "true", "--lora_dropout", "0", "--load_in_4bit", "true")
+
+
+@pytest.mark.parametrize("more", [
+    (), ("--use_bnb_nested_quant", "true", "--bnb_4bit_quant_storage", "bfloat16"), ("--use_rslora", "true"),
+])  # fmt: skip
+def test_a_script_of_trls_fine_tunes_beside_four_bits(ranks, wide, more):
+    wanted = ranks(2, fine_tuned, None, wide, (*FOUR_BITS, *more))[0]
+    for found in ranks(2, fine_tuned, 3, wide, (*FOUR_BITS, *more)):
+        assert found[0][0] == pytest.approx(wanted[0][0], **CLOSE)  # of the base alone: B is zero
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-2)  # whose adapters TRL has put into bf16
+    assert wanted[-1][0] < wanted[0][0]
+    saved, usual = (load_file(wide / stage / "adapter_model.safetensors") for stage in ("3", "None"))
+    assert {name: values.shape for name, values in saved.items()} == {
+        name: values.shape for name, values in usual.items()
+    }
+    assert all(values.isfinite().all() for values in saved.values())
+
+
 @pytest.mark.parametrize("more", [(), ("--packing", "true"), ("--use_peft", "true", "--lora_dropout", "0")])
 def test_a_script_of_trls_fine_tunes_on_shared_sequences(ranks, folder, more):
     """With packing documents are without padding, in one row: TRL hands their ends on, too."""
@@ -105,7 +146,14 @@ def test_a_script_of_trls_fine_tunes_on_shared_sequences(ranks, folder, more):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def preferring(stage, folder, adapters):
+def four_bits():
+    """What `from_pretrained` is given for a base in 4 bits."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+
+
+def preferring(stage, folder, adapters, bits=32):
     """Losses of DPO, whose reference is a model of its own, or the base below the adapters."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -125,7 +173,7 @@ def preferring(stage, folder, adapters):
                 learning_rate=1e-3,
                 bf16=False,
                 max_length=48,
-                model_init_kwargs={"dtype": "float32"},
+                model_init_kwargs={"dtype": "float32", "quantization_config": four_bits() if bits == 4 else None},
             )
             trainer = DPOTrainer(
                 str(folder / "model"), args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer(),
@@ -144,6 +192,14 @@ def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters)
     for found in ranks(2, preferring, 3, folder, adapters):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
+
+
+def test_preferences_are_learned_beside_four_bits(ranks, wide):
+    wanted = ranks(2, preferring, None, wide, True, 4)[0]
+    for found in ranks(2, preferring, 3, wide, True, 4):
+        assert found[0][0] == pytest.approx(wanted[0][0], **CLOSE)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-2)
 
 
 def rewarding(stage, folder):
@@ -180,7 +236,7 @@ def test_a_reward_model_is_learned(ranks, folder):
             assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def grouped(stage, folder, adapters):
+def grouped(stage, folder, adapters=False, bits=32):
     """Losses and rewards of GRPO, whose completions the model in training writes: more of the letter e is better.
 
     Its reference is a model of its own, or the base below the adapters.
@@ -199,13 +255,14 @@ def grouped(stage, folder, adapters):
         with launched():
             args = arguments(
                 folder / str(stage), GRPOConfig, bf16=False, max_steps=4, num_generations=4, max_completion_length=8,
-                per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1,
+                per_device_train_batch_size=4, learning_rate=1e-3, beta=0.1, model_init_kwargs={"dtype": "float32"},
             )  # fmt: skip
+            beside = {"quantization_config": four_bits()} if bits == 4 else {}
+            beside |= {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])} if adapters else {}
             torch.manual_seed(0)  # adapters are drawn before the Trainer seeds
             trainer = GRPOTrainer(
                 str(folder / "model"), reward_funcs=reward, args=args, processing_class=tokenizer(),
-                train_dataset=Dataset.from_dict({"prompt": sentences(16)}),
-                peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if adapters else None,
+                train_dataset=Dataset.from_dict({"prompt": sentences(16)}), **beside,
             )  # fmt: skip
             trainer.train()
             rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
@@ -222,3 +279,11 @@ def test_groups_of_completions_come_from_the_weights_in_training(ranks, folder, 
         assert rewarded == pytest.approx(rewards, **CLOSE)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
+
+
+def test_completions_are_sampled_from_adapters_beside_four_bits(ranks, wide):
+    _, wanted = ranks(2, grouped, None, wide, True, 4)[0]
+    for losses, rewards in ranks(2, grouped, 3, wide, True, 4):
+        assert rewards[0] == wanted[0]  # later ones are of adapters that TRL itself has put into bf16
+        assert len(losses) == 4
+        assert len(set(rewards)) > 1

@@ -8,11 +8,13 @@ import zero3d
 from zero3d.cli.calibrate import lines
 from zero3d.cli.main import main
 from zero3d.plan.calibrate import MEASURED, Sizes, calibrate
+from zero3d.plan.corrected import fitted
 from zero3d.plan.hardware import cluster
 from zero3d.plan.spec_json import to_json
+from zero3d.train.small_runs import Small, timed_runs
 
 SMALL = Sizes(side=256, copied=1 << 20, disk=1 << 20, messages=(1 << 16, 1 << 18, 1 << 20))
-SWEPT = ("gpu.matrix", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "host_bandwidth",
+SWEPT = ("gpu.matrix", "gpu.half", "gpu.flash", "gpu.bandwidth", "gpu.memory", "host_memory", "host_link", "disk", "host_bandwidth",
          "inside")  # fmt: skip
 
 
@@ -20,9 +22,20 @@ def measure(folder):
     return calibrate(zero3d.Mesh(), Path(folder), SMALL)
 
 
+def fit(folder):
+    """Rates, the steps of one small run, and the cluster that both make."""
+    mesh = zero3d.Mesh()
+    rates = calibrate(mesh, Path(folder), SMALL)
+    runs = timed_runs(mesh, [Small(hidden=64, length=16, vocab=64, micro_batch=1, stage=3)], rounds=1)
+    return rates, runs, fitted(rates, runs, "by hand")
+
+
 def test_two_ranks_measure_one_cluster_that_plan_reads(ranks, tmp_path, capsys):
-    first, second = ranks(2, measure, str(tmp_path))
-    assert first == second
+    (first, runs, whole), other = ranks(2, fit, str(tmp_path))
+    assert (first, runs, whole) == other
+    (run,) = runs
+    assert (run.plan.dp, run.plan.zero.stage, len(run.model.blocks), run.model.length) == (2, 3, 2, 16)
+    assert run.seconds > 0
     assert (first.nodes, first.per_node, first.gpu.name) == (1, 2, "cpu")
     rates = (
         first.gpu.flops,
@@ -38,16 +51,17 @@ def test_two_ranks_measure_one_cluster_that_plan_reads(ranks, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []  # the file that the disk was measured with is gone
 
     file = tmp_path / "cluster.json"
-    file.write_text(json.dumps(to_json(first)))
+    file.write_text(json.dumps(to_json(whole)))
     read = cluster("cpu", 2, 1, file)
-    assert replace(read, provenance={}) == replace(first, provenance={})
-    assert {key: read.provenance[key] for key in first.provenance} == first.provenance
+    assert replace(read, provenance={}) == replace(whole, provenance={})
+    assert {key: read.provenance[key] for key in whole.provenance} == whole.provenance
     words = ["--params", "1e6", "--seq", "64", "--tokens-per-batch", "256", "--cluster", str(file), "--json"]
     assert main(["plan", *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["gpus"], told["gpu"]) == (2, "cpu")
     assert told["plans"]
-    text = "\n".join(lines(first, file))
+    text = "\n".join(lines(whole, file, off=0.034))
+    assert "within 3.4 % of each small run" in text
     assert "(measured)" in text
     assert "between nodes       1.25 GB/s, 12 us (datasheet)" in text
 

@@ -1,6 +1,11 @@
 """Both algorithms against a plain sum: reductions of several micro-batches, in place and not, wide and narrow."""
 
+import os
+import re
+import time
 from itertools import product
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -8,11 +13,13 @@ import torch.distributed as dist
 from models import batch, build, loss_of
 
 import zero3d
-from zero3d.distributed import choice
+from zero3d.distributed import choice, collectives
 from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.collectives import Comm
+from zero3d.distributed.landing import NAME, Landing, attach
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
+from zero3d.precision import DTYPES
 
 ALGORITHMS = ("pairwise", "native")
 MICRO_BATCHES, SHARD = 3, 48
@@ -55,26 +62,59 @@ def test_a_reduction_is_the_plain_sum_over_ranks_and_is_added_to_what_was_there(
         assert left == 0
 
 
-def gathered_by_the_first():
-    """What rank 0 has of shards that are apart, then of its own in place; the bytes that this rank sent."""
+def gathered_by_the_first(far):
+    """What rank 0 has of shards of two dtypes, with ranks that have no memory of its; who wrote, the bytes sent."""
     ledger, mesh = Ledger(), zero3d.Mesh()
-    comm = Comm(mesh.data, Arena(torch.device("cpu")), ledger)
-    full = torch.zeros(SHARD * comm.size if comm.rank == 0 else 0)
-    for turn in range(2):
-        shard = torch.arange(SHARD) + 100.0 * comm.rank + 1000 * turn
-        if turn and comm.rank == 0:
-            full[:SHARD] = shard
-            shard = full[:SHARD]
-        comm.gather_to_first(full, shard, "unit")
-    return full.view(-1, SHARD)[:, 0].tolist(), sum(entry.bytes for entry in ledger)
+    comm, found = Comm(mesh.data, Arena(torch.device("cpu")), ledger), []
+    own = Landing(8 * SHARD * comm.size, torch.device("cpu")) if comm.rank == 0 else None
+    with mock.patch.object(collectives, "attach", (lambda *_: None) if comm.rank in far else attach):
+        with comm.landing(own, 8 * SHARD * comm.size):
+            if own:
+                own.close()
+            for turn, dtype in enumerate((torch.float32, torch.float64)):
+                shard = (torch.arange(SHARD) + 100 * comm.rank + 1000 * turn).to(dtype)
+                if comm.rank:
+                    time.sleep(0.01)  # for which the first one must wait
+                full = comm.gather_to_first(shard, "unit")
+                found += [] if full is None else [full.tolist()]
+                dist.barrier()
+            near = sorted(comm._near)
+    own = full = None
+    return found, near, sum(entry.bytes for entry in ledger if entry.op == "gather"), held_landings()
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_first_rank_alone_gathers_shards_of_all(ranks, world):
-    (full, sent), *others = ranks(world, gathered_by_the_first)
-    assert full == [1000 + 100.0 * rank for rank in range(world)]
-    assert sent == 0
-    assert others == [([], 2 * 4 * SHARD)] * (world - 1)
+def held_landings():
+    """Open files and mappings of landings in this process."""
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [text for text in (*files, *Path("/proc/self/maps").read_text().splitlines()) if NAME in text]
+
+
+@pytest.mark.parametrize(("world", "far"), [(3, ()), (3, (2,)), (2, (1,))])
+def test_the_first_rank_alone_gathers_shards_of_all_whether_they_write_or_send(ranks, world, far):
+    (found, near, sent, left), *others = ranks(world, gathered_by_the_first, far)
+    shards = [i + 100 * rank for rank in range(world) for i in range(SHARD)]
+    assert found == [shards, [1000 + value for value in shards]]
+    assert near == [rank for rank in range(1, world) if rank not in far]
+    assert (sent, left) == (0, [])
+    assert others == [([], near, (4 + 8) * SHARD, [])] * (world - 1)
+
+
+def left_in_a_gather(who):
+    """One of two ranks goes away before it writes, or says that there is room; what the other one says."""
+    comm = Comm(zero3d.Mesh().data, Arena(torch.device("cpu")), Ledger())
+    own = None if comm.rank else Landing(8 * SHARD, torch.device("cpu"))
+    with comm.landing(own, 8 * SHARD):
+        if comm.rank == who:
+            return None
+        with pytest.raises(zero3d.Zero3dError) as lost:
+            comm.gather_to_first(torch.zeros(SHARD), "unit")
+    return str(lost.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_goes_away_in_a_gather_to_the_first_is_named(ranks, who):
+    said = ranks(2, left_in_a_gather, who, group_timeout=3.0)[1 - who]
+    assert re.match(rf"rank {1 - who} of axis dp waited .* for rank {who} of that axis in gather of unit 'unit'", said)
 
 
 CASES = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (3, "every_step")]
@@ -105,7 +145,7 @@ def test_native_and_pairwise_gradients_of_several_micro_batches_are_those_of_a_p
     pairwise, native = (ranks(2, gradients, algorithm, precision) for algorithm in ALGORITHMS)
     plain = build("net", width=96)
     for p in plain.parameters():
-        p.data = p.data.to(zero3d.precision.DTYPES[precision])
+        p.data = p.data.to(DTYPES[precision])
     wanted = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in plain.named_parameters()}
     for m, rank in product(range(MICRO_BATCHES), range(2)):
         plain.zero_grad()

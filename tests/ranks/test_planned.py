@@ -85,8 +85,8 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
     states = float(engine_bytes(3, 2, "fp32").total) * spec.params
     largest = max(estimate.seconds.parts, key=estimate.seconds.parts.get)
     wanted = (
-        f"plan {size(int(estimate.memory.states), True)} / actual {size(int(states), True)} of states (+0.0 %), "
-        f"step {estimate.seconds.mid:.3g} s / {MEASURED} s by the rates of cluster.yaml (user); "
+        f"model states: planned {size(int(estimate.memory.states), True)}, measured {size(int(states), True)} (+0.0 %); "
+        f"a step: planned {estimate.seconds.mid:.3g} s by the rates of cluster.yaml (user), measured {MEASURED} s; "
         f"largest planned part: {largest}"
     )
     assert about_plans(first)[0] == wanted
@@ -100,7 +100,7 @@ def test_a_run_says_at_step_three_what_its_plan_was_worth_and_corrects_the_clust
 def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_it_took(ranks, tmp_path):
     made = run_of(tmp_path, 10)
     (line,) = about_plans(ranks(1, said, made)[0])
-    assert line.endswith(f"step {MEASURED} s, which no plan predicts for a CPU without plan.cluster")
+    assert line.endswith(f"a step: measured {MEASURED} s (a CPU's is planned with plan.cluster alone)")
     file, config = f"{made['output']}/profile.json", load(made)
     place = cluster("cpu", 1, 1, file)
     estimate = evaluate(open_spec("demo", config.data.length), place, plan_of(config, 1))
@@ -109,7 +109,7 @@ def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_i
     again = made | {"output": str(tmp_path / "again"), "plan": {"cluster": file}}
     again["train"] = made["train"] | {"steps": 3}
     (told,) = about_plans(ranks(1, said, again)[0])
-    assert f"step 1 s / {MEASURED} s by the rates of profile.json (fitted on 1 s a step: " in told
+    assert "a step: planned 1 s by the rates of profile.json (fitted on 1 s a step: " in told
 
 
 def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path):
@@ -120,6 +120,14 @@ def test_short_runs_and_models_without_a_plan_are_left_in_peace(ranks, tmp_path)
     made = made | {"train": {"steps": 3}, "output": str(tmp_path / "third")}
     (note,) = about_plans(ranks(1, said, made)[0])
     assert note.startswith("no plan to compare this run with: Unnamed has no list of two or more blocks")
+
+
+def test_a_profile_of_another_machine_is_said_and_not_planned_with(ranks, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text('{"gpu": {"name": "h100"}}')
+    (note,) = about_plans(ranks(1, said, run_of(tmp_path, 3, plan={"cluster": str(file)}))[0])
+    assert note.startswith("no plan to compare this run with: cluster file ")
+    assert note.endswith("describes a h100, and this is a cpu: pass a file of such cards.")
 
 
 def reserving(made):

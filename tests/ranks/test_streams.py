@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from meshes import engine_of, evaluated, mesh_of, share_of, step, world_of
-from mixtures import engine_of as engine_with_experts, own_part
+from mixtures import engine_of as engine_with_experts, own_part, with_adapters
 from models import adamw, build
 from pipelines import covering
 from safetensors import safe_open
@@ -27,7 +27,8 @@ from zero3d.weights import GroupSender, LocalSender, connect
 from zero3d.weights.buckets import Assembler
 
 SMALL = 8192  # bytes of a bucket: some tensors go in parts, some buckets have several
-ADAPTERS = ("none", "merged", "alone")
+KINDS = {"none": None, "merged": "merged", "alone": "adapter"}  # of exports, by what is streamed of adapters
+ADAPTERS = tuple(KINDS)
 SETTINGS = (
     ("llama", "qwen3", "gpt2", "moe"),
     ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)),  # dp, tp, pp
@@ -96,10 +97,9 @@ def in_dtype(tensor, dtype):
 def compare(case, folder):
     """Stream and export; return the number of buckets, and what differs."""
     *_, dtype, adapters = case
-    kind = {"none": None, "merged": "merged", "alone": "adapter"}[adapters]
     engine = trained(case, folder / "states")
     before = engine.fingerprint()
-    expected = exported(engine, folder / "hf", kind)
+    expected = exported(engine, folder / "hf", KINDS[adapters])
     form = "alone" if adapters == "alone" else "merged"
     tensors, sizes = streamed(engine.stream_weights(dtype, SMALL, form))
     assert engine.fingerprint() == before
@@ -137,17 +137,61 @@ def test_a_stream_has_the_bits_of_an_export_over_all_pairs_of_settings(ranks, tm
     check(ranks, tmp_path, pairs())
 
 
-def with_experts(folder, ep, tp, pp):
-    engine = engine_with_experts(ep=ep, tp=tp, pp=pp)
-    engine.train_batch(own_part(engine, 0))
-    expected = exported(engine, folder)
-    tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
-    return [name for name in expected if not same(expected[name], tensors[name])] if engine.mesh.rank == 0 else []
+def with_experts(folder, cases):
+    """What differs, by case."""
+    found = []
+    for number, ((ep, tp, pp), stage, place, dtype, adapters) in enumerate(cases):
+        away = None if place is None else {"optimizer": place, "directory": str(folder / f"{number}-states")}
+        if away and stage == 3:
+            away["params"] = place
+        model = None if adapters == "none" else with_adapters()
+        engine = engine_with_experts(model, ep=ep, tp=tp, pp=pp, stage=stage, offload=away)
+        engine.train_batch(own_part(engine, 0))
+        expected = exported(engine, folder / str(number), KINDS[adapters])
+        tensors, _ = streamed(engine.stream_weights(dtype, SMALL, "alone" if adapters == "alone" else "merged"))
+        found += (
+            [name for name in expected if not same(in_dtype(expected[name], dtype), tensors[name])] if tensors else []
+        )
+        assert engine.mesh.rank or tensors.keys() == expected.keys()
+    return found
 
 
-@pytest.mark.parametrize(("ep", "tp", "pp"), [(2, None, None), pytest.param(2, 2, 2, marks=pytest.mark.long)])
-def test_experts_on_several_ranks_have_the_layout_of_an_export(ranks, tmp_path, ep, tp, pp):
-    assert ranks(ep * (tp or 1) * (pp or 1), with_experts, tmp_path / "hf", ep, tp, pp)[0] == []
+def with_experts_pairs():
+    meshes = ((2, None, None), (2, 2, None), (2, None, 2))  # ep, tp, pp
+    settings = (meshes, (2, 3), (None, "host", "disk"), (None, "bf16"), ADAPTERS)
+    return covering(settings, lambda case: not (case[0][1] and case[4] != "none"))
+
+
+def test_experts_on_several_ranks_have_the_layout_of_an_export(ranks, tmp_path):
+    assert ranks(2, with_experts, tmp_path, [((2, None, None), 3, None, None, "none")]) == [[], []]
+
+
+@pytest.mark.long
+def test_experts_on_several_ranks_have_the_bits_of_an_export_over_all_pairs_of_settings(ranks, tmp_path):
+    assert ranks(4, with_experts, tmp_path / "four", with_experts_pairs()) == [[]] * 4
+    assert ranks(8, with_experts, tmp_path / "eight", [((2, 2, 2), 3, "host", "bf16", "none")]) == [[]] * 8
+
+
+class Counting(torch.nn.Module):
+    """Has buffers of widths of their own: of floating numbers, of whole ones, and one that is not published."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", torch.linspace(0, 1, 7, dtype=torch.float64))
+        self.register_buffer("scale", torch.full((3,), 1 / 3))
+        self.register_buffer("seen", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.zeros(9), persistent=False)
+
+
+def test_buffers_are_streamed_as_they_are_in_whatever_dtype_weights_are():
+    model = Counting()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name != "mask"}
+    engine = zero3d.Engine(model, precision="bf16", stage=3)
+    tensors, _ = streamed(engine.stream_weights("fp16"))
+    assert tensors.keys() == {"inner.weight", "inner.bias", *buffers}
+    assert {tensors[name].dtype for name in ("inner.weight", "inner.bias")} == {torch.float16}
+    assert all(same(tensors[name], buffer) for name, buffer in buffers.items())
 
 
 # --- a folder as receiver -----------------------------------------------------------------------------
@@ -238,6 +282,10 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def oversleep():
+    time.sleep(100)  # until it is killed
+
+
 def received(folder, pid):
     """What a process has received, once it has ended."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -286,9 +334,9 @@ def test_receivers_have_what_the_last_stream_sent(ranks, tmp_path, carrier):
     assert ranks(2, twice_to_two, tmp_path, carrier) == [[], []]
 
 
-def only_what_changed(folder):
+def only_what_changed(folder, shape):
     """Streams of what has changed alone: tensors sent and left out; what receivers have in the end, beside an export."""
-    engine, sent, found = engine_on(), [], []
+    engine, sent, found = engine_on(shape), [], []
     sender = sender_of(engine, folder, timeout=20.0)
 
     def send():
@@ -314,8 +362,9 @@ def only_what_changed(folder):
     return sent, [name for tensors in found for name in expected if not same(tensors[name], expected[name])]
 
 
-def test_what_receivers_have_since_the_last_stream_can_be_left_out(ranks, tmp_path):
-    (sent, different), (others, _) = ranks(2, only_what_changed, tmp_path)
+@pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.long)], ids=str)
+def test_what_receivers_have_since_the_last_stream_can_be_left_out(ranks, tmp_path, shape):
+    (sent, different), (others, _) = ranks(2, only_what_changed, tmp_path, shape)
     block = 16
     everything = (TENSORS, 0, True)
     assert sent == [everything, (0, TENSORS, False), everything, (TENSORS - block, block, True), everything]
@@ -350,20 +399,27 @@ def undisturbed():
     return [step(engine, number) for number in (1, 2)]
 
 
-@pytest.mark.parametrize(("fault", "said"), [
-    (die, r"the receiver \(process PID\) is gone: it has ended, or was killed"),
-    (stop, r"the receiver \(process PID\) has not acknowledged .* of weights in 0\.4 s: it is stopped \(SIGSTOP\)"),
+PLACES = (0, TENSORS // 2, TENSORS - 1)  # in the first bucket, in the middle, and in the last one
+
+
+@pytest.mark.parametrize(("fault", "places", "said"), [
+    (die, PLACES, r"the receiver \(process PID\) is gone: it has ended, or was killed"),
+    (stop, PLACES, r"the receiver \(process PID\) has not acknowledged .* in 0\.4 s: it is stopped \(SIGSTOP\)"),
+    (oversleep, PLACES[1:2], r"the receiver \(process PID\) has not acknowledged .* in 0\.4 s: it sleeps"),
 ])  # fmt: skip
-def test_a_receiver_that_fails_at_any_bucket_is_named_on_all_ranks_and_training_goes_on(ranks, tmp_path, fault, said):
-    (told, losses), (others, _) = ranks(2, faulty, tmp_path, fault, (0, TENSORS // 2, TENSORS - 1), "memory", 0.4)
+def test_a_receiver_that_fails_at_any_bucket_is_named_on_all_ranks_and_training_goes_on(
+    ranks, tmp_path, fault, places, said
+):
+    (told, losses), (others, _) = ranks(2, faulty, tmp_path, fault, places, "memory", 0.4)
     assert [re.match(said, text) is not None for text in told] == [True] * len(told), told
     assert [re.sub(r"process \d+", "process PID", text) for text in others] == told
     assert losses == ranks(2, undisturbed)[0]
 
 
 @pytest.mark.parametrize(("fault", "places", "timeout"), [
-    (die, (TENSORS // 2,), 10.0),
-    pytest.param(stop, (0, TENSORS // 2, TENSORS - 1), 1.0, marks=pytest.mark.long),
+    (die, PLACES[1:2], 10.0),
+    pytest.param(die, PLACES, 10.0, marks=pytest.mark.long),
+    pytest.param(stop, PLACES, 1.0, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_receiver_of_another_job_that_fails_is_named_on_all_ranks_and_training_goes_on(
     ranks, tmp_path, fault, places, timeout
@@ -536,7 +592,7 @@ def ratios(folder, steps, precision):
     return found
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(25, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_a_sampler_has_the_trainers_log_probabilities_and_one_that_is_an_update_behind_has_not(ranks, tmp_path, steps):
     for found in ranks(2, ratios, tmp_path, steps, "fp32"):
         assert all(ratio <= 1e-5 and equal for ratio, equal in found[::2])
@@ -555,10 +611,12 @@ def test_in_bf16_logits_have_equal_bits_and_a_cache_moves_log_probabilities_by_l
 def meanwhile(folder):
     """Calls while a stream is under way, and between a backward and its step; then a stream as ever."""
     engine, said = engine_on(), []
+    sender = sender_of(engine, folder)
     stream = engine.stream_weights(bucket_bytes=SMALL)
     next(stream)
     calls = (
         lambda: engine.stream_weights(),
+        lambda: engine.send_weights(sender),
         lambda: step(engine, 0),
         lambda: engine.step(),
         lambda: engine.freeze("*norm*"),
@@ -584,10 +642,10 @@ def meanwhile(folder):
 def test_what_would_change_weights_is_refused_in_a_stream_and_a_stream_between_backward_and_step(ranks, tmp_path):
     for said, tensors in ranks(2, meanwhile, tmp_path):
         calls = [text.split(" ")[0] for text in said]
-        expected = ["stream_weights()", "train_batch()", "step()", "freeze()", "save()", "load()"]
+        expected = ["stream_weights()", "send_weights()", "train_batch()", "step()", "freeze()", "save()", "load()"]
         assert calls == [*expected, "stream_weights()", "send_weights()"]
-        assert all(" while weights are streamed: take the stream to its end first" in text for text in said[:6])
-        assert all(" after 1 micro-batches of a step that is not applied yet" in text for text in said[6:])
+        assert all(" while weights are streamed: take the stream to its end first" in text for text in said[:7])
+        assert all(" after 1 micro-batches of a step that is not applied yet" in text for text in said[7:])
         assert tensors in (0, TENSORS)
 
 
@@ -660,46 +718,52 @@ def test_a_path_at_which_something_else_is_is_refused_and_a_dead_socket_replaced
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def measured(stage):
-    engine = engine_of(tiny("llama", kv_heads=4), mesh_of((2, 1, 1)), stage=stage, precision="fp32", accumulate=1)
-    units = [unit.layout.total * unit.dtype.itemsize for unit in engine.units]
-    assert not [entry for entry in engine.memory if entry.category == "stream"]
-    engine.arena.reset_peaks()
-    held = []
-    for _ in engine.stream_weights(bucket_bytes=SMALL):
-        held += [entry.measured for entry in engine.memory if entry.category == "stream"]
-    (entry,) = [entry for entry in engine.memory if entry.category == "stream"] or [None]
-    return (
-        set(held),
-        entry and (entry.planned, entry.measured, entry.peak),
-        int(engine.arena.peak("gathered")),
-        max(units),
+def measured(shape):
+    """What this rank holds of a stream, as found and by the formula: buckets in it and before it; gathered at most."""
+    engine = engine_of(
+        tiny("llama", kv_heads=4), mesh_of(shape), stage=3, precision="fp32", optimizer=adamw, accumulate=1
     )
+    place, largest = engine.mesh.place, max(unit.layout.total * unit.dtype.itemsize for unit in engine.units)
+    entries = [entry for entry in engine.memory if entry.category == "stream"]
+    engine.arena.reset_peaks()
+    held = set()
+    for _ in engine.stream_weights(bucket_bytes=SMALL):
+        held |= {entry.measured for entry in engine.memory if entry.category == "stream"}
+    entries += [entry for entry in engine.memory if entry.category == "stream"]
+    packs = (place.dp, place.tp) == (0, 0)
+    buckets = SMALL * (0 if not packs else 1 if place.pp else 2)
+    found = held, [tuple(entry[2:]) for entry in entries], int(engine.arena.peak("gathered"))
+    formula = ({buckets}, [(buckets, 0, buckets)]) if packs else (set(), [])
+    return found, (*formula, 0 if place.dp else largest), int(engine.arena.live("gathered"))
 
 
-def test_a_stream_holds_one_unit_and_two_buckets(ranks):
-    (held, entry, gathered, largest), (others_held, other, others_gathered, _) = ranks(2, measured, 3)
-    assert held == {2 * SMALL}
-    assert entry == (2 * SMALL, 0, 2 * SMALL)
-    assert (gathered, others_gathered) == (largest, 0)
-    assert (others_held, other) == (set(), None)
+@pytest.mark.parametrize("shape", [
+    (2, 1, 1), *(pytest.param(shape, marks=pytest.mark.long) for shape in ((2, 2, 1), (2, 1, 2), (2, 2, 2)))
+], ids=str)  # fmt: skip
+def test_a_stream_holds_one_unit_and_two_buckets(ranks, shape):
+    for found, formula, left in ranks(world_of(shape), measured, shape):
+        assert found == formula
+        assert left == 0
 
 
-def moved(stage):
+def moved(stage, far):
     """What a stream moves between ranks, beside agreements; the bytes of shards that others than rank 0 have."""
     engine = engine_of(tiny("llama", kv_heads=4), mesh_of((2, 1, 1)), stage=stage, precision="bf16", accumulate=1)
     engine.traffic.reset()
-    list(engine.stream_weights(bucket_bytes=SMALL))
+    with patch("zero3d.distributed.collectives.attach", return_value=None) if far else nullcontext():
+        tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
     sent = {}
     for entry in engine.traffic:
         if entry.op != "exchange":
             sent[entry.op] = sent.get(entry.op, 0) + entry.bytes
+    weights = engine.whole_state_dict()
+    assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in tensors.items())
     return sent, sum(unit.layout.shard * unit.dtype.itemsize for unit in engine.units)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_ledger_has_the_shards_that_are_sent_to_rank_0_and_nothing_that_is_sent_to_others(ranks, stage):
-    (first, _), (other, shards) = ranks(2, moved, stage)
+@pytest.mark.parametrize(("stage", "far"), [(2, False), (3, False), (3, True)])
+def test_the_ledger_has_the_shards_that_rank_0_is_given_and_nothing_that_is_sent_to_others(ranks, stage, far):
+    (first, _), (other, shards) = ranks(2, moved, stage, far)
     assert first == ({"gather": 0} if stage == 3 else {})
     assert other == ({"gather": shards} if stage == 3 else {})
 

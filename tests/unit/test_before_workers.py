@@ -15,6 +15,7 @@ from zero3d.cli import compare, plan_explain, simulate, train as verb
 from zero3d.cli.main import main
 from zero3d.cli.preflight import check_key
 from zero3d.config import Config, load
+from zero3d.data.tokenizers import check_template
 from zero3d.errors import ConfigError
 from zero3d.setup.packages import is_installed
 from zero3d.train.lock import FolderLock
@@ -116,7 +117,7 @@ REFUSED = {
     "a tokenizer that is not there": (["data.tokenizer=byte"], "data.tokenizer=byte: no folder of that name"),
     "a cluster file that is none": (["plan.cluster=file.txt"], "cluster file file.txt holds the text 'text'"),
     "a long name": ([f"data.train={'n' * 300}"], "cannot be read: File name too long"),
-    "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model first"),
+    "a model of a hub": (["model.path=meta-llama/Llama-3.1-8B"], "zero3d downloads nothing: fetch a model (hf download NAME --local-dir FOLDER)"),
     "a folder that is not there": (["model.path=./nofolder"], "model.path './nofolder' is not a folder, a config.json"),
     "a model without config": (["model.path=used"], "used has no config.json (it has thesis.tex): give a folder written"),
     "a model without weights": (["model.path=bare"], "bare has no weights (it has none): save it with save_pretrained"),
@@ -134,6 +135,8 @@ REFUSED = {
     "a tokenizer's folder without one": (["data.tokenizer=used"], "used holds no tokenizer that can be loaded"),
     "sequences longer than a preset's positions": (["data.length=1024"], "data.length=1,024 is more than the model's 512 positions"),
     "sequences longer than a config's": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.train=file.txt"], "the model's 16 positions: set data.length=16"),
+    "chats without a template": (["data.tokenizer=bytes", "data.train=chats.jsonl"], "the tokenizer bytes has no chat template: take a chat model"),
+    "chats for a folder without a template": (["data.tokenizer=plain", "data.train=chats.jsonl"], "the tokenizer plain has no chat template"),
     "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),
     "nobody logged in to wandb": (["log.wandb=mine"], "log.wandb=mine needs a key of Weights & Biases, and there is none: type `wandb login`"),
     "nobody logged in to a tracker": (["log.to=wandb"], "log.to=wandb needs a key of Weights & Biases, and there is none"),
@@ -152,6 +155,7 @@ MISSING = {
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
 }  # fmt: skip
 CONFIG = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 16}
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 AT_ONCE = """
 import json, sys
 from contextlib import redirect_stderr
@@ -182,6 +186,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "link.txt").symlink_to("gone.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "rows.parquet").touch()
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
+    (tmp_path / "plain").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "plain" / name).write_text("{}")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "odd.json").write_text(json.dumps(CONFIG | {"model_type": "llama9"}))
@@ -233,6 +241,22 @@ def test_none_of_this_waits_for_torch_or_transformers(folder):
     for case, code, said, imported in told:
         assert (code, imported) == (2, []), case
         assert messages[case] in said
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("chat_template.jinja", "{{ messages }}"), ("tokenizer_config.json", '{"chat_template": "x"}')]
+)
+def test_chats_begin_where_a_tokenizers_files_have_a_template(folder, file, text):
+    with pytest.raises(ConfigError, match="the tokenizer plain has no chat template"):
+        check_template("plain", None)
+    (folder / "plain" / file).write_text(text)
+    check_template("plain", None)
+
+
+def test_a_start_says_how_many_ranks_there_are_and_where_they_share_cores():
+    assert verb.starting(1, 2) == "starting 1 rank: torch is imported, model and data are read"
+    assert verb.starting(2, 2) == "starting 2 ranks: torch is imported, model and data are read"
+    assert verb.starting(16, 2).endswith("; this machine has 2 CPU cores, which they share")
 
 
 def test_a_folder_of_wandbs_in_the_current_one_is_no_package(folder, monkeypatch):

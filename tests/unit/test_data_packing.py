@@ -110,7 +110,7 @@ def test_a_fraction_is_held_out_at_even_distances_and_at_least_one():
     train, held, note = hold_out(documents, 0.04)
     assert (held.starts // 3).tolist() == [12, 37, 62, 87]
     assert len(train.starts) == 96
-    assert note == "4 of 100 documents held out"
+    assert note == "100 documents (empty files have none): 4 held out, 96 to train on"
     assert len(hold_out(documents, 0.001)[1].starts) == 1
 
 

@@ -105,6 +105,7 @@ def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
     ("path", "options", "why"),
     [
         ("corpus.tx", {}, r"corpus\.tx does not exist\. Did you mean .*corpus\.txt"),
+        ("cropus", {}, r"cropus does not exist\.$"),
         ("nowhere/corpus.txt", {}, r"Neither does its folder"),
         ("corpus.txt/a.txt", {}, r"Neither does its folder"),
         ("link.txt", {}, r"link\.txt is a link to corpus\.tex, which does not exist: make the link anew"),

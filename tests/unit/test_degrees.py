@@ -196,7 +196,7 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
     assert USUAL[fold.name] == fold.usual, "of a checkpoint that is older than the axis"
     assert fold.name in FREE
-    assert PLAIN[fold.name].endswith("exact=True would be bitwise") == fold.exact
+    assert PLAIN[fold.name].endswith("zero.exact=true would be bitwise") == fold.exact
     assert (fold.name in EXACT) != fold.exact
 
 

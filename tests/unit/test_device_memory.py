@@ -76,33 +76,34 @@ def test_a_hosts_peak_is_of_its_ranks_together(monkeypatch, local_ranks, most):
 
 def test_the_plan_line_names_both():
     told = check_line(ESTIMATE, ALLOCATED, 1.0, RESERVED, "the data sheet")
-    assert " / actual 61.9 GB allocated (" in told
-    assert " %), 63.0 GB reserved, step " in told
-    assert " s / 1 s by the data sheet; largest planned part: " in told
+    assert told.startswith("allocated memory: planned ")
+    assert ", measured 61.9 GB (" in told
+    assert " %), 63.0 GB reserved; a step: planned " in told
+    assert " s by the data sheet, measured 1 s; largest planned part: " in told
     on_cpu = check_line(ESTIMATE, ALLOCATED, 1.0, None, None)
-    assert " of states (" in on_cpu
+    assert on_cpu.startswith("model states: planned ")
     assert "reserved" not in on_cpu
-    assert on_cpu.endswith(", step 1 s, which no plan predicts for a CPU without plan.cluster")
+    assert on_cpu.endswith("; a step: measured 1 s (a CPU's is planned with plan.cluster alone)")
     nothing = replace(ESTIMATE, memory=replace(ESTIMATE.memory, states=0.0))
-    assert "plan 0 B / actual 0 B of states, step " in check_line(nothing, 0, 1.0, None, None)
+    assert "model states: planned 0 B, measured 0 B; a step: " in check_line(nothing, 0, 1.0, None, None)
 
 
 def test_a_step_names_both():
     record = {"memory_bytes": ALLOCATED, "traffic_bytes": 0, "skipped": 0}
-    assert amounts(record) == "61.9 GB held"
-    assert amounts(record | {"reserved_bytes": RESERVED}) == "61.9 GB held  63.0 GB reserved"
+    assert amounts(record) == "process 61.9 GB"
+    assert amounts(record | {"reserved_bytes": RESERVED}) == "61.9 GB allocated  63.0 GB reserved"
 
 
 @pytest.mark.parametrize(
-    ("reserved", "end"), [(RESERVED, "more than 61.9 GB, of 63.0 GB reserved"), (None, "more than 61.9 GB")]
+    ("reserved", "most"), [(RESERVED, "61.9 GB allocated  63.0 GB reserved"), (None, "process 61.9 GB")]
 )
-def test_the_summary_names_both(reserved, end):
+def test_the_summary_names_both(reserved, most):
     result = SimpleNamespace(
-        peak_memory=ALLOCATED, peak_reserved=reserved, steps=[], seconds=1.0, held_out_loss=float("nan"), fingerprint="",
+        peak_memory=ALLOCATED, peak_reserved=reserved, steps=[{}], seconds=1.0, held_out_loss=float("nan"), fingerprint="",
         reloaded_loss=float("nan"), history=[], exports=[], checkpoint="c", folder=SimpleNamespace(metrics="m"),
         config=SimpleNamespace(checkpoint=SimpleNamespace(export=False)),
     )  # fmt: skip
-    assert next(summary(result)).endswith(f"no rank ever held {end}")
+    assert next(summary(result)) == f"trained 1 step in 1.0 s; fullest rank at its peak: {most}"
 
 
 def rows(engine, monkeypatch):

@@ -1,7 +1,7 @@
 """Every command that README and docs show is one: it parses, and with the file that they show it can start.
 
 verb                      what is done with it here
-config, launch            it is run, in a folder with README's run.yaml, examples/, models/llama and text
+config, launch            it is run, in a folder with README's run.yaml, examples/, models and data that pages name
 plan --theory, explain    it is run
 ckpt                      it is run, in that folder, where `run` and `runs/llama` have two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
@@ -103,12 +103,13 @@ def place(tmp_path_factory):
     """A folder in which the commands may be typed."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "examples").symlink_to(ROOT / "examples")
-    for name in ("llama", "llama-1b"):
-        save_model(folder / "models" / name, max_position_embeddings=4096)
+    for name in ("models/llama", "models/llama-1b", "zero3d-demo/hf"):
+        save_model(folder / name, max_position_embeddings=4096)
     pictures.save_model(folder / "models" / "llava-1.5-7b-hf", positions=2048)
     pictures.save_data(folder, name="llava_v1_5_mix665k.json")
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("some text\n" * 99)
+    for name in ("text", "docs"):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text("some text\n" * 99)
     for name in ("corpus/a.jsonl", "corpus/b.jsonl", "chats.jsonl", "a.txt", "b.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text('{"text": "a b"}\n')

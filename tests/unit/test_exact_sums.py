@@ -182,8 +182,14 @@ FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, 
 def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
     exact = FACTS | {"leaves": 8}
     assert resume_guarantee(FACTS, FACTS).startswith("bitwise")
-    assert resume_guarantee(FACTS, FACTS | {"dp": 2}) == (
-        "not bitwise: dp 4 -> 2 (sums over ranks have other terms; exact=True would be bitwise)"
+    native = {"algorithm": "native"}
+    for other in ({}, native):  # as a single rank has
+        assert resume_guarantee(FACTS, FACTS | {"dp": 2} | other) == (
+            "not bitwise: dp 4 -> 2 (sums over ranks have other terms and differ in their last bits; zero.exact=true "
+            "would be bitwise)"
+        )
+    assert resume_guarantee(FACTS, FACTS | native) == (
+        "not bitwise: algorithm pairwise -> native (ranks' terms are summed in another order)"
     )
     assert "dp 4 -> 2" in resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"})
     assert resume_guarantee(exact, exact | {"dp": 2, "stage": 1, "reduce": "every_step"}).startswith("bitwise")

@@ -51,6 +51,31 @@ def test_what_is_in_the_way_is_refused_before_anything_is_written(tmp_path, monk
     assert {path.read_text() for path in tmp_path.rglob("file")} == {"of somebody"}
 
 
+def test_an_earlier_export_is_replaced_once_the_new_one_is_whole(tmp_path, monkeypatch):
+    engine, place = engine_of("net"), tmp_path / "hf"
+    (tmp_path / "mine").mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "mine" / "model.safetensors")
+    before = load_file(engine.export(place, overwrite=True) / "model.safetensors")
+    with engine.full_params(), torch.no_grad():
+        next(engine.module.parameters()).add_(1.0)
+    with pytest.raises(CheckpointError, match="hf exists and is not empty"):
+        engine.export(place)
+    with pytest.raises(CheckpointError, match="mine was not exported by zero3d, and nothing else is replaced"):
+        engine.export(tmp_path / "mine", overwrite=True)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="full"):
+        patched.setattr(zero3d.checkpoint.export, "_join", fail)
+        engine.export(place, overwrite=True)
+    kept = load_file(place / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in before.items())
+    after = load_file(engine.export(place, overwrite=True) / "model.safetensors")
+    assert sum(not torch.equal(after[name], weight) for name, weight in before.items()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mine"]
+
+
+def fail(*_):
+    raise RuntimeError("the disk is full")
+
+
 @pytest.mark.parametrize(("kind", "message"), [
     ("adapter", "has no adapters of PEFT: export it as whole, not as adapter"),
     ("merged", "has no adapters of PEFT: export it as whole, not as merged"),

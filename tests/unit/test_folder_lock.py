@@ -34,6 +34,7 @@ def test_a_held_folder_is_refused_with_the_holder_and_what_to_type(tmp_path):
             assert f"in use by process {pid} on host {os.uname().nodename} since 2" in message
             assert f"kill {pid}" in message
             assert "output=FOLDER" in message
+            assert "Ranks whose launcher was killed save and end within seconds: then try again" in message
 
 
 @pytest.mark.parametrize("resume", [None, "auto", "checkpoint"])

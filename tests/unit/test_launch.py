@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from zero3d.cli.launch import sizes
 from zero3d.cli.main import main, parse
 from zero3d.cli.train import as_words
 from zero3d.cli.worker import report_output
@@ -115,6 +116,14 @@ def test_json_holds_the_same_text(folder, capsys):
     assert (answer["target"], answer["nodes"], answer["gpus_per_node"]) == ("slurm", 2, 8)
 
 
+@pytest.mark.parametrize(("mesh", "asked", "started"), [
+    ({}, (None, None), (1, 8)), ({}, (4, 2), (4, 2)), ({"dp": 2}, (None, None), (1, 2)), ({"dp": 4, "tp": 2, "pp": 2}, (None, None), (2, 8)),
+    ({"dp": 16}, (4, None), (4, 4)), ({"dp": 16}, (None, 4), (4, 4)), ({"tp": 2}, (None, None), (1, 8)),
+])  # fmt: skip
+def test_a_mesh_that_says_its_dp_says_how_many_processes_there_are(mesh, asked, started):
+    assert sizes(Mesh(**mesh), *asked) == started
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -126,7 +135,7 @@ def test_json_holds_the_same_text(folder, capsys):
         (["slurm", "run.yaml", "zero.stage"], "'zero.stage' is not KEY=VALUE"),
         (["slurm", "run.yaml", "zero.stag=2"], "Did you mean zero.stage?"),
         (["slurm", "run.yaml", "output=null"], "output=FOLDER"),
-        (["slurm", "run.yaml", "mesh.dp=3"], "1 x 8 = 8 processes: 8 ranks cannot form"),
+        (["slurm", "run.yaml", "mesh.dp=3", "--gpus-per-node", "8"], "1 x 8 = 8 processes: 8 ranks cannot form"),
         (["slurm", "run.yaml", "mesh.tp=3", "--nodes", "2"], "2 x 8 = 16 processes: 16 ranks cannot form"),
         (["slurm", "run.yaml", "train.batch=12"], "1 x 8 = 8 processes: train.batch 12 is not a multiple of dp 8"),
         (["slurm", "run.yaml", "--nodes", "0"], "--nodes 0"),

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -97,10 +98,12 @@ def test_what_is_said_of_accelerate_is_a_key_there(theirs, ours):
         assert {name.removeprefix(prefix) for name in value} <= names | {"reshard_after_forward"}
 
 
-THEIRS = {  # of SFTConfig in TRL 1.16, and of files of Axolotl 0.21
-    "TRL": {"max_length", "packing"},
-    "Axolotl": {"context_parallel_size", "sequence_len", "sample_packing"},
-}
+THEIRS = {  # of SFTConfig and ModelConfig in TRL 1.16, of files of Axolotl 0.21 and of LLaMA-Factory 0.9.5
+    "TRL": {"max_length", "packing", "load_in_4bit", "use_bnb_nested_quant", "use_peft", "lora_r"},
+    "Axolotl": {"context_parallel_size", "sequence_len", "sample_packing", "adapter", "load_in_4bit", "load_in_8bit",
+                "lora_r"},
+    "LLaMA-Factory": {"quantization_bit", "double_quantization"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("theirs", "ours"), rows("Long sequences"))
@@ -121,6 +124,17 @@ def test_what_is_said_of_long_sequences_is_a_key_there(theirs, ours):
         assert {name.removeprefix("parallelism_config_") for name in given} <= names
     else:
         assert values.keys() <= THEIRS[whose]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), rows("A base in 4 or 8 bits"))
+def test_what_is_said_of_few_bits_is_taken_and_is_a_key_there(theirs, ours):
+    from transformers import BitsAndBytesConfig
+
+    ((whose, values),) = yaml.safe_load(theirs).items()
+    assert values.keys() <= THEIRS.get(whose, inspect.signature(BitsAndBytesConfig).parameters.keys())
+    quantised = load(None, ours.split()).model.quantize
+    four = bool(values.get("load_in_4bit")) or values.get("quantization_bit") == 4
+    assert four == (quantised in ("nf4", "nf4-double"))
 
 
 @pytest.mark.parametrize(("theirs", "ours"), rows("torchtitan's TOML"))

@@ -196,6 +196,16 @@ def test_the_page_says_what_was_found():
     assert [row[0].text for row in ranked] == ["1", "2", "3"]
 
 
+def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
+    root = ElementTree.fromstring(plan_page(answer(40), 10))
+    drawn = {(hint[0].text.partition(":")[0], hint.get("class").split()[0]) for hint in root.iter("rect") if len(hint)}
+    listed = {("".join(item.itertext()), item[0].get("class")) for item in root.iter("li")}
+    assert drawn <= listed
+    names, classes = zip(*listed, strict=True)
+    assert len(set(names)) == len(set(classes)) == len(listed)
+    assert {class_ for name, class_ in listed if name.startswith("ZeRO stage")} == {"z0", "z1", "z2", "z3"}
+
+
 def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
     file = tmp_path / "plan.html"
     target = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]

@@ -11,6 +11,7 @@ from zero3d.cli.plan_options import tokens_of
 from zero3d.config import Lora, load
 from zero3d.errors import ConfigError
 from zero3d.plan.hardware import CATALOGUE
+from zero3d.plan.margin import Range
 from zero3d.sim import model_spec
 
 DEMO = ["demo", "--gpus", "2", "--gpu", "cpu", "--seq", "128", "--tokens-per-batch", "1024"]
@@ -64,6 +65,7 @@ def test_an_unknown_gpu_is_answered_with_the_catalogue(plan):
     (b"across: 3", "across=3: expected an object"), (b"gpu: {memory: [1]}", "memory=[1]: expected a number"),
     (b"a: &a [1]\nb: [*a, *a]", "'a' is unknown"), (b"gpu: !!timestamp x", "the tag !!timestamp"), (b"[" * 9999, "16 levels"),
     (b"? " + b"k" * 2000 + b"\n: 1", "kkk..."), (b"disk: " + b"9" * 400, "a float can be"), (b"1: 2", "1 is unknown"),
+    (b"step: {fixed: -1}", "step.fixed is -1"), (b"step: {blok: 1}", "Did you mean 'block'?"), (b"step: fast", "step='fast': expected an object"),
 ])  # fmt: skip
 def test_a_misfit_cluster_file_is_refused_with_the_field(plan, tmp_path, text, why):
     file = tmp_path / "cluster.yaml"
@@ -76,6 +78,14 @@ def test_a_cluster_file_can_name_a_card(plan, tmp_path):
     file.write_text("gpu: h100\nacross: {bandwidth: 12.5e9}")
     words = ["--params", "1e8", "--gpus", 2, "--seq", 512, "--tokens-per-batch", 1024, "--cluster", file]
     assert "2 x h100" in plan(*words)[1]
+
+
+def test_a_file_of_another_card_than_gpu_says_is_refused_and_one_of_its_kind_is_not(plan, tmp_path):
+    file = tmp_path / "profile.json"
+    file.write_text('{"gpu": {"name": "h100-96", "matrix": 0.6, "flash": 0.4}}')
+    words = ["--params", "1e8", "--gpus", 2, "--seq", 512, "--tokens-per-batch", 1024, "--cluster", file]
+    assert "describes a h100-96, and this is a a6000" in refused(plan, *words, "--gpu", "a6000")
+    assert plan(*words, "--gpu", "h100")[0] == 0
 
 
 @pytest.mark.parametrize(("words", "why"), [
@@ -115,6 +125,17 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
 
 
 @pytest.mark.parametrize(("words", "why"), [
+    (["--seq", "64"], "--seq is an option of a search: type data.length=TOKENS"),
+    (["--tokens-per-batch", "1024"], "type train.batch=SEQUENCES"),
+    (["--goal", "largest-batch"], "--goal is an option of a search, and one plan is explained: leave it out"),
+    (["--emit", "planned.yaml"], "--emit is an option of a search"),
+    (["--tokens", "-3"], "--tokens '-3' is not a whole number"),
+])  # fmt: skip
+def test_explain_refuses_what_it_would_not_heed(plan, config, words, why):
+    assert why in refused(plan, "explain", config, *words)
+
+
+@pytest.mark.parametrize(("words", "why"), [
     (["--gpus", "0"], "type a whole number from 1"),
     (["--gpus", "two"], "type a whole number from 1"),
     (["--gpus", "3", "--nodes", "2"], "pass --gpus as a multiple of --nodes"),
@@ -129,6 +150,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(plan, config, words, w
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
     (["--top", "0"], "--top 0"),
     (["--price", "-1"], "--price -1"),
+    (["--watts", "0"], "--watts 0: type the watts of a GPU"),
     (["--cluster", "nowhere.yaml"], "cluster file nowhere.yaml"),
     (["--emit", "nowhere/train.yaml"], "cannot be written"),
 ])  # fmt: skip
@@ -177,6 +199,40 @@ def test_json_has_everything_that_the_text_has(plan):
     assert f"{told['tried']:,} plans" in text
     for heading in ("Plans that fit", "Why the others do not", "What if", "The ladder", "GPU-hours", "Checkpoints"):
         assert heading in text
+
+
+def test_explain_s_json_has_everything_that_its_text_has(plan, config):
+    words = ["explain", config, "--gpu", "a6000", "--gpus", 2, "train.batch=4", "train.steps=100", "--price", "2"]
+    text, told = plan(*words)[1], json.loads(plan(*words, "--json")[1])
+    device = told["memory"]["device"]
+    assert told["device_range_bytes"] == Range.of(device, told["margin"])._asdict()
+    assert (told["fits"], told["gpu"], told["gpus"], told["model"]["blocks"]) == (True, "a6000", 2, 3)
+    assert set(told["fits_up_to"]) == {"length", "micro_batch"}
+    assert f"MFU {100 * told['mfu']:.0f} %" in text
+    assert f"margin of {100 * told['margin']:g} %, {told['margin_from']}" in text
+    first = told["what_if"][0]
+    assert re.search(rf"{re.escape(first['change'])} +{first['memory_bytes'] / 2**30:+.1f} GiB", text)
+    assert told["cost"]["training"]["tokens"] == 100 * 4 * 128
+    tight = json.loads(plan(*words, "--json", "--assert-fits", "20MB")[1])
+    assert (tight["fits"], tight["fits_up_to"]) == (False, None)
+
+
+def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):
+    on_card = ["--params", "1e8", "--gpus", 1, "--gpu", "a6000", "--seq", 512, "--tokens-per-batch", 8192]
+    words = [*on_card, "--tokens", "4e9", "--price", "3"]
+    text, cost = plan(*words)[1], json.loads(plan(*words, "--json")[1])["cost"]
+    assert (cost["watts"], cost["watts_from"], cost["price"]) == (300, "datasheet", 3)
+    training = cost["training"]
+    assert training["hours"] == pytest.approx(4 * cost["per_billion_tokens"]["hours"])
+    assert training["days"] == pytest.approx(training["hours"] / 24)
+    assert training["kwh"] == pytest.approx(training["hours"] * 0.3)
+    assert training["money"] == pytest.approx(training["hours"] * 3)
+    assert re.search(
+        r"GPU-hours per billion tokens, [\d.]+ kWh at most \(300 W a card, datasheet\), [\d,]+ at 3 each", text
+    )
+    less = json.loads(plan(*words, "--watts", "150", "--json")[1])["cost"]
+    assert (less["training"]["kwh"], less["watts_from"]) == (pytest.approx(training["kwh"] / 2), "--watts")
+    assert json.loads(plan(*DEMO, "--json")[1])["cost"]["per_billion_tokens"]["kwh"] is None  # of a CPU nobody knows
 
 
 def test_deepspeed_json_says_what_the_best_plan_says(plan, tmp_path):

@@ -4,9 +4,12 @@ import pytest
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
+from zero3d.page.plan_page import plan_page
+from zero3d.page.plan_text import Answer, as_json, as_text, row_json
 from zero3d.plan.emit import deepspeed_config, plan_of, train_config
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import cluster
+from zero3d.plan.ladder import ladder
 from zero3d.plan.search import Target, ep_refused, search, ways
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.what_if import what_if
@@ -42,6 +45,20 @@ def test_the_best_of_each_way_is_the_first_of_its_kind(found):
     assert best["on all of dp"].plan.ep == best["on all of dp"].plan.tp == 1
     assert best["cut by tp"].plan.tp > 1
     assert ways([])[1] == ("over ep", None)
+
+
+def test_terminal_page_and_json_compare_the_ways(spec, found):
+    result, place = found
+    rungs = ladder(spec, place, 16, 80e9, evaluate)
+    answer = Answer(spec, place, Target(16, 80e9), result, rungs, [])
+    row = dict(ways(result.rows))["over ep"]
+    title = "Where the 16 experts of a layer are, the fastest plan of each way"
+    for text in (as_text(answer, 3), plan_page(answer, 3)):
+        assert title in text
+        assert row.reason in text
+    told = as_json(answer)
+    assert told["experts"]["over ep"] == row_json(row)
+    assert told["long_sequences"] is None
 
 
 def test_a_plan_with_ep_is_a_file_that_says_it(spec):

@@ -10,6 +10,7 @@ from zero3d.precision import (
     LossScale,
     LossScaling,
     Precision,
+    are_finite,
     at_least_fp32,
     cast_all,
     join_master,
@@ -267,3 +268,11 @@ def test_a_cpu_without_vectors_for_bf16_says_so(monkeypatch):
     assert slow_products("fp32", cpu) is slow_products("bf16", torch.device("meta")) is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert slow_products("bf16", cpu) is None
+
+
+def test_finite_values_are_told_by_tensor_whatever_their_dtypes_are():
+    infinite, lost = torch.tensor([1.0, float("-inf")]), torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    large = torch.tensor([1e300], dtype=torch.float64)
+    assert are_finite([torch.ones(2, 3), infinite, large, lost]) == [True, False, True, False]
+    assert are_finite([lost, torch.tensor(3e38)]) == [False, True]
+    assert are_finite([]) == []

@@ -17,9 +17,9 @@ RECORD = {
 }  # fmt: skip
 
 
-def shown(terminal, width=80):
+def shown(terminal, width=80, every=None):
     out = StringIO()
-    progress = Progress(Console(file=out, force_terminal=terminal, width=width))
+    progress = Progress(Console(file=out, force_terminal=terminal, width=width), every)
     for step in progress.track(1, 40):
         progress.show({**RECORD, "step": step})
     return out.getvalue()
@@ -28,7 +28,7 @@ def shown(terminal, width=80):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_both_forms_tell_everything_in_80_columns(terminal):
     text = shown(terminal)
-    wanted = ["2.5", "1.25", "12,345 tok", "41.2%", "566.0 MB held", "5.8 MB sent", "2 skipped"]
+    wanted = ["2.5", "1.25", "12,345 tok", "41.2%", "process 566.0 MB", "5.8 MB sent", "2 skipped"]
     assert [part for part in wanted if part not in text] == []
     assert ("1.0e-04" if terminal else "1.00e-04") in text
     assert ("\x1b[" in text) == terminal
@@ -39,6 +39,11 @@ def test_both_forms_tell_everything_in_80_columns(terminal):
 
 def test_lines_are_few_where_there_is_no_terminal():
     assert len(shown(False).splitlines()) == 21  # of 40 steps: every second one, and the first
+
+
+def test_a_terminal_keeps_a_line_above_its_bar_where_log_every_asks_for_lines():
+    assert " grad norm " not in shown(True)
+    assert shown(True, width=200, every=10).count(" grad norm ") == 5  # steps 1, 10, 20, 30 and 40
 
 
 def test_a_plain_line_says_how_long_the_rest_takes():

@@ -3,17 +3,21 @@
 import json
 
 import pytest
+import torch
 from families import family, llava
 from torch import nn
 
 from zero3d.cli.main import main
+from zero3d.config import load
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.adapters import default_targets
 from zero3d.models.packing import check_packing
+from zero3d.models.trained import open_trained
 from zero3d.sequence.group import check_sequence
 from zero3d.setup.support import support_of
+from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
 
 
@@ -33,8 +37,9 @@ def test_a_plain_decoder_supports_all_that_its_sizes_allow():
         "images": (None, "text alone"),
         "packing": (True, "documents of a sequence do not see each other"),
         "lora": (True, "q_proj, v_proj"),
+        "quantize": (True, said["quantize"][1]),
     }
-    assert [row.refusal for row in found.values()] == [""] * 8
+    assert [row.refusal for row in found.values()] == [""] * 9
 
 
 def test_degrees_are_those_that_divide():
@@ -105,6 +110,41 @@ def test_peft_may_name_what_it_adapts_by_one_expression(monkeypatch):
     assert answers(family("llama"))["lora"].what == "q_proj, v_proj"
 
 
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "mixtral"])
+def test_what_formats_hold_is_what_an_engine_packs(tmp_path, name):
+    tiny = family(name, hidden_size=64, intermediate_size=128, head_dim=16)
+    tiny.save_pretrained(tmp_path / name)
+    packed = {}
+    for kind in FORMATS:
+        settings = {"model": {"path": str(tmp_path / name), "quantize": kind}, "lora": {"rank": 4}}
+        packed[kind] = sum(
+            p.numel() for p in open_trained(load(settings)).module.parameters() if p.dtype == torch.uint8
+        )
+    weights = sum(
+        p.numel() for n, p in tiny.named_parameters() if p.dim() > 1 and ".layers." in n and "gate.w" not in n
+    )
+    share = weights / sum(p.numel() for p in tiny.parameters())
+    widths = ", ".join(f"{kind} {nbytes / (2 * weights):.2f}x" for kind, nbytes in packed.items())
+    wanted = f"{share:.1%} of the parameters, in {widths} of their bytes in bf16"
+    assert answers(tiny)["quantize"] == ("quantize", True, wanted, "")
+
+
+@pytest.mark.parametrize(("settings", "what", "refusal"), [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "kept as nf4-double", ""),
+    ({"quant_method": "gptq", "bits": 4}, "", "(gptq), whose weights no library here decodes"),
+    pytest.param({"quant_method": "mxfp4"}, "in mxfp4 already, decoded as they are read", "", marks=pytest.mark.long),
+    pytest.param({"quant_method": "awq"}, "", "it was made from, with model.quantize=nf4", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_folder_in_few_bits_is_taken_or_refused_as_a_run_does(tmp_path, capsys, settings, what, refusal):
+    config = family("llama").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    assert main(["models", str(tmp_path), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][-1]
+    assert (row["name"], row["supported"]) == ("quantize", not refusal)
+    assert what in row["what"]
+    assert refusal in row["refusal"]
+
+
 def test_the_verb_prints_text_and_json(capsys):
     assert main(["models", "demo-moe"]) == 0
     text = capsys.readouterr().out
@@ -112,7 +152,17 @@ def test_the_verb_prints_text_and_json(capsys):
     assert "  ep       yes  2, 4, 8, 16 (16 experts a layer)\n" in text
     assert main(["models", "demo-moe", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in told["rows"]] == ["tp", "fused", "pp", "ep", "sp", "images", "packing", "lora"]
+    assert [row["name"] for row in told["rows"]] == [
+        "tp",
+        "fused",
+        "pp",
+        "ep",
+        "sp",
+        "images",
+        "packing",
+        "lora",
+        "quantize",
+    ]
     assert main(["models"]) == 0
     assert "demo-moe" in capsys.readouterr().out
 

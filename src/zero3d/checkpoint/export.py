@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero3d.checkpoint.forms import Form
+from zero3d.checkpoint.folders import is_export, put_in_place
 from zero3d.checkpoint.hub_names import on_host
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
@@ -32,13 +33,15 @@ from zero3d.offload.commit_file import sync
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
-Gathered = Callable[[Unit], AbstractContextManager[None]]  # has a unit gathered while it is entered
 
 
-def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str | None = None) -> Path:
+def export(
+    directory: Path, engine: EngineState, gathers: Gathers, kind: str | None = None, overwrite: bool = False
+) -> Path:
     """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
-    kind  a form of `forms.py`; None means the adapter of a model that has one, and all weights of any other
+    kind       a form of `forms.py`; None means the adapter of a model that has one, and all weights of any other
+    overwrite  replace an earlier export, once this one is whole; nothing else is ever replaced
 
     Gathers one unit at a time; who writes does so into files of at most FILE_BYTES, so that its host memory
     holds one file and never the model. The folder appears whole or not at all.
@@ -52,21 +55,24 @@ def export(directory: Path, engine: EngineState, gathered: Gathered, kind: str |
     def on(chosen: bool, action: Callable[[], None]) -> None:
         agree(world, action if chosen else lambda: None)
 
-    on(world.rank == 0, partial(prepare_export, directory, temporary))
+    on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, published, gathered))
+        agree(world, partial(_add_units, writer, engine, published, gathers))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
-        on(world.rank == 0, partial(_finish, temporary, directory, model, published.form, engine.degrees.pp))
+        beside = partial(published.form.finish, dtype=_dtype(model))
+        finish = partial(finish_export, temporary, directory, beside, engine.degrees.pp, overwrite)
+        on(world.rank == 0, finish)
     return directory
 
 
-def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathered: Gathered) -> None:
+def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathers: Gathers) -> None:
     """Gather this pipeline stage's units and write them on its first rank."""
-    for unit in published.units:
-        with gathered(unit):
-            add = partial(_add, writer, published, unit)
-            agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
+    with gathers.landing(published.units):
+        for unit in published.units:
+            with gathers.on_first(unit):
+                add = partial(_add, writer, published, unit)
+                agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 
 
 def _add(writer: ExportWriter, published: Published, unit: Unit) -> None:
@@ -84,15 +90,25 @@ def export_places(directory: Path) -> tuple[Path, Path]:
     return directory, directory.with_name(f".{directory.name}.tmp")
 
 
-def prepare_export(directory: Path, temporary: Path) -> None:
+def prepare_export(directory: Path, temporary: Path, overwrite: bool = False) -> None:
     """Make the folder that is written. Raises CheckpointError where something is in the place of the export."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and is not empty: export to a new directory, so that nothing is lost."
-        )
+    _check_place(directory, overwrite)
     shutil.rmtree(temporary, ignore_errors=True)
     with told(temporary):
         temporary.mkdir(parents=True)
+
+
+def _check_place(directory: Path, overwrite: bool) -> None:
+    """Refuse what is in the place of an export, but for an earlier one that may be replaced. Raises CheckpointError."""
+    if not directory.exists():
+        return
+    if overwrite and not is_export(directory):
+        raise CheckpointError(f"{directory} was not exported by zero3d, and nothing else is replaced: move it.")
+    if not overwrite and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: export to a new directory, so that nothing is lost "
+            "(engine.export(..., overwrite=True) replaces an earlier export)."
+        )
 
 
 class ExportWriter:
@@ -157,18 +173,18 @@ def _join(temporary: Path, stages: int) -> None:
         write_json(temporary / "model.safetensors.index.json", index)
 
 
-def _finish(temporary: Path, directory: Path, module: nn.Module, form: Form, stages: int) -> None:
-    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-    beside = partial(form.finish, dtype=next(floating, torch.float32))
-    finish_export(temporary, directory, beside, stages)
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of a module's floating numbers."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def finish_export(temporary: Path, directory: Path, beside: Callable[[Path], object] | None, stages: int) -> None:
+def finish_export(
+    temporary: Path, directory: Path, beside: Callable[[Path], object] | None, stages: int, overwrite: bool = False
+) -> None:
     """Name the files of all pipeline stages, write what lies beside them, and put the folder in its place."""
     _join(temporary, stages)
     if beside is not None:
         beside(temporary)
-    if directory.exists():
-        directory.rmdir()
-    temporary.rename(directory)
+    _check_place(directory, overwrite)
+    put_in_place(temporary, directory)
     sync(directory.parent)

@@ -4,6 +4,8 @@ step-N          a checkpoint, whole since it was renamed; N without leading zero
 .step-N.tmp     being written, or left by a process that died
 .step-N.old     the one that was there while step N was saved again: the only one, where a process died
                 between the two renames of that
+
+An export is a folder of weights beside them, which its files' metadata name us as the writer of.
 """
 
 from __future__ import annotations
@@ -157,3 +159,28 @@ def _entries(directory: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{directory} cannot be read ({error.strerror}): check the path and its rights."
         ) from error
+
+
+def is_export(folder: Path) -> bool:
+    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        return False
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="np") as weights:
+                return (weights.metadata() or {}).get("writer") == "zero3d"
+        except (OSError, SafetensorError):
+            return False
+    return not any(folder.iterdir())
+
+
+def put_in_place(fresh: Path, place: Path) -> None:
+    """Rename a complete export to its place; the one before it is there until then, and goes."""
+    aside = place.with_name(f".{place.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if place.exists():
+        place.rename(aside)
+    fresh.rename(place)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -21,7 +21,7 @@ from zero3d.checkpoint.hub_names import Exported
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import NonFiniteError
 from zero3d.models.bases import model_of
-from zero3d.precision import is_finite
+from zero3d.precision import are_finite
 from zero3d.shards.cuts import Tile
 from zero3d.zero.unit import Unit
 
@@ -90,7 +90,7 @@ def _parts_on_dp(engine: EngineState, unit: Unit) -> int:
 def refuse_nonfinite(tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are NaN or infinite. Raises NonFiniteError."""
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
-    bad = [name for name, tensor in floating.items() if not is_finite(tensor)]
+    bad = [name for name, finite in zip(floating, are_finite([*floating.values()]), strict=True) if not finite]
     if bad:
         more = f" and {len(bad) - 1} more beside it" if len(bad) > 1 else ""
         raise NonFiniteError(

@@ -72,10 +72,10 @@ USUAL = {
     **{fold.name: fold.usual for fold in FOLDS},
 }  # where none is said
 ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
+EXACT_WOULD = "; zero.exact=true would be bitwise"
 PLAIN = {
-    "dp": "sums over ranks have other terms; exact=True would be bitwise",
-    "algorithm": "",
-    **{fold.name: f"{fold.bits}{'; exact=True would be bitwise' * fold.exact}" for fold in FOLDS},
+    "dp": f"sums over ranks have other terms and differ in their last bits{EXACT_WOULD}",
+    **{fold.name: f"{fold.bits}{EXACT_WOULD * fold.exact}" for fold in FOLDS},
     "experts": "one product of all sources sums in another order",
 }
 EXACT = {
@@ -127,7 +127,7 @@ def _guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     was, is_ = (about.get("leaves") is not None for about in (saved, live))
     if was != is_:
         return f"not bitwise: exact was {was} when it was saved, and is {is_} now"
-    compared = ALWAYS | (EXACT if was else PLAIN | dict(_moments(saved, live))) | dict(_of_device(saved, live))
+    compared = ALWAYS | (EXACT if was else PLAIN | dict(_of_sums(saved, live))) | dict(_of_device(saved, live))
     changed = [_change(name, saved, live, why) for name, why in compared.items() if saved.get(name) != live[name]]
     if reasons := changed or list(_never(live)):
         return f"not bitwise: {'; '.join(reasons)}"
@@ -136,11 +136,14 @@ def _guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
     return f"{BITWISE}: as if it had not been interrupted{changes}, in batches and micro-batches of the same size"
 
 
-def _moments(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the moment of reduction and why it matters: with one micro-batch a step there is one moment only.
+def _of_sums(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what of gradients' sums matters only sometimes, and why.
 
-    Older checkpoints do not say how many there were.
+    algorithm  on as many ranks: on others it follows from their number
+    reduce     with several micro-batches a step, else there is one moment; older checkpoints do not say how many
     """
+    if saved.get("dp") == live["dp"]:
+        yield "algorithm", "ranks' terms are summed in another order"
     counts = saved.get("accumulate"), live["accumulate"]
     if counts != (1, 1):
         yield "reduce", f"{counts[0] or 'several'} micro-batches a step are summed in another order"

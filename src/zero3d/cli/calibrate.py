@@ -21,7 +21,7 @@ DEFAULT = "cluster.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
-    parser.add_argument("--out", metavar="FILE", default=DEFAULT, help="file to write (default %(default)s)")
+    parser.add_argument("--out", "-o", metavar="FILE", default=DEFAULT, help="file to write (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print what was written")
 
 
@@ -42,10 +42,14 @@ def work(arguments: argparse.Namespace) -> None:
     """Do one rank's part."""
     from zero3d.distributed.mesh import Mesh
     from zero3d.plan.calibrate import calibrate
+    from zero3d.plan.corrected import farthest, fitted
     from zero3d.plan.spec_json import to_json
+    from zero3d.train.small_runs import small_runs, timed_runs
 
-    path = Path(arguments.out)
-    spec = calibrate(Mesh(), path.resolve().parent)
+    path, mesh = Path(arguments.out), Mesh()
+    spec = calibrate(mesh, path.resolve().parent)
+    runs = timed_runs(mesh, small_runs(mesh.device.type, mesh.world))
+    spec = fitted(spec, runs, f"fitted on steps of {len(runs)} small Llamas on {mesh.world} ranks")
     if os.environ["RANK"] != "0":
         return
     text = json.dumps(to_json(spec), indent=2)
@@ -55,11 +59,14 @@ def work(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--out {path}: cannot be written ({error.strerror}): {remedy_of(error)}, or name another file."
         ) from error
-    print(text if arguments.json else "\n".join(lines(spec, path)), flush=True)
+    print(text if arguments.json else "\n".join(lines(spec, path, farthest(spec, runs))), flush=True)
 
 
-def lines(spec: ClusterSpec, path: Path) -> list[str]:
-    """Say what was measured, and how to use it."""
+def lines(spec: ClusterSpec, path: Path, off: float) -> list[str]:
+    """Say what was measured, and how to use it.
+
+    off  how far a step that was measured is from its plan, at most
+    """
     gpu = spec.gpu
     text = [
         f"{spec.gpus} x {gpu.name}, {spec.nodes} node{'s' if spec.nodes > 1 else ''} of {spec.per_node}, all at once:",
@@ -73,4 +80,9 @@ def lines(spec: ClusterSpec, path: Path) -> list[str]:
     for name, link in (("inside a node", spec.inside), ("between nodes", spec.across)):
         source = spec.provenance.get(name.split()[0] if name.startswith("inside") else "across", "datasheet")
         text.append(f"   {name:<20}{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us ({source})")
+    if spec.step is not None:
+        text += [
+            f"   a step, beside      {1e3 * spec.step.fixed:.3g} ms, and {1e3 * spec.step.block:.3g} ms for each block",
+            f"   its plan            within {100 * off:.2g} % of each small run that it was fitted on",
+        ]
     return [*text, f"written: {path}    use: zero3d plan MODEL --cluster {path} --gpus {spec.gpus}"]

@@ -24,6 +24,7 @@ import yaml
 from zero3d.cli.preflight import check_world
 from zero3d.config import load, split_words
 from zero3d.errors import ConfigError, MeshError, short
+from zero3d.spec.mesh import Mesh
 
 GPUS = 8  # per node, unless said otherwise
 PORT = 29500  # of torchrun's rendezvous
@@ -57,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG KEY=VALUE", help="the YAML file that `zero3d train` takes, overrides"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default %(default)s)")
-    parser.add_argument("--gpus-per-node", type=int, default=GPUS, help="processes on each (default %(default)s)")
+    parser.add_argument("--nodes", type=int, help="machines (default: as many as a mesh with a dp fills, else 1)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help=f"processes on each (default: {GPUS}, or all of a smaller mesh)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
 
 
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = split_words(arguments.words)
     if config is None:
         raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
-    job = Job(config, tuple(overrides), arguments.nodes, arguments.gpus_per_node)
+    job = Job(config, tuple(overrides), *sizes(load(config, overrides).mesh, arguments.nodes, arguments.gpus_per_node))
     check(job)
     text = TARGETS[target](job)
     if arguments.json:
@@ -84,6 +87,16 @@ def check_target(name: str) -> str:
         meant = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"zero3d launch knows {', '.join(TARGETS)}, not {short(name)!r}.{meant}")
     return name
+
+
+def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
+    """Return nodes and GPUs of each, as asked, or such that they hold a mesh that says its dp, as a plan's does."""
+    world = (mesh.dp or 0) * (mesh.tp or 1) * (mesh.pp or 1)
+    if not world:
+        return 1 if nodes is None else nodes, GPUS if gpus is None else gpus
+    if gpus is None:
+        gpus = min(GPUS, max(1, world // max(1, nodes or 1)))
+    return max(1, world // max(1, gpus)) if nodes is None else nodes, gpus
 
 
 def check(job: Job) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero3d.cli.preflight import check_transformers
@@ -16,7 +17,7 @@ from zero3d.cli.worker import quiet_environment
 from zero3d.config import Model
 from zero3d.config.hints import nearest
 from zero3d.errors import ConfigError, short
-from zero3d.models.places import is_called
+from zero3d.models.places import FETCH, is_called
 from zero3d.models.presets import PRESETS
 from zero3d.page.text import columns, count
 
@@ -55,9 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.families:
         families = dict(_families())
-        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 9)))
+        print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 10)))
         return 0
-    found = support_of(_bare(arguments.model))
+    folder = Path(arguments.model)
+    found = support_of(_bare(arguments.model), folder if os.path.isdir(folder) else None)
     print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
     return 0
 
@@ -83,8 +85,8 @@ def _bare(name: str) -> nn.Module:
     near = nearest(name, [*PRESETS, *CONFIG_MAPPING])
     hint = f" Did you mean {near!r}?" if near else ""
     raise ConfigError(
-        f"{short(name)!r} is not a folder, a config.json, a preset ({', '.join(PRESETS)}), module:function or a "
-        f"model_type of the installed transformers.{hint} zero3d downloads nothing."
+        f"{short(name)!r} is not a folder, a config.json, a preset, module:function or a model_type of the installed "
+        f"transformers.{hint} {FETCH}"
     )
 
 

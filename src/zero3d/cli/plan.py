@@ -20,7 +20,7 @@ import yaml
 
 from zero3d.cli import plan_theory
 from zero3d.cli.kept_specs import open_spec
-from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, tokens_of
+from zero3d.cli.plan_options import format_of, limit_of, lora_of, margin_of, number, open_cluster, price_of, tokens_of
 from zero3d.cli.plan_theory import parse_params
 from zero3d.cli.planned_file import RunFile
 from zero3d.cli.progress import STOPPED, ProgressLine, time_left
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-per-batch", metavar="T", help=f"tokens of a step (default: about {TOKENS:,})")
     parser.add_argument("--tokens", metavar="T", help="tokens of the whole training, for its GPU-hours: 1e12")
     parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour, in any currency")
+    parser.add_argument("--watts", type=float, metavar="W", help="watts of a GPU, for its energy (default: the card's)")
     parser.add_argument("--lora", metavar="r=R", help="train low-rank adapters of this rank only: r=128")
     parser.add_argument(
         "--quantize", metavar="F", help=f"hold frozen linear layers in {' or '.join(FORMATS)} (beside --lora)"
@@ -119,8 +120,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     """Find plans, print them, write the files that options name."""
     if arguments.top < 1:
         raise ConfigError(f"--top {arguments.top}: type how many plans to show, from 1.")
-    if arguments.price is not None and not 0 <= arguments.price < 1e9:
-        raise ConfigError(f"--price {arguments.price:g}: a GPU-hour costs 0 or more.")
+    price = price_of(arguments)
     cluster = open_cluster(arguments)
     if arguments.goal not in GOALS:
         raise ConfigError(f"--goal {short(arguments.goal)!r} is unknown: pass one of {', '.join(GOALS)}.")
@@ -152,7 +152,7 @@ def _search(arguments: argparse.Namespace, path: str | None) -> int:
     links = _over_links(model, used, result.rows, priced) if arguments.cluster else ()
     end = ends(model, used, best.plan, limit, priced)
     answer = plan_text.Answer(
-        model, used, target, result, rungs, knobs, tokens, arguments.price, links, margin_of(arguments.margin), end
+        model, used, target, result, rungs, knobs, tokens, price, links, margin_of(arguments.margin), end
     )
     _write(arguments, answer, path, file)
     print(

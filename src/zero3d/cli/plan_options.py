@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from zero3d.cli.plan_theory import parse_gpus, parse_params
 from zero3d.config import Lora
 from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
-from zero3d.plan.hardware import base_of, card, cluster, read_file
+from zero3d.plan.hardware import base_of, card, check_card, cluster, read_file
 from zero3d.plan.margin import MARGIN, usable
 from zero3d.plan.spec import ClusterSpec
 from zero3d.spec.formats import FORMATS
@@ -24,12 +25,29 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     nodes = parse_gpus(arguments.nodes, "--nodes") if arguments.nodes else None
     known = read_file(arguments.cluster) if arguments.cluster else {}
     name = arguments.gpu or base_of(known) or GPU
+    if arguments.gpu:
+        card(arguments.gpu)
+        check_card(arguments.cluster, known, arguments.gpu)
     if gpus is None and nodes is None and "per_node" in known:
         nodes = int(known.get("nodes", 1))
         gpus = nodes * int(known["per_node"])
     if gpus is None:
         gpus = GPUS if nodes is None else nodes * card(name).per_node
-    return cluster(name, gpus, nodes, arguments.cluster)
+    found = cluster(name, gpus, nodes, arguments.cluster)
+    if arguments.watts is None:
+        return found
+    if not 0 < arguments.watts < 1e6:
+        raise ConfigError(f"--watts {arguments.watts:g}: type the watts of a GPU, above 0.")
+    sources = {**found.provenance, "gpu.power": "--watts"}
+    return replace(found, gpu=replace(found.gpu, power=arguments.watts), provenance=sources)
+
+
+def price_of(arguments: argparse.Namespace) -> float | None:
+    """Return the price of a GPU-hour. Raises ConfigError for one that nobody asks."""
+    price: float | None = arguments.price
+    if price is not None and not 0 <= price < 1e9:
+        raise ConfigError(f"--price {price:g}: a GPU-hour costs 0 or more.")
+    return price
 
 
 def number(text: str | None, option: str) -> float | None:

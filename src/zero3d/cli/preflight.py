@@ -3,6 +3,7 @@
 degrees      mesh.dp x mesh.tp x mesh.pp makes the ranks, and what folds dp (mesh.ep, mesh.sp) divides it
 batch        train.batch = micro_batch x accumulate x dp; enough micro-batches for a pipeline
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
+chats        the tokenizer has a template, where data begin with a chat
 type         transformers knows the model
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
@@ -19,8 +20,10 @@ from pathlib import Path
 
 from zero3d.config import Config, Model, asked_degrees, fitting_ranks, resolve_batch
 from zero3d.config.own_code import check_module
-from zero3d.data.files import check_paths as check_data_paths, function_of, named_formats, parts_of_data
-from zero3d.data.tokenizers import check_length, check_tokenizer
+from zero3d.config.sources import Part
+from zero3d.data.files import check_paths as check_data_paths, find_sources, function_of, named_formats, parts_of_data
+from zero3d.data.records import has_chats
+from zero3d.data.tokenizers import check_length, check_template, check_tokenizer
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
@@ -28,6 +31,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.attention import check_kernel
 from zero3d.setup.packages import is_installed
 from zero3d.spec.offload import AUTO
+from zero3d.stores.urls import is_url
 
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 REMEDY = "type `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
@@ -60,6 +64,19 @@ def check_paths(config: Config) -> None:
     has_text = any(format != "npy" for format in named_formats(config.data).values())
     if has_text or config.data.tokenizer is not None:
         check_tokenizer(config.data.tokenizer, folder_of(config.model))
+
+
+def check_chats(config: Config) -> None:
+    """Refuse chats, by the first record of data, whose tokenizer's files have no template. Raises ConfigError."""
+    if any(map(_begins_with_chats, parts_of_data(config.data))):
+        check_template(config.data.tokenizer, folder_of(config.model))
+
+
+def _begins_with_chats(part: Part) -> bool:
+    """Say whether a part's first file here begins with a chat; those in stores are left to the ranks."""
+    if function_of(part) or any(map(is_url, part.paths)):
+        return False
+    return has_chats(find_sources(part.paths[:1], part.format, part.split)[0])
 
 
 def own_code(config: Config) -> list[tuple[str, str]]:

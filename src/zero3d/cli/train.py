@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.resources import files
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from typing import TextIO
 from zero3d.cli.elastic import Job, devices_here, run_job
 from zero3d.cli.preflight import (
     check_attention,
+    check_chats,
     check_key,
     check_model_type,
     check_paths,
@@ -83,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_start(config, start, alone=True)
     check_paths(config)
     check_packages(config)
+    check_chats(config)
     check_model_type(config)
     check_attention(config)
     trackers = config.log.trackers
@@ -94,8 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks is None:  # counting devices imports torch, which takes seconds: after all that needs none
         ranks = ranks_here(config.mesh)
     check_world(config, ranks)
+    print(starting(ranks, os.cpu_count() or 1), file=sys.stderr if arguments.json else sys.stdout, flush=True)
     words, restarts = ["train", *as_words(arguments)], arguments.max_restarts or 0
     return run_job(Job(words, config, start, ranks, restarts, devices_here(config, restarts)))
+
+
+def starting(ranks: int, cores: int) -> str:
+    """Say what happens in the seconds before the first line of a run."""
+    many = f"starting {ranks} rank{'' if ranks == 1 else 's'}: torch is imported, model and data are read"
+    return f"{many}; this machine has {cores} CPU cores, which they share" if ranks > cores else many
 
 
 def join(arguments: argparse.Namespace, name: str, config: Config, started: int, ranks: int) -> int:
@@ -259,4 +269,5 @@ def quiet_libraries(needs_hub: bool = False) -> None:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         logging.disable_progress_bar()

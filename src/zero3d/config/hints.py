@@ -64,6 +64,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(  # names in DeepSpeed, Hugging Fa
         "optimizer.type": "optimizer.name",
         "output_dir": "output",
         "per_device_train_batch_size": "train.micro_batch",
+        "quantization_bit": "model.quantize: nf4-double, or int8 for 8 bits",
         "report_to": "log.to",
         "save_every": "checkpoint.every",
         "save_steps": "checkpoint.every",

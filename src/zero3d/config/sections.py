@@ -346,7 +346,9 @@ class Log:
     """Chooses what is printed, and which trackers get the values; metrics.jsonl is always written."""
 
     every: int | None = key(
-        None, "steps between printed lines if there is no terminal; by default about 20 lines a run", least=1
+        None,
+        "steps between printed lines; null: about 20 lines a run, none on a terminal, which has a progress bar",
+        least=1,
     )
     to: tuple[str, ...] | None = key(
         None, "trackers that get every step's values and the run's configuration, from rank 0", choices=TRACKERS

@@ -20,7 +20,7 @@ from typing import Any
 
 from zero3d.data import trial
 from zero3d.data.patience import Patience, TookTooLong
-from zero3d.data.tokenizers import HfTokenizer, Tokenizer
+from zero3d.data.tokenizers import HfTokenizer, Tokenizer, no_template
 from zero3d.data.trial import in_short, is_panic, told, try_template
 from zero3d.errors import ConfigError, DataError, Zero3dError
 
@@ -34,10 +34,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
         if not isinstance(tokenizer, HfTokenizer) or not (template or tokenizer.inner.chat_template):
-            raise ConfigError(
-                f"the data are chat messages, and the tokenizer {tokenizer.name} has no chat template: "
-                "set data.tokenizer to that of a chat model."
-            )
+            raise no_template(tokenizer.name)
         if not tokenizer.inner.is_fast:
             raise ConfigError(f"chat messages need a fast tokenizer (tokenizer.json), and {tokenizer.name} is none.")
         self._name = tokenizer.name

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from zero3d.config.hints import nearest
+from zero3d.config.hints import LIKE, nearest
 from zero3d.config.sections import Data
 from zero3d.config.sources import Part, names_function, parts_of
 from zero3d.data.fetched import objects_of
@@ -228,6 +228,6 @@ def _missing(place: Path) -> str:
     if not place.parent.is_dir():
         return f"{place} does not exist. Neither does its folder {place.parent}."
     with suppress(OSError):  # a folder that may be entered but not listed
-        near = nearest(place.name, [other.name for other in place.parent.iterdir()], cutoff=0.6)
+        near = nearest(place.name, [other.name for other in place.parent.iterdir()], cutoff=LIKE)
         return f"{place} does not exist." + (f" Did you mean {place.parent / near}?" if near else "")
     return f"{place} does not exist."

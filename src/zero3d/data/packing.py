@@ -58,7 +58,8 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     chosen = numpy.zeros(count, bool)
     wanted = min(max(1, round(count * fraction)), count - 1)
     chosen[((numpy.arange(wanted) + 0.5) * count / wanted).astype(numpy.int64)] = True
-    return documents.some(~chosen), documents.some(chosen), f"{wanted:,} of {count:,} documents held out"
+    note = f"{count:,} documents (empty files have none): {wanted:,} held out, {count - wanted:,} to train on"
+    return documents.some(~chosen), documents.some(chosen), note
 
 
 def _hold_out_end(documents: Documents, fraction: float) -> tuple[Documents, Documents, str]:

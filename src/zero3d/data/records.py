@@ -106,10 +106,19 @@ def read(source: Source, passed: Passed = lambda read: None) -> Iterator[Record]
 
 def has_pictures(source: Source) -> bool:
     """Say whether the first record of a file of records is a conversation with images."""
+    return _begins_with(source, Pictured)
+
+
+def has_chats(source: Source) -> bool:
+    """Say whether the first record of a file of records is a conversation without images."""
+    return _begins_with(source, Chat)
+
+
+def _begins_with(source: Source, kind: type[Record]) -> bool:
     if source.format not in ("jsonl", "parquet", "arrow"):
         return False
     try:
-        return isinstance(next(read(source), None), Pictured)
+        return isinstance(next(read(source), None), kind)
     except DataError:  # told where it is read
         return False
 

@@ -149,6 +149,27 @@ def check_tokenizer(name: str | None, model: str | None) -> None:
         raise _none_in(folder, "it has no tokenizer.json and no other file of one")
 
 
+def check_template(name: str | None, model: str | None) -> None:
+    """Refuse for chats the tokenizer of this `name`, else that of the model's folder, whose files have no template.
+
+    Raises ConfigError.
+    """
+    if name == BYTES:
+        raise no_template(BYTES)
+    folder = _folder(name, model)
+    config = folder / "tokenizer_config.json"
+    if not any(folder.glob("*chat_template*")) and not (config.is_file() and b'"chat_template"' in config.read_bytes()):
+        raise no_template(str(folder))
+
+
+def no_template(name: str) -> ConfigError:
+    """Return the error for chats whose tokenizer has no template."""
+    return ConfigError(
+        f"the data are chat messages, and the tokenizer {name} has no chat template: take a chat model (its folder has "
+        "chat_template.jinja), set data.tokenizer to that of one, or give rows with text."
+    )
+
+
 def _folder(name: str | None, model: str | None) -> Path:
     """Return the folder of a tokenizer. Raises ConfigError."""
     if name is None and model is None:

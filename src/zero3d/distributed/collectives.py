@@ -4,7 +4,7 @@
     reduce_scatter   full -> shard, summed in rank order
     all_reduce       a shard that several ranks have -> its sum, on all of them
     all_to_all       full -> everybody's shards, not summed (zero/exact)
-    gather_to_first  shard -> full, on rank 0 alone
+    gather_to_first  shard -> full, on rank 0 alone; ranks of its host write into its memory (landing.py)
     exchange         a few numbers per rank, all-gathered, from wherever they are to there
     broadcast        rank 0's buffer, at construction
 
@@ -22,8 +22,8 @@ rank whose reductions come later (unused parameters) cannot interleave them with
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -37,6 +37,7 @@ from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages, s
 from zero3d.distributed.block_bytes import sum_of_copies
 from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.coded_sums import CodedSum
+from zero3d.distributed.landing import NOWHERE, Landing, attach
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
@@ -123,6 +124,8 @@ class Comm:
         self._order: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0} if within is None else within._order
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
+        self._landing: Tensor | None = None  # rank 0's memory, as far as this rank can write into it
+        self._near: frozenset[int] = frozenset()  # who else can
 
     # --- operations -----------------------------------------------------------------------------
 
@@ -277,20 +280,52 @@ class Comm:
         messages(self._axis, "trade", unit, {peer: values}, {peer: received})
         return received
 
-    def gather_to_first(self, full: Tensor, shard: Tensor, unit: str) -> None:
-        """Fill rank 0's `full` [total] from every rank's `shard` [total/N], which the others send: 1/N of total."""
-        if self.rank:
-            self._ledger.record("gather", self.axis, unit, shard.numel(), shard.element_size())
+    @contextmanager
+    def landing(self, first: Landing | None, nbytes: int) -> Iterator[None]:
+        """Have units of up to so many bytes gathered to rank 0 inside.
+
+        first  where they are gathered; on rank 0 alone
+        Sends 32 bytes to each other rank.
+        """
+        about = NOWHERE if first is None else first.address
+        found = self.exchange(torch.tensor(about, dtype=torch.int64))[0].tolist()
+        memory = attach(found, nbytes) if first is None else first.memory
+        near = self.exchange(torch.tensor([memory is not None], dtype=torch.int64)).flatten().tolist()
+        self._landing = memory
+        self._near = frozenset(rank for rank in range(1, self.size) if near[rank])
+        try:
+            yield
+        finally:
+            self._landing = None
+
+    def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
+        """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its memory; None on others.
+
+        Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have
+        agreed that rank 0 has used what it has.
+        """
+        total = shard.numel() * self.size
+        full = None if self._landing is None else self._landing[: total * shard.element_size()].view(shard.dtype)
+        self._ledger.record("gather", self.axis, unit, shard.numel() if self.rank else 0, shard.element_size())
+        if self.rank == 0:
+            assert full is not None, "gather_to_first outside of landing"
+            self._land(full, shard, unit)
+            return full
+        if full is None:
             messages(self._axis, "gather", unit, {0: shard}, {})
-            return
-        own, *others = full.view(self.size, -1)
-        arriving = DONE
-        if others:
-            self._ledger.record("gather", self.axis, unit, 0, shard.element_size())
-            arriving = start_messages(self._axis, "gather", unit, {}, dict(enumerate(others, 1)))
-        if not same_memory(own, shard):
-            own.copy_(shard)
-        arriving.wait()
+            return None
+        full.view(self.size, -1)[self.rank].copy_(shard)
+        messages(self._axis, "gather", unit, {0: torch.ones(1, dtype=torch.uint8)}, {})  # it is written
+        return None
+
+    def _land(self, full: Tensor, shard: Tensor, unit: str) -> None:
+        """Fill `full` with what others send, and wait for those who write."""
+        slots = full.view(self.size, -1)
+        words = torch.empty(self.size, 1, dtype=torch.uint8)
+        arriving = {rank: (words if rank in self._near else slots)[rank] for rank in range(1, self.size)}
+        gathered = start_messages(self._axis, "gather", unit, {}, arriving)
+        slots[0].copy_(shard)
+        gathered.wait()
 
     def send_to_first(self, buffer: Tensor, source: int, unit: str) -> None:
         """Copy one rank's `buffer` into that of rank 0; the other ranks have no part in it."""

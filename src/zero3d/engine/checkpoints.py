@@ -121,14 +121,16 @@ class Checkpoints:
             self._assembly.runtime.optimizer.flush()
             return fingerprint(self._state())
 
-    def export(self, directory: str | Path, kind: str | None = None, to: str | None = None) -> Path:
+    def export(
+        self, directory: str | Path, kind: str | None = None, to: str | None = None, overwrite: bool = False
+    ) -> Path:
         """Write the weights as a Hugging Face folder, as `Engine.export` says."""
         _check_places("export", directory, to)
         self._assembly.registry.check()
         self._assembly.runtime.optimizer.flush()
         world = self._assembly.base.axes.world
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
-            folder = export(Path(directory), self._state(), self._assembly.whole_parameters.on_first, kind)
+            folder = export(Path(directory), self._state(), self._assembly.whole_parameters, kind, overwrite)
             if to is not None:
                 agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)
         return folder

@@ -661,14 +661,19 @@ class Engine:
         """One hash of all masters and optimizer states, however ranks share them out; all ranks call it."""
         return self.checkpoints.fingerprint()
 
-    def export(self, directory: str | Path, kind: str | None = None, to: str | None = None) -> Path:
+    def export(
+        self, directory: str | Path, kind: str | None = None, to: str | None = None, overwrite: bool = False
+    ) -> Path:
         """Write the weights as a Hugging Face folder, gathered unit by unit.
 
-        kind  "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`, "merged", or
-              "base", the model without them
-        to    a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to
+        kind       "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`,
+                   "merged", or "base", the model without them
+        to         a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to
+        overwrite  replace an export that is there, once this one is whole; any other folder is refused
+
+        Raises CheckpointError.
         """
-        return self.checkpoints.export(directory, kind, to)
+        return self.checkpoints.export(directory, kind, to, overwrite)
 
     # --- to whoever serves ----------------------------------------------------------------------
 

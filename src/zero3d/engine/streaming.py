@@ -5,9 +5,9 @@
     rank 0 of all                   yields the buckets, those of later stages once they have been sent to it
     all other ranks                 yield as many, without tensors, so that all ranks run one loop
 
-Memory: the largest gathered unit and two buckets on rank 0, one on the first ranks of later stages; where adapters are
-merged or left out, a block of the model on the host, too. All ranks agree before each bucket whether it comes: whoever
-fails, all of them raise its error, and nothing of training has changed.
+Memory: the largest gathered unit, as long as units are streamed, and two buckets on rank 0, one on the first ranks of
+later stages; where adapters are merged or left out, a block of the model on the host, too. All ranks agree before each
+bucket whether it comes: whoever fails, all of them raise its error, and nothing of training has changed.
 """
 
 from __future__ import annotations
@@ -249,17 +249,20 @@ class WeightStreams:
     def _stages(
         self, state: EngineState, published: Published, dtype: torch.dtype | None, memories: Sequence[Tensor]
     ) -> Buckets:
-        world, alone = self._world, isinstance(published.form, AdapterForm)
+        world, whole = self._world, self._assembly.whole_parameters
+        alone = isinstance(published.form, AdapterForm)
         counts = world.exchange(torch.tensor([len(published.units)], dtype=torch.int64)).flatten().tolist()
         number, sent = 0, set[str]()
         for stage in range(state.degrees.pp):
             head = state.degrees.rank(Place(stage, 0, 0))
             packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
-            for i in range(counts[head]):
-                unit = published.units[i] if self._mesh.place.pp == stage else None
-                with nullcontext() if unit is None else self._assembly.whole_parameters.on_first(unit):
-                    number = yield from hand(number, self._packed(published, unit, packer, dtype))
+            here = self._mesh.place.pp == stage
+            with whole.landing(published.units) if here else nullcontext():
+                for i in range(counts[head]):
+                    unit = published.units[i] if here else None
+                    with nullcontext() if unit is None else whole.on_first(unit):
+                        number = yield from hand(number, self._packed(published, unit, packer, dtype))
             last = agree(world, partial(_others, published, sent) if packer is not None else dict[str, Tensor])
             names = list(last)
             number = yield from hand(number, _to_the_end(packer, last, dtype if alone else None))

@@ -21,7 +21,8 @@ from zero3d.reading import Unreadable, read_object
 CONFIG = "config.json"
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
-SHOWN, FILES = 5, 3  # names in a message, of all and of files of weights
+SHOWN, FILES, EXAMPLES = 5, 3, 3  # names in a message: of all files, of files of weights, of presets
+FETCH = "zero3d downloads nothing: fetch a model (hf download NAME --local-dir FOLDER) and give its folder."
 
 
 def check_model_path(model: Model) -> None:
@@ -96,6 +97,11 @@ def no_model(path: str) -> ConfigError:
     near = nearest(path, PRESETS)
     hint = f" Did you mean {near!r}?" if near else ""
     return ConfigError(
-        f"model.path {short(path)!r} is not a folder, a config.json, a preset ({', '.join(PRESETS)}) or "
-        f"module:function.{hint} zero3d downloads nothing: fetch a model first and give its folder."
+        f"model.path {short(path)!r} is not a folder, a config.json, a preset or module:function.{hint} {FETCH} "
+        f"{presets()}."
     )
+
+
+def presets() -> str:
+    """Name a few presets, and where all of them are."""
+    return f"Presets begin with random weights: {', '.join(list(PRESETS)[:EXAMPLES])}, ... (zero3d models lists all)"

@@ -85,23 +85,6 @@ class QuantisedLinear(nn.Module):
         product: Tensor = _Product.apply(x, self.packed, bias, self)  # type: ignore[no-untyped-call]
         return product
 
-    def check_cut(self, dim: int, size: int) -> None:
-        """Refuse a cut of outputs (0) or inputs (1) that would go through groups. Raises ConfigError."""
-        form, length = self.codec.format, self.full[dim]
-        unit = form.cut_unit(self.full, dim)
-        if unit is None:
-            raise ConfigError(
-                f"tp cannot cut the {'inputs' if dim else 'outputs'} of a matrix {self.full} in {form.name}, whose "
-                f"scales are of {form.scales_of}: type mesh.tp=1, another model.quantize, or 'none' for this module "
-                "in the tensor-parallel plan."
-            )
-        if length % (unit * size):
-            raise ConfigError(
-                f"tp {size} cannot cut {length} {'inputs' if dim else 'outputs'} of a matrix in {form.name} at borders "
-                f"of its groups of {unit}: {length} / {size} must be a multiple of {unit}. Type a smaller mesh.tp, or "
-                "'none' for this module in the tensor-parallel plan."
-            )
-
     def take_part(self, dim: int, size: int) -> None:
         """Take note that this rank has a part of the outputs (0) or of the inputs (1)."""
         if dim == 0:
@@ -247,8 +230,9 @@ def as_matrices(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor], bas
     for name, values in tensors.items():
         layer, stack, matrix = layers.get(name), stacks.get(name), matrix_of(name)
         if stack is not None:
-            box = whole((len(values), *stack.shape))
-            found[name] = stack.decode(values, stack.dtype) if read is None else _cast(read(name, box), stack.dtype)
+            full = stack.full
+            box = whole((len(values), *full.shape))
+            found[name] = full.decode(values, full.dtype) if read is None else _cast(read(name, box), full.dtype)
         elif layer is None or matrix is None:
             found[name] = values
         elif read is None:

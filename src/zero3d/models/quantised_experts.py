@@ -1,7 +1,7 @@
 """Stacked experts of a frozen base in 8 or 4 bits: groups of each expert's matrix, decoded for a layer's forward.
 
     experts.down_proj    [experts, out, in]         becomes, under the same name
-                         [experts, ...groups]       uint8, frozen: ep divides it as it divides the weights
+                         [experts, ...groups]       uint8, frozen: ep and tp divide it as they divide the weights
 
 A layer's forward decodes its stacks and lets go of them at its end; backward runs it again, from the groups. So the
 experts of no more than one layer are decoded at a time, and their products are computed a third time.
@@ -34,12 +34,26 @@ EXPERTS = "expert"  # in the name of a module, or of its class
 class Stack(NamedTuple):
     """How a parameter of a layer's experts is packed: each matrix by itself.
 
+    shape  of a matrix, as this rank has it
     dtype  that the model computes in
+    uncut  the shape before tp cut it; None where it did not
     """
 
     codec: Codec | DoubleCodec
     shape: tuple[int, int]
     dtype: torch.dtype
+    uncut: tuple[int, int] | None = None
+
+    @property
+    def full(self) -> Stack:
+        """The stack before tp cut it."""
+        return self if self.uncut is None else Stack(self.codec, self.uncut, self.dtype)
+
+    def part(self, dim: int, size: int) -> Stack:
+        """Return the stack of which a rank has one of `size` parts of the rows (0) or the columns (1)."""
+        rows, columns = self.shape
+        cut = (rows // size, columns) if dim == 0 else (rows, columns // size)
+        return self._replace(shape=cut, uncut=self.full.shape)
 
     def decode(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the matrices [experts, out, in] of their groups."""
@@ -64,7 +78,7 @@ class DecodedExperts:
     """
 
     def __init__(self, module: nn.Module, stacks: Mapping[str, Stack]) -> None:
-        self.stacks = stacks
+        self.stacks = dict(stacks)
         self._module, self._inner = module, module.forward
 
     @_disable_dynamo
@@ -128,8 +142,8 @@ def _experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def stacks_of(module: nn.Module) -> Mapping[str, Stack]:
-    """Return how a module's parameters are packed; nothing of any other module."""
+def stacks_of(module: nn.Module) -> dict[str, Stack]:
+    """Return how a module's parameters are packed, to be changed where they are cut; nothing of any other module."""
     forward: Any = vars(module).get("forward")
     forward = getattr(forward, "inner", forward)  # ep puts its own around it
     return forward.stacks if isinstance(forward, DecodedExperts) else {}

@@ -221,7 +221,8 @@ def _in_four_bits(tensors: Tensors, key: str, kind: str) -> Stored:
     if any(found != wanted for found, wanted in same) or len(shape) != 2:
         raise ConfigError(
             f"{key} is in bitsandbytes' {kind} with a scale for {said['blocksize']} weights, and its nf4 with a scale "
-            f"for {COLUMNS} is taken: quantise the full-precision folder with model.quantize=nf4."
+            f"for {COLUMNS} is taken: quantise the full-precision folder with model.quantize=nf4, or load it with "
+            "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), whose default is fp4."
         )
     blocks = -(-prod(shape) // COLUMNS)
     _check(tensors, key, -(-prod(shape) // 2))

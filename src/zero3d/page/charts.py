@@ -1,4 +1,4 @@
-r"""The four charts of the reports, from plain numbers. Colours are classes c0, c1, ... in the order of the series.
+r"""The four charts of the reports, from plain numbers. Colours are classes of the page's style (`svg.colour`).
 
     bars      label          total      scatter  |  .  . .     areas  |   /\_     lanes  0 |FF BB FF BB
               ####==--                           |  o.  .             |  /   \           1 | FF BB FF
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from zero3d.page.markup import join, tag
-from zero3d.page.svg import LETTER, WIDTH, Scale, colour, drawing, label, line, shorten, x_axis, y_axis
+from zero3d.page.svg import LETTER, WIDTH, Scale, colour, drawing, label, line, shade, shorten, x_axis, y_axis
 
 BAR, ROW = 18.0, 44.0  # height of a bar, and of its row with the label above it
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 34.0, 44.0  # margins
@@ -29,8 +29,13 @@ class Bar(NamedTuple):
     total: str
 
 
-def bars(name: str, title: str, rows: Sequence[Bar], series: Sequence[str], unit: str, limit: float = 0.0) -> Markup:
-    """Draw horizontal stacked bars, each below its label. limit: a line across all of them."""
+def bars(
+    name: str, title: str, rows: Sequence[Bar], series: Mapping[str, str], unit: str, limit: float = 0.0
+) -> Markup:
+    """Draw horizontal stacked bars, each below its label.
+
+    series  parts in order, and the class of each one's colour; limit: a line across all bars
+    """
     high = max(limit, *(sum(row.parts.values()) for row in rows)) * 1.02 or 1.0
     scale = Scale(0, high, 4, WIDTH - RIGHT)
     top = 26.0 if limit else 4.0
@@ -49,14 +54,14 @@ def bars(name: str, title: str, rows: Sequence[Bar], series: Sequence[str], unit
     return drawing(name, title, description, bottom + BOTTOM, body)
 
 
-def _bar(row: Bar, series: Sequence[str], scale: Scale, y: float, unit: str) -> Iterator[Markup]:
+def _bar(row: Bar, series: Mapping[str, str], scale: Scale, y: float, unit: str) -> Iterator[Markup]:
     done = 0.0
-    for i, part in enumerate(series):
+    for part, class_ in series.items():
         value = row.parts.get(part, 0.0)
         if value > 0:
             x = scale(done)
             hint = tag("title", f"{part}: {value:.3g} {unit}")
-            yield tag("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{colour(i)} part")
+            yield tag("rect", hint, x=x, y=y, width=scale(done + value) - x, height=BAR, class_=f"{class_} part")
             done += value
 
 
@@ -81,7 +86,7 @@ class Axis(NamedTuple):
 def scatter(
     name: str, title: str, groups: Mapping[str, Sequence[tuple[float, float]]], front: Sequence[Dot], x: Axis, y: Axis
 ) -> Markup:
-    """Draw points, a colour per group, and the front: those that none beats on both axes. Points in a place: one."""
+    """Draw points, a shade per group, and the front: those that none beats on both axes. Points in a place: one."""
     points = [point for group in groups.values() for point in group]
     across = _range([p[0] for p in points] + [x.limit] * bool(x.limit), LEFT, WIDTH - RIGHT)
     up = _range([p[1] for p in points], HEIGHT - BOTTOM, TOP)
@@ -90,7 +95,7 @@ def scatter(
     for i, group in enumerate(groups.values()):
         places = {(round(across(a)), round(up(b))) for a, b in group} - taken
         taken |= places
-        body.append(tag("path", d="".join(f"M{a} {b}h0" for a, b in sorted(places)), class_=f"{colour(i)} dots"))
+        body.append(tag("path", d="".join(f"M{a} {b}h0" for a, b in sorted(places)), class_=f"{shade(i)} dots"))
     if x.limit:
         at = across(x.limit)
         body += [

@@ -14,25 +14,32 @@ from zero3d.page import frame
 from zero3d.page.charts import Axis, Bar, Dot, bars, scatter
 from zero3d.page.markup import tag
 from zero3d.page.plan_text import (
+    LINKS_HEAD,
+    LINKS_TITLE,
+    WAY_HEAD,
     Answer,
     around,
+    compared_ways,
     costs,
     distinct,
     gib,
-    gpu_hours,
     heading,
     headline,
     held_apart,
     knob_rows,
     ladder_title,
+    links_rows,
     mesh,
     mfu,
     missed,
     places_lines,
     settings,
     short,
+    way_rows,
 )
+from zero3d.page.svg import colour, shade
 from zero3d.page.text import GIB, binary
+from zero3d.plan.bill import Bill
 from zero3d.plan.ladder import RULE, differs
 from zero3d.plan.search import Row
 from zero3d.plan.spec import Estimate, Seconds
@@ -52,8 +59,9 @@ def plan_page(answer: Answer, top: int) -> str:
         *(frame.paragraph(line.strip()) for line in headline(answer)),
         frame.tiles(_figures(answer)),
         _ranked(answer, shown),
+        *_ways(answer),
         _pareto(answer),
-        frame.pair(_memory(answer, shown[:BARS]), _step(shown[:BARS])),
+        _parts(answer, shown[:BARS]),
         frame.pair(_ladder(answer), _what_if(answer)),
         frame.pair(_left_out(answer), _costs(answer)),
     )
@@ -72,7 +80,7 @@ def _figures(answer: Answer) -> Iterator[tuple[str, str, str]]:
     yield "Memory of a host", f"{memory.host / GB:,.0f} GB", f"of {cluster.host_memory / GB:,.0f} GB"
     useful = f"{rate / 1e12:.0f} TFLOP/s, MFU {100 * mfu(best, cluster):.0f} %"
     yield "Tokens per second and GPU", f"{best.estimate.tokens / seconds.mid / world:,.0f}", useful
-    yield "GPU-hours", f"{gpu_hours(best.estimate, cluster, 1e9):,.0f}", "per billion tokens"
+    yield "GPU-hours", f"{Bill.of(best.estimate, cluster, 1e9, None).hours:,.0f}", "per billion tokens"
     yield "Plans that fit", f"{len(answer.result.rows):,}", f"of {answer.result.tried:,} tried"
 
 
@@ -124,6 +132,20 @@ def _cells(rows: Sequence[Row], answer: Answer) -> Iterator[tuple[object, ...]]:
         )
 
 
+def _ways(answer: Answer) -> Iterator[Markup]:
+    """Yield a card for each question of which the terminal has a table: experts, long sequences, links."""
+    for title, found in compared_ways(answer):
+        yield frame.card(title, frame.table(title, ("", *map(_title, WAY_HEAD)), way_rows(found), "<<<>><"))
+    if answer.links:
+        rows = links_rows(answer.links, answer.cluster, answer.target.limit)
+        head = list(map(_title, LINKS_HEAD))
+        yield frame.card(LINKS_TITLE, frame.table(LINKS_TITLE, head, rows, "<<>>><"))
+
+
+def _title(name: str) -> str:
+    return name[0].upper() + name[1:]
+
+
 # --- memory against time ------------------------------------------------------------------------
 
 
@@ -150,7 +172,7 @@ def _pareto(answer: Answer) -> Markup:
         "What memory buys",
         frame.paragraph("Every plan that fits. Those on the line: none needs less memory and is as fast.", "dim"),
         frame.pair(
-            tag("div", frame.legend(list(groups)), chart),
+            tag("div", frame.legend(list(groups), [shade(i) for i in range(len(groups))]), chart),
             tag("div", tag("h3", "On the line"), frame.table("Plans on the line", head, rows, ">>=", low=True)),
         ),
     )
@@ -167,32 +189,38 @@ def _figures_of(row: Row) -> str:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _memory(answer: Answer, rows: Sequence[Row]) -> Markup:
-    """Draw the parts at the peak, and what the device holds beyond them."""
-
-    def parts(estimate: Estimate) -> Mapping[str, float]:
-        memory = estimate.memory
-        inside = memory.parts or {"allocated": memory.allocated}
-        beyond = {BEYOND: memory.device - memory.allocated}
-        return {name: value / GIB for name, value in {**inside, **beyond}.items()}
-
-    drawn = [
-        Bar(_name(i, row), parts(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in _numbered(rows)
+def _parts(answer: Answer, rows: Sequence[Row]) -> Markup:
+    """Draw memory and step of plans by parts. A part has its colour in both charts, and no other has it."""
+    memory = [
+        Bar(_name(i, row), _held(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in _numbered(rows)
     ]
-    series = _series(drawn)
-    title = "Memory of the fullest GPU at its peak"
-    chart = bars("memory", title, drawn, series, "GiB", answer.target.limit / GIB)
-    return frame.card(title, frame.legend(series), chart)
-
-
-def _step(rows: Sequence[Row]) -> Markup:
-    drawn = [
+    step = [
         Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
         for i, row in _numbered(rows)
     ]
-    series = _series(drawn)
-    title = "What a step's seconds go into"
-    return frame.card(title, frame.legend(series), bars("step", title, drawn, series, "s"))
+    known = dict.fromkeys([*_series(memory), *_series(step)])
+    classes = {name: colour(i) for i, name in enumerate(known)}
+    limit = answer.target.limit / GIB
+    return frame.pair(
+        _stacked("memory", "Memory of the fullest GPU at its peak", memory, classes, "GiB", limit),
+        _stacked("step", "What a step's seconds go into", step, classes, "s"),
+    )
+
+
+def _stacked(
+    name: str, title: str, drawn: Sequence[Bar], classes: Mapping[str, str], unit: str, limit: float = 0.0
+) -> Markup:
+    series = {part: classes[part] for part in _series(drawn)}
+    legend = frame.legend(list(series), list(series.values()))
+    return frame.card(title, legend, bars(name, title, drawn, series, unit, limit))
+
+
+def _held(estimate: Estimate) -> Mapping[str, float]:
+    """Return the parts at the peak in GiB, and what the device holds beyond them."""
+    memory = estimate.memory
+    inside = memory.parts or {"allocated": memory.allocated}
+    beyond = {BEYOND: memory.device - memory.allocated}
+    return {name: value / GIB for name, value in {**inside, **beyond}.items()}
 
 
 def _numbered(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:

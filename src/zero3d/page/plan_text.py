@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from zero3d.distributed.degrees import AXES, FOLDS
 from zero3d.page.text import GIB, binary, columns, count, size
+from zero3d.plan.bill import Bill
 from zero3d.plan.goodput import GPU_HOURS_BETWEEN_FAILURES, goodput
 from zero3d.plan.inputs import without_effect
 from zero3d.plan.ladder import Rung, differs
@@ -23,6 +24,9 @@ from zero3d.spec.tiers import DEVICE, OPTIMIZER, TIERS, tiers_of
 from zero3d.spec.zero import Zero
 
 KNOBS = 5  # what-if lines
+LINKS_HEAD = ("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")
+LINKS_TITLE = "Ways to send data-parallel traffic between nodes, each with the best plan that has any"
+WAY_HEAD = ("mesh", "ZeRO", "GPU GiB", "step s", "why")
 
 
 class Answer(NamedTuple):
@@ -65,8 +69,8 @@ def as_text(answer: Answer, top: int) -> str:
     shown = distinct(answer.result.rows)[:top]
     lines = [*heading(answer.model, answer.cluster, answer.target.sequences), "", *headline(answer), ""]
     lines += _ranked(shown, answer)
-    lines += ["", *_experts(answer)] if answer.model.experts else []
-    lines += ["", *_sequences(answer)] if answer.model.length >= LONG else []
+    for title, found in compared_ways(answer):
+        lines += ["", f"{title}:", *columns([("", *WAY_HEAD), *way_rows(found)], "<<<>><")]
     lines += ["", *links_lines(answer.links, answer.cluster, answer.target.limit)] if answer.links else []
     lines += ["", *_rejected(answer.result), "", *_what_if(answer), "", *_ladder(answer), "", *costs(answer)]
     return "\n".join(lines)
@@ -208,22 +212,20 @@ def _ranked(rows: Sequence[Row], answer: Answer) -> Iterator[str]:
     yield from (f"   {line}" for line in places_lines(rows[0].estimate.memory))
 
 
-def _experts(answer: Answer) -> Iterator[str]:
-    yield f"Where the {answer.model.experts} experts of a layer are, the {answer.target.goal} plan of each way:"
-    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GiB", "step s", "why")]
-    for name, row in ways(answer.result.rows):
-        cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
-        table.append((name, *cells))
-    yield from columns(table, "<<<>><")
+def compared_ways(answer: Answer) -> Iterator[tuple[str, Sequence[tuple[str, Row | None]]]]:
+    """Yield titles and the best plan of each way to place experts, and to hold long sequences, where there are any."""
+    model, goal, rows = answer.model, answer.target.goal, answer.result.rows
+    if model.experts:
+        yield f"Where the {model.experts} experts of a layer are, the {goal} plan of each way", list(ways(rows))
+    if model.length >= LONG:
+        title = f"Where the {model.length:,} tokens of a sequence are, the {goal} plan of each way"
+        yield title, list(sequence_ways(rows))
 
 
-def _sequences(answer: Answer) -> Iterator[str]:
-    yield f"Where the {answer.model.length:,} tokens of a sequence are, the {answer.target.goal} plan of each way:"
-    table: list[tuple[str, ...]] = [("", "mesh", "ZeRO", "GPU GiB", "step s", "why")]
-    for name, row in sequence_ways(answer.result.rows):
-        cells = ("", "", "", "", "none of these fits") if row is None else _way(row)
-        table.append((name, *cells))
-    yield from columns(table, "<<<>><")
+def way_rows(found: Sequence[tuple[str, Row | None]]) -> list[tuple[str, ...]]:
+    """Return rows of a table below WAY_HEAD, the name of each way first."""
+    none = ("", "", "", "", "none of these fits")
+    return [(name, *(none if row is None else _way(row))) for name, row in found]
 
 
 def _way(row: Row) -> tuple[str, ...]:
@@ -233,18 +235,23 @@ def _way(row: Row) -> tuple[str, ...]:
 
 def links_lines(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> Iterator[str]:
     """Yield lines: what each way to train sends between nodes of several GPUs, how long it takes, and the fastest."""
-    yield "Ways to send data-parallel traffic between nodes, each with the best plan that has any:"
-    table = [("way", "settings", "GPU GiB", "step s", "of it dp", "unrounded")]
+    yield f"{LINKS_TITLE}:"
+    yield from columns([LINKS_HEAD, *links_rows(links, cluster, limit)], "<<>>><")
+    for narrow, what in ((False, "unchanged"), (True, "unchanged or rounded")):
+        best = fastest(links, cluster, limit, narrow)
+        yield f"   Fastest with numbers sent {what}: {' '.join(as_words(best.settings)) or 'flat'}"
+
+
+def links_rows(links: Sequence[Way], cluster: ClusterSpec, limit: float) -> list[tuple[str, ...]]:
+    """Return rows of a table below LINKS_HEAD."""
+    table: list[tuple[str, ...]] = []
     for way in links:
         memory, seconds = way.estimate.memory, way.estimate.seconds
         full = memory.device > limit or bool(memory.lacks(cluster))
         cells = (gib(memory.device), figure(seconds.mid), figure(seconds.parts.get("dp", 0.0)))
         said = "does not fit" if full else "rounded" if way.rounds else "yes"
         table.append((way.name, " ".join(as_words(way.settings)) or "-", *cells, said))
-    yield from columns(table, "<<>>><")
-    for narrow, what in ((False, "unchanged"), (True, "unchanged or rounded")):
-        best = fastest(links, cluster, limit, narrow)
-        yield f"   Fastest with numbers sent {what}: {' '.join(as_words(best.settings)) or 'flat'}"
+    return table
 
 
 def held_apart(rows: Sequence[Row]) -> list[str]:
@@ -343,14 +350,7 @@ def costs(answer: Answer) -> Iterator[str]:
         f"Host memory: {size(int(estimate.memory.host))} of {size(int(cluster.host_memory))} for {processes} ranks, "
         f"which read slices of the model; if each loaded the full fp32 model, they would take {whole}."
     )
-    billion = gpu_hours(estimate, cluster, 1e9)
-    yield f"Cost: {billion:,.1f} GPU-hours per billion tokens{_money(billion, answer.price)}."
-    if answer.tokens:
-        hours = gpu_hours(estimate, cluster, answer.tokens)
-        yield (
-            f"   {count(answer.tokens)} tokens: {hours:,.0f} GPU-hours, {hours / cluster.gpus / 24:,.1f} days"
-            f"{_money(hours, answer.price)}."
-        )
+    yield from cost_lines(estimate, cluster, answer.tokens, answer.price)
     good = goodput(answer.model, cluster)
     yield (
         f"Checkpoints: every {_duration(good.every)} (a save takes {_duration(good.save)}, a failure comes every "
@@ -361,13 +361,30 @@ def costs(answer: Answer) -> Iterator[str]:
         yield f"Note: {note}"
 
 
-def gpu_hours(estimate: Estimate, cluster: ClusterSpec, tokens: float) -> float:
-    """Return the hours of all GPUs together for so many tokens."""
-    return tokens / estimate.tokens * estimate.seconds.mid * cluster.gpus / 3600
+def cost_lines(estimate: Estimate, cluster: ClusterSpec, tokens: float | None, price: float | None) -> Iterator[str]:
+    """Yield lines: GPU-hours, energy and money, for a billion tokens and for all of the training where it is known."""
+    billion = Bill.of(estimate, cluster, 1e9, price)
+    watts = "" if cluster.gpu.power is None else f" ({cluster.gpu.power:g} W a card, {power_from(cluster)})"
+    yield f"Cost: {billion.hours:,.1f} GPU-hours per billion tokens{_energy(billion)}{watts}{_money(billion, price)}."
+    if tokens:
+        whole = Bill.of(estimate, cluster, tokens, price)
+        yield (
+            f"   {count(tokens)} tokens: {whole.hours:,.0f} GPU-hours, {whole.days:,.1f} days{_energy(whole)}"
+            f"{_money(whole, price)}."
+        )
 
 
-def _money(hours: float, price: float | None) -> str:
-    return "" if price is None else f", {hours * price:,.0f} at {price:g} each"
+def power_from(cluster: ClusterSpec) -> str:
+    """Say where the watts of a card are from."""
+    return cluster.provenance.get("gpu.power", cluster.provenance.get("gpu", "user"))
+
+
+def _energy(bill: Bill) -> str:
+    return "" if bill.kwh is None else f", {figure(bill.kwh)} kWh at most"
+
+
+def _money(bill: Bill, price: float | None) -> str:
+    return "" if bill.money is None else f", {bill.money:,.0f} at {price:g} each"
 
 
 def _duration(seconds: float) -> str:
@@ -470,13 +487,15 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     yield from terms(memory.parts, memory.allocated, GIB, "GiB")
 
 
-def time_lines(estimate: Estimate, world: int) -> Iterator[str]:
+def time_lines(row: Row, cluster: ClusterSpec) -> Iterator[str]:
     """Yield lines: a step's seconds, what they go into, and what a rank sends."""
+    estimate, world = row.estimate, row.plan.world
     seconds = estimate.seconds
     rate = estimate.tokens / seconds.mid
     yield (
         f"A step of {estimate.tokens:,} tokens: {_seconds(seconds)} s, {rate:,.0f} tokens/s "
-        f"({rate / world:,.0f} per GPU), {estimate.flops / seconds.mid / world / 1e12:.1f} useful TFLOP/s per GPU"
+        f"({rate / world:,.0f} per GPU), {estimate.flops / seconds.mid / world / 1e12:.1f} useful TFLOP/s per GPU, "
+        f"MFU {100 * mfu(row, cluster):.0f} %"
     )
     yield from terms(seconds.parts, seconds.mid, 1.0, "s")
     yield "Sent by the busiest rank in a step:"
@@ -514,23 +533,9 @@ def as_json(answer: Answer) -> dict[str, Any]:
     """Return the answer as plain values; bytes and seconds."""
     good = goodput(answer.model, answer.cluster)
     return {
-        "model": {
-            "name": answer.model.name,
-            "params": answer.model.weights,
-            "trainable": answer.model.trainable,
-            "length": answer.model.length,
-            "blocks": len(answer.model.blocks),
-        },
-        "gpus": answer.cluster.gpus,
-        "gpu": answer.cluster.gpu.name,
+        **plan_json(answer.model, answer.cluster, answer.best, answer.target.limit, answer.margin, answer.ends),
         "sequences": answer.target.sequences,
         "goal": answer.target.goal,
-        "limit_bytes": answer.target.limit,
-        "margin": answer.margin,
-        "margin_from": origin(answer.margin),
-        "device_range_bytes": Range.of(answer.best.estimate.memory.device, answer.margin)._asdict(),
-        "fits_up_to": None if answer.ends is None else answer.ends._asdict(),
-        "mfu": mfu(answer.best, answer.cluster),
         "tried": answer.result.tried,
         "plans": [row_json(row) for row in distinct(answer.result.rows)],
         "rejected": [
@@ -543,14 +548,58 @@ def as_json(answer: Answer) -> dict[str, Any]:
             }
             for r in answer.result.rejected
         ],
-        "what_if": [{"change": k.change, "memory_bytes": k.memory, "seconds": k.seconds} for k in answer.knobs],
-        "experts": {name: None if row is None else row_json(row) for name, row in ways(answer.result.rows)}
-        if answer.model.experts
-        else None,
+        "what_if": knobs_json(answer.knobs),
+        "experts": ways_json(ways(answer.result.rows)) if answer.model.experts else None,
+        "long_sequences": ways_json(sequence_ways(answer.result.rows)) if answer.model.length >= LONG else None,
         "ladder": [{"rung": r.name, "fits": r.fits, **estimate_json(r.estimate)} for r in answer.ladder],
-        "gpu_hours_per_billion_tokens": gpu_hours(answer.best.estimate, answer.cluster, 1e9),
+        "gpu_hours_per_billion_tokens": Bill.of(answer.best.estimate, answer.cluster, 1e9, None).hours,
+        "cost": cost_json(answer.best.estimate, answer.cluster, answer.tokens, answer.price),
         "checkpoint": good._asdict(),
     } | ({"links": [_way_json(way) for way in answer.links]} if answer.links else {})
+
+
+def plan_json(
+    model: ModelSpec, cluster: ClusterSpec, row: Row, limit: float, margin: float, ends: Ends | None
+) -> dict[str, Any]:
+    """Return what was planned and where, and what is said of one plan beside its estimate. limit: for planned bytes."""
+    return {
+        "model": {
+            "name": model.name,
+            "params": model.weights,
+            "trainable": model.trainable,
+            "length": model.length,
+            "blocks": len(model.blocks),
+        },
+        "gpus": cluster.gpus,
+        "gpu": cluster.gpu.name,
+        "limit_bytes": limit,
+        "margin": margin,
+        "margin_from": origin(margin),
+        "device_range_bytes": Range.of(row.estimate.memory.device, margin)._asdict(),
+        "fits_up_to": None if ends is None else ends._asdict(),
+        "mfu": mfu(row, cluster),
+    }
+
+
+def ways_json(found: Iterable[tuple[str, Row | None]]) -> dict[str, Any]:
+    """Return the best plan of each way by its name, None where none fits."""
+    return {name: None if row is None else row_json(row) for name, row in found}
+
+
+def knobs_json(knobs: Sequence[WhatIf]) -> list[dict[str, Any]]:
+    """Return single changes as plain values."""
+    return [{"change": knob.change, "memory_bytes": knob.memory, "seconds": knob.seconds} for knob in knobs]
+
+
+def cost_json(estimate: Estimate, cluster: ClusterSpec, tokens: float | None, price: float | None) -> dict[str, Any]:
+    """Return `cost_lines` as plain values."""
+    return {
+        "per_billion_tokens": Bill.of(estimate, cluster, 1e9, price)._asdict(),
+        "training": {"tokens": tokens, **Bill.of(estimate, cluster, tokens, price)._asdict()} if tokens else None,
+        "price": price,
+        "watts": cluster.gpu.power,
+        "watts_from": None if cluster.gpu.power is None else power_from(cluster),
+    }
 
 
 def _way_json(way: Way) -> dict[str, Any]:

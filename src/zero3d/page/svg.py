@@ -20,7 +20,7 @@ from zero3d.page.markup import tag
 
 WIDTH = 480.0
 LETTER = 7.2  # units of an average letter at the size of a chart's text
-COLOURS = 12  # classes c0 ... of the page's style
+COLOURS, SHADES = 12, 4  # classes c0 ... and z0 ... of the page's style
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,8 @@ def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Mark
 def colour(i: int) -> str:
     """Return the class of the i-th series."""
     return f"c{i % COLOURS}"
+
+
+def shade(i: int) -> str:
+    """Return the class of the i-th of a few groups in order, which are no series: a shade of the text's colour."""
+    return f"z{i % SHADES}"

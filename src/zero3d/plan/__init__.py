@@ -17,10 +17,11 @@ tier_time                   of states that leave the device
 profiles, profile_memory    other systems' ways with time and memory
 estimate                    `evaluate`: all of these together
 search, ladder, goodput     every plan that fits; ZeRO stages by bytes; how often to save
+bill                        hours of GPUs, days, energy, money
 links                       ways to train over slow links between hosts, and the fastest
 relief                      settings that would need less memory, where a run has run out of it
 emit                        a plan as a configuration, and a configuration as a plan
-corrected                   a cluster as a measured step says it is
+corrected                   a cluster as measured steps say it is
 constants                   every constant, with the rows that it was fitted on
 formulas, theory            published formulas; the ZeRO paper's tables
 calibrate                   the rates of this machine, measured on real ranks: the one file here that imports torch

@@ -3,7 +3,7 @@
     figure                  measured as
     ----------------------  -----------------------------------------------------------------------
     gpu.flops               not measured: the data sheet's peak; without one, the best product's rate
-    gpu.matrix              bf16 products n x n x n, n = 256, 512, ...; the best rate
+    gpu.matrix, gpu.half    bf16 products n x n x n, n = 256, 512, ...: seconds = 2 n^3 / matrix x (1 + half / n)
     gpu.flash               attention of 16 heads of 64, length 256, 512, ...; the best rate
     gpu.bandwidth           a copy of 64 MB and more: bytes read and written
     inside, across          all-reduces of 64 kB to 16 MB: seconds = hops x latency + bytes / bandwidth
@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -42,9 +42,18 @@ from zero3d.plan.spec import ClusterSpec, Gpu, Link
 
 LONG = 0.25  # seconds of one call, at which a sweep ends
 REPEATS = 5
+SIDE, LAUNCHED = 256, 2048  # first side of products; on accelerators smaller ones take as long as their launch
+LENGTH = 256  # first length of attention
 HEADS, HEAD = 16, 64
 MESSAGES = tuple(1 << power for power in range(16, 25))  # bytes: 64 kB to 16 MB
 MEASURED = "measured"
+ALWAYS = (  # measured wherever ranks are
+    *(f"gpu.{name}" for name in ("matrix", "half", "flash", "bandwidth", "memory")),
+    *("host_memory", "host_link", "disk", "host_bandwidth"),
+)
+
+
+Sweep = Callable[[torch.device, "Sizes"], Sequence[float]]
 
 
 class Sizes(NamedTuple):
@@ -57,9 +66,13 @@ class Sizes(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Rates of one rank: operations per second of products and attention, bytes per second of copies."""
+    """Rates of one rank: operations per second of products and attention, bytes per second of copies.
+
+    half  smallest side of a product at which it reaches half of that
+    """
 
     matrix: float
+    half: float
     flash: float
     bandwidth: float
     host_link: float
@@ -70,11 +83,11 @@ def calibrate(mesh: Mesh, folder: Path, sizes: Sizes = Sizes()) -> ClusterSpec: 
     """Measure on every rank of `mesh` together, the same answer on all; `folder` is on the disk that is meant."""
     device = mesh.device
     mesh.everyone  # noqa: B018 (its groups are made by all ranks together)
-    sweeps = (_products, _attention, _copies, _host_copies, _host_memory)
-    rates = Rates(*(_with_all(mesh, partial(sweep, device, sizes)) for sweep in sweeps))
+    sweeps: Sequence[Sweep] = (_products, _attention, _copies, _host_copies, _host_memory)
+    rates = Rates(*(rate for sweep in sweeps for rate in _with_all(mesh, partial(sweep, device, sizes))))
     local = mesh.local_world or mesh.world
     inside, across = _links(mesh, local, sizes.messages)
-    disk = _with_all(mesh, lambda: _disk(folder, sizes.disk) if mesh.local_rank == 0 else 0.0)
+    (disk,) = _with_all(mesh, lambda: (_disk(folder, sizes.disk) if mesh.local_rank == 0 else 0.0,))
     return _spec(mesh, rates, local, inside, across, disk)
 
 
@@ -86,26 +99,11 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
     peak = base.gpu.flops if name not in (None, "cpu") else rates.matrix
     host = float(psutil.virtual_memory().total)
     memory = host / local if mesh.device.type == "cpu" else float(torch.cuda.mem_get_info(mesh.device)[1])
-    provenance = {
-        **sources,
-        **dict.fromkeys(
-            (
-                "gpu.matrix",
-                "gpu.flash",
-                "gpu.bandwidth",
-                "gpu.memory",
-                "host_memory",
-                "host_link",
-                "disk",
-                "host_bandwidth",
-            ),
-            MEASURED,
-        ),
-    }
+    provenance = {**sources, **dict.fromkeys(ALWAYS, MEASURED)}
     provenance |= {key: MEASURED for key, link in (("inside", inside), ("across", across)) if link is not None}
-    gpu = Gpu(
-        name or device, memory, peak, rates.bandwidth, min(1.0, rates.matrix / peak), min(1.0, rates.flash / peak)
-    )
+    matrix, flash = (min(1.0, rate / peak) for rate in (rates.matrix, rates.flash))
+    power = base.gpu.power if name else None
+    gpu = Gpu(name or device, memory, peak, rates.bandwidth, matrix, flash, rates.half, power)
     return ClusterSpec(
         gpu,
         mesh.world // local,
@@ -116,21 +114,21 @@ def _spec(mesh: Mesh, rates: Rates, local: int, inside: Link | None, across: Lin
         rates.host_link,
         disk or base.disk,
         local * rates.host_memory,
-        provenance,
+        provenance=provenance,
     )
 
 
 # --- one rank -----------------------------------------------------------------------------------
 
 
-def _with_all(mesh: Mesh, sweep: Callable[[], float]) -> float:
-    """Run a measurement on all ranks at once, and return rank 0's figure on all."""
+def _with_all(mesh: Mesh, sweep: Callable[[], Sequence[float]]) -> list[float]:
+    """Run a measurement on all ranks at once, and return rank 0's figures on all."""
     if mesh.world > 1:
         mesh.everyone.barrier()
-    figure = torch.tensor([sweep()], dtype=torch.float64, device=mesh.device)
+    figures = torch.tensor(sweep(), dtype=torch.float64, device=mesh.device)
     if mesh.world > 1:
-        mesh.everyone.broadcast(figure, "-")
-    return float(figure)
+        mesh.everyone.broadcast(figures, "-")
+    return [float(figure) for figure in figures]
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -147,48 +145,63 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return median(times[1:])
 
 
-def _best(work: Callable[[int], tuple[Callable[[], object], float]], device: torch.device, largest: int) -> float:
-    """Return the best rate over sizes 256, 512, ... up to `largest`, or to the first call that takes long."""
-    rate, size = 0.0, 256
+def _sweep(
+    work: Callable[[int], tuple[Callable[[], object], float]], device: torch.device, sizes: tuple[int, int]
+) -> dict[int, float]:
+    """Return the rate at sizes that double, from the first up to the last, or to the first call that takes long."""
+    rates, (size, largest) = {}, sizes
     while size <= largest:
         call, amount = work(size)
         seconds = _seconds(call, device)
-        rate = max(rate, amount / seconds)
+        rates[size] = amount / seconds
         if seconds > LONG:
             break
         size *= 2
-    return rate
+    return rates
 
 
-def _products(device: torch.device, sizes: Sizes) -> float:
+def _products(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     def work(n: int) -> tuple[Callable[[], object], float]:
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         return lambda: a @ b, 2.0 * n**3
 
-    return _best(work, device, sizes.side)
+    first = SIDE if device.type == "cpu" else LAUNCHED
+    return fit_products(_sweep(work, device, (min(first, sizes.side), sizes.side)))
 
 
-def _attention(device: torch.device, sizes: Sizes) -> float:
+def fit_products(rates: Mapping[int, float]) -> tuple[float, float]:
+    """Fit products of these sides: 1 / rate = (1 + half / side) / matrix. Return matrix, half.
+
+    Least squares of relative errors, so that small products count as much as large ones.
+    """
+    rows = np.array([[rate, rate / side] for side, rate in rates.items()])
+    inverse, slope = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    if inverse <= 0 or slope < 0:  # no rate falls with the side
+        return max(rates.values()), 0.0
+    return float(1 / inverse), float(slope / inverse)
+
+
+def _attention(device: torch.device, sizes: Sizes) -> tuple[float]:
     def work(length: int) -> tuple[Callable[[], object], float]:
         q, k, v = (torch.randn(1, HEADS, length, HEAD, device=device, dtype=torch.bfloat16) for _ in range(3))
         return lambda: F.scaled_dot_product_attention(q, k, v), 4.0 * HEADS * HEAD * length**2
 
-    return _best(work, device, sizes.side)
+    return (max(_sweep(work, device, (min(LENGTH, sizes.side), sizes.side)).values()),)
 
 
-def _copies(device: torch.device, sizes: Sizes) -> float:
+def _copies(device: torch.device, sizes: Sizes) -> tuple[float]:
     source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
+    return (2 * sizes.copied / _seconds(lambda: target.copy_(source), device),)
 
 
-def _host_copies(device: torch.device, sizes: Sizes) -> float:
+def _host_copies(device: torch.device, sizes: Sizes) -> tuple[float]:
     source = torch.zeros(sizes.copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
-    return sizes.copied / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    return (sizes.copied / _seconds(lambda: target.copy_(source, non_blocking=True), device),)
 
 
-def _host_memory(_: torch.device, sizes: Sizes) -> float:
+def _host_memory(_: torch.device, sizes: Sizes) -> tuple[float]:
     """Return bytes read and written per second by copies in the host's memory."""
     return _copies(torch.device("cpu"), sizes)
 

@@ -1,6 +1,9 @@
-"""A cluster corrected by a measured step: rates of products scaled until the plan's step takes as long.
+"""A cluster by what steps on it took: of one run, or of several that differ.
 
-step seconds
+    one run        `corrected`: rates of products scaled until the plan's step takes as long
+    several runs   `fitted`: each kind of work scaled, and what a step and a block take beside (`MeasuredStep`)
+
+step seconds of one run
   | \\                   matrices and attention shrink with the rates; links, memory and the rest do not
   |   `-._ measured      so the factor is found by halving
   |_________`------      and there is none below what the rest takes
@@ -10,17 +13,22 @@ step seconds
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
+from itertools import product
+from math import inf, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, read_file
 from zero3d.plan.kernels import KERNELS
-from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Gpu, Link, MeasuredStep, ModelSpec, ParallelPlan
 from zero3d.plan.spec_json import to_json
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
@@ -54,18 +62,115 @@ def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     return replace(cluster, gpu=gpu_rates)
 
 
-def profile(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> str:
-    """Return a run's profile as a cluster file that --cluster reads: rates by which its step takes what it took.
+# --- several runs -------------------------------------------------------------------------------
 
-    Raises ConfigError where no rate of products explains the step.
+# Kinds of work whose rates microbenchmarks told, and how far these may be wrong: a fit departs from them by as much for
+# reasons of some steps as for an error of NOISE in each.
+TRUST = {"matrices": 0.1, "attention": 0.3, "optimizer": 0.5, "dp": 1.0}
+NOISE = 0.02
+BESIDE = ("rest", "block", "fixed")  # what only steps tell
+
+
+class Timed(NamedTuple):
+    """Holds a run: its model, its plan, and the seconds of its steps."""
+
+    model: ModelSpec
+    plan: ParallelPlan
+    seconds: float
+
+
+def fitted(cluster: ClusterSpec, runs: Sequence[Timed], what: str) -> ClusterSpec:
+    """Return the cluster whose planned steps are nearest to these runs', as shares of each. what: its provenance.
+
+    seconds = the sum over kinds of (a factor x the planned seconds) + block x blocks and micro-batches + fixed
+
+    No factor is negative. Those of kinds that microbenchmarks measured stay near 1 (TRUST).
+    """
+    bare = replace(cluster, step=MeasuredStep(fixed=0.0, rest_passes=1.0, hide_dp=0.0))
+    kinds = (*TRUST, *BESIDE)
+    steps = [[amount / run.seconds for amount in _amounts(bare, run, kinds)] for run in runs]
+    priors = [[(NOISE / TRUST[kind]) * (kind == each) if kind in TRUST else 0.0 for each in kinds] for kind in TRUST]
+    wanted = [1.0] * len(steps) + [NOISE / trust for trust in TRUST.values()]
+    factors = dict(zip(kinds, _not_negative(np.array(steps + priors), np.array(wanted)), strict=True))
+    gpu = cluster.gpu
+    assert gpu.matrix is not None  # a calibrated one
+    assert gpu.flash is not None
+    slower, hidden = max(1.0, factors["dp"]), max(0.0, 1.0 - factors["dp"])
+    step = MeasuredStep(
+        fixed=factors["fixed"],
+        block=factors["block"],
+        rest_passes=factors["rest"],
+        update=factors["optimizer"],
+        hide_dp=hidden if any(run.plan.dp > 1 for run in runs) else MeasuredStep().hide_dp,
+    )
+    matrix, flash = (max(LEAST, factors[kind]) for kind in ("matrices", "attention"))
+    return replace(
+        cluster,
+        gpu=replace(gpu, matrix=gpu.matrix / matrix, flash=gpu.flash / flash),
+        inside=_slowed(cluster.inside, slower),
+        across=_slowed(cluster.across, slower),
+        step=step,
+        provenance={**cluster.provenance, "step": what},
+    )
+
+
+def farthest(cluster: ClusterSpec, runs: Sequence[Timed]) -> float:
+    """Return how far the planned step of some run is from what it took, at most, as a share of that."""
+    return max(abs(evaluate(run.model, cluster, run.plan).seconds.mid / run.seconds - 1) for run in runs)
+
+
+def _amounts(cluster: ClusterSpec, run: Timed, kinds: Sequence[str]) -> list[float]:
+    """Return what a factor of each kind is multiplied with in a run's step."""
+    parts = evaluate(run.model, cluster, run.plan).seconds.parts
+    counts = {"block": len(run.model.blocks) * run.plan.accumulate, "fixed": 1}
+    return [float(counts[kind] if kind in counts else parts[kind]) for kind in kinds]
+
+
+def _not_negative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> list[float]:
+    """Solve least squares without negative unknowns: of all choices of unknowns that are 0, the best."""
+    best, least = np.zeros(rows.shape[1]), inf
+    for chosen in product((False, True), repeat=rows.shape[1]):
+        some = np.array(chosen)
+        found = np.zeros(len(some))
+        found[some] = np.linalg.lstsq(rows[:, some], wanted, rcond=None)[0]
+        error = float(((rows @ found - wanted) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return [float(each) for each in best]
+
+
+def _slowed(link: Link, times: float) -> Link:
+    """Return a link whose messages take so many times as long."""
+    return replace(link, bandwidth=link.bandwidth / times, latency=link.latency * times)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def profile(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float) -> str:
+    """Return a run's profile as a cluster file that --cluster reads: one by which its step takes what it took.
+
+    Where steps of this machine were measured before, the difference is the run's own: its fixed seconds. Else, and
+    where that would be less than nothing, rates of products explain it. Raises ConfigError where they cannot.
     """
     what = (
         f"fitted on {seconds:.3g} s a step: {model.name}, {model.length:,} tokens, micro-batch {plan.micro_batch} x "
         f"{plan.accumulate}, {plan.world} ranks"
     )
-    found = corrected(model, cluster, plan, seconds)
-    sources = {**found.provenance, **dict.fromkeys(("gpu.matrix", "gpu.flash"), what)}
+    found, changed = _explained(model, cluster, plan, seconds)
+    sources = {**found.provenance, **dict.fromkeys(changed, what)}
     return json.dumps(to_json(replace(found, provenance=sources)), indent=2) + "\n"
+
+
+def _explained(
+    model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, seconds: float
+) -> tuple[ClusterSpec, Sequence[str]]:
+    """Return a cluster on which the step takes what it took, and the names of what is not as before."""
+    if cluster.step is not None:
+        fixed = cluster.step.fixed + seconds - evaluate(model, cluster, plan).seconds.mid
+        if fixed >= 0:
+            return replace(cluster, step=replace(cluster.step, fixed=fixed)), ["step.fixed"]
+    return corrected(model, cluster, plan, seconds), ["gpu.matrix", "gpu.flash"]
 
 
 def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:

@@ -34,6 +34,7 @@ class Card:
     """A row of the catalogue. GiB, TFLOP/s, GB/s; per GPU and one way where it is a link.
 
     host   GiB of host memory that such a node has
+    watts  that the data sheet allows the card; None of a CPU
     """
 
     memory: float
@@ -43,24 +44,25 @@ class Card:
     across: float
     host_link: float
     host: float
+    watts: float | None
     per_node: int = 8
 
 
 CATALOGUE = {
-    # name          GiB    TFLOP/s  HBM GB/s  inside  across  host link  host GiB per node
-    "v100-16": Card(16, 125, 900, 150, 3.125, 12, 768),
-    "v100-32": Card(32, 125, 900, 150, 6.25, 12, 1536),
-    "a100-40": Card(40, 312, 1555, 300, 25, 24, 1024),
-    "a100-80": Card(80, 312, 2039, 300, 25, 24, 2048),
-    "h100": Card(80, 989, 3352, 450, 50, 50, 2048),
-    "h100-96": Card(96, 989, 2400, 450, 50, 50, 2048),  # HBM2e, 500 W: the torchtitan tables' card
-    "h200": Card(141, 989, 4800, 450, 50, 50, 2048),
-    "b200": Card(180, 2250, 8000, 900, 50, 50, 2048),
-    "mi300x": Card(192, 1307, 5300, 448, 50, 50, 2048),
-    "a6000": Card(48, 155, 768, 25, 3.125, 24, 256, 4),
-    "rtx-4090": Card(24, 165, 1008, 20, 1.25, 24, 128, 4),
-    "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 4),
-    "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, 1),
+    # name          GiB    TFLOP/s  HBM GB/s  inside  across  host link  host GiB  W  GPUs of a node
+    "v100-16": Card(16, 125, 900, 150, 3.125, 12, 768, 300),
+    "v100-32": Card(32, 125, 900, 150, 6.25, 12, 1536, 300),
+    "a100-40": Card(40, 312, 1555, 300, 25, 24, 1024, 400),
+    "a100-80": Card(80, 312, 2039, 300, 25, 24, 2048, 400),
+    "h100": Card(80, 989, 3352, 450, 50, 50, 2048, 700),
+    "h100-96": Card(96, 989, 2400, 450, 50, 50, 2048, 500),  # HBM2e: the torchtitan tables' card
+    "h200": Card(141, 989, 4800, 450, 50, 50, 2048, 700),
+    "b200": Card(180, 2250, 8000, 900, 50, 50, 2048, 1000),
+    "mi300x": Card(192, 1307, 5300, 448, 50, 50, 2048, 750),
+    "a6000": Card(48, 155, 768, 25, 3.125, 24, 256, 300, 4),
+    "rtx-4090": Card(24, 165, 1008, 20, 1.25, 24, 128, 450, 4),
+    "rtx-3090": Card(24, 71, 936, 12, 1.25, 12, 128, 350, 4),
+    "cpu": Card(64, 1, 100, 10, 1.25, 50, 64, None, 1),
 }
 ALIASES = {
     "v100": "v100-32",
@@ -116,6 +118,15 @@ def base_of(tree: Mapping[str, Any]) -> str | None:
     return name if name in CATALOGUE else None
 
 
+def check_card(file: Path | str, known: Mapping[str, Any], name: str) -> None:
+    """Refuse a cluster file of another card; h100-96 is a kind of h100. Raises ConfigError."""
+    described, here = base_of(known), _key(name)
+    if described is not None and not (described.startswith(here) or here.startswith(described)):
+        raise ConfigError(
+            f"cluster file {file} describes a {described}, and this is a {here}: pass a file of such cards."
+        )
+
+
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     return ALIASES.get(key, key)
@@ -135,7 +146,7 @@ def card(name: str) -> Card:
 
 def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
     spec = ClusterSpec(
-        gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB),
+        gpu=Gpu(name, card.memory * GIB, card.tflops * TFLOP, card.bandwidth * GB, power=card.watts),
         nodes=nodes,
         per_node=per_node,
         inside=_link(card.inside, "inside"),
@@ -145,7 +156,7 @@ def _datasheet(name: str, card: Card, nodes: int, per_node: int) -> ClusterSpec:
         host_bandwidth=constant("step", "host_bandwidth"),
     )
     sources = {field.name: "datasheet" for field in fields(spec) if field.name != "provenance"}
-    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth"), "assumed"))
+    return replace(spec, provenance=sources | dict.fromkeys(("disk", "host_bandwidth", "step"), "assumed"))
 
 
 def _link(gb: float, where: str) -> Link:
@@ -191,7 +202,7 @@ def _check(given: Mapping[str, Any]) -> None:
     whole = _merge(to_json(base), fields)
     from_json(ClusterSpec, whole)
     sources = fields.pop("provenance", None) or {}
-    known = {name for dotted in _dotted_names(to_json(base)) for name in (dotted, dotted.partition(".")[0])}
+    known = {name for dotted in _dotted_names(whole) for name in (dotted, dotted.partition(".")[0])}
     for name in sources:
         if name not in known:
             near = nearest(str(name), known)
@@ -201,12 +212,12 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _check_number(name: str, fields: Mapping[str, Any]) -> None:
-    """Refuse a number that no machine has: a link's latency and half may be 0, nothing else."""
+    """Refuse a number that no machine has: what a link, a kernel or a step takes beside may be 0, nothing else."""
     value: Any = fields
     for key in name.split("."):
         value = value[key]
     if isinstance(value, float | int) and (
-        not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")))
+        not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")) and "step." not in name)
     ):
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
 

@@ -1,6 +1,7 @@
 """Seconds of a part's forward and backward on one rank: a roofline per matrix, attention, and what memory bounds.
 
-    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen
+    matrix product    flops / (e x peak) + bytes / bandwidth, for each weight; backward twice, once if frozen. Where a
+                      machine was measured, e falls with the smallest side: e / (1 + half / side)
     packed matrix     and bytes that its decoding moves / bandwidth, forward and backward
     experts           the same of all experts that a rank reads, each source's rows apart; beyond one rank the busiest
                       has `imbalance` times the mean's rows; packed ones are computed once more in backward
@@ -264,9 +265,10 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
     bandwidth, peak = rates.memory * gpu.bandwidth, rates.matrix * speed * gpu.flops
     routed = 0.0 if shape.stack is None else 2.0 * shape.stack.share * shape.stack.elements
     dense = operations.matrices - routed
-    matrices = _matrices(shape, dense, tokens, tp, (narrow * peak, bandwidth, kernels.launch))
+    reached = _Products(narrow * peak, bandwidth, kernels.launch, gpu.half)
+    matrices = _matrices(shape, dense, tokens, tp, reached)
     if shape.stack is not None:
-        experts = _experts(shape.stack, routed * tokens, by, (narrow * peak, bandwidth, kernels.launch))
+        experts = _experts(shape.stack, routed * tokens, by, reached)
         matrices = Work(*(a + b for a, b in zip(matrices, experts, strict=True)))
     flops = operations.scores * tokens / tp
     if operations.eager:
@@ -282,26 +284,36 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
     return PartWork(matrices, attention, Work(rest, rest))
 
 
-def _experts(stack: Stack, flops: float, by: Divided, rates: tuple[float, float, float]) -> Work:
+class _Products(NamedTuple):
+    """What bounds products: operations and bytes per second, seconds of a kernel, the side that halves the first."""
+
+    peak: float
+    bandwidth: float
+    launch: float
+    half: float
+
+
+def _experts(stack: Stack, flops: float, by: Divided, rates: _Products) -> Work:
     """Time the products of a layer's experts: every rank reads its own once for each source of rows."""
-    peak, bandwidth, launch = rates
+    peak, bandwidth, launch, _ = rates  # how many rows an expert gets is a router's to say, so none is called small
     tp = by.tp if stack.cut and not by.sources else 1
     read = 2.0 * stack.elements / tp * max(1, by.sources) / by.ep
     busy = by.busy if by.ep > 1 else 1.0
     forward = busy * flops / tp / peak + read / bandwidth + PRODUCTS * max(1, by.sources) * launch
     if stack.packed:  # a backward runs the forward again
-        forward += DECODED * stack.packed / by.ep * max(1, by.sources) / bandwidth
+        forward += DECODED * stack.packed / tp / by.ep * max(1, by.sources) / bandwidth
         return Work(forward, 2 * forward)
     return Work(forward, forward * (2 if stack.trainable else 1))
 
 
-def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: tuple[float, float, float]) -> Work:
+def _matrices(shape: Shape, dense: float, tokens: int, tp: int, rates: _Products) -> Work:
     """Time all products with weights; `dense` operations beyond these (convolutions) run at the same rate."""
-    peak, bandwidth, launch = rates
+    peak, bandwidth, launch, half = rates
     forward = backward = counted = 0.0
     for (rows, columns), cut, trainable, packed, many in shape.matrices:
         n, k = rows // (tp if cut == 0 else 1), columns // (tp if cut == 1 else 1)
-        seconds = 2.0 * tokens * n * k / peak + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
+        reached = peak / (1 + half / min(tokens, n, k))
+        seconds = 2.0 * tokens * n * k / reached + 2.0 * (tokens * n + n * k + tokens * k) / bandwidth + launch
         seconds += DECODED * n * k / bandwidth if packed else 0.0
         forward += many * seconds
         backward += many * seconds * (2 if trainable else 1)

@@ -23,6 +23,7 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.schedules import DEFAULT
+from zero3d.plan.constants import constant
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
@@ -257,6 +258,8 @@ class Gpu:
     bandwidth  of its memory, bytes per second
     matrix     what products of large matrices reach of the peak, where that was measured
     flash      what attention reaches of it, where that was measured; then `bandwidth` was measured, too
+    half       smallest side of a product at which it reaches half of `matrix`; 0: at any
+    power      watts that the device takes at most, None where nobody knows
     """
 
     name: str
@@ -265,6 +268,8 @@ class Gpu:
     bandwidth: float
     matrix: float | None = None
     flash: float | None = None
+    half: float = 0.0
+    power: float | None = None
 
 
 @dataclass(frozen=True)
@@ -277,6 +282,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class MeasuredStep:
+    """Holds what steps of zero3d took on a machine, in place of the constants that plans have where nobody measured.
+
+    fixed        seconds per step: launching, data, logging
+    block        seconds per block and micro-batch that the host adds, however small the block is
+    rest_passes  over what is kept for the backward: norms, activations, the loss
+    update       seconds of an update, of those that the bytes of its states take
+    hide_dp      share of the data axis' communication that computation hides
+    """
+
+    fixed: float = constant("step", "fixed")
+    block: float = 0.0
+    rest_passes: float = constant("kernels", "rest_passes")
+    update: float = 1.0
+    hide_dp: float = constant("zero3d", "hide_dp")
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Nodes of alike GPUs.
 
@@ -285,6 +308,7 @@ class ClusterSpec:
     host_link       GPU to host memory, bytes per second and GPU
     host_bandwidth  of a node's memory, bytes per second, read and written, over all its GPUs' processes
     disk            bytes per second and node, read and written in turns
+    step            what steps were measured to take beside; None: the planner's constants
     provenance      field name -> measured | datasheet | user
     """
 
@@ -297,6 +321,7 @@ class ClusterSpec:
     host_link: float = 20e9
     disk: float = 2e9
     host_bandwidth: float = 100e9
+    step: MeasuredStep | None = None
     provenance: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def figure(self, said: Figure) -> float:

@@ -24,7 +24,7 @@ fixed        a system's own per step and micro-batch: launching, data, logging
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from zero3d.plan.network import (
     send_seconds,
 )
 from zero3d.plan.sequence import exchanged
-from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan, Seconds
+from zero3d.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
 from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
@@ -81,6 +81,7 @@ class Pace:
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     forced     by force all experts get equally many rows, a token's being neighbours: its row goes to their node once
     weighed    pipeline stages have equally many parameters of blocks and head, not equally many blocks
+    update     seconds of an update, of those that the bytes of its states take
     fixed      seconds per step
     as_zero3d  in pipelines, gathered parameters and unreduced gradients stay for the step
                (`states.policies`), every tp rank passes whole hidden states on, and recomputation ends before a
@@ -98,6 +99,7 @@ class Pace:
     again: float | None = None
     forced: bool = False
     weighed: bool = False
+    update: float = 1.0
     fixed: float = constant("step", "fixed")
     as_zero3d: bool = False
     kernels: Kernels = KERNELS
@@ -170,6 +172,8 @@ class _Step:
 
 def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pace) -> Seconds:
     """Time a step of `accumulate` micro-batches on each of dp model-parallel groups, low to high."""
+    if pace.as_zero3d and cluster.step is not None:
+        pace = _measured(pace, cluster.step)
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     passes = _passes(model, _computing_key(plan), cluster, pace)
     parts = dict(passes.parts)
@@ -183,6 +187,14 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     parts["fixed"] = pace.fixed
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+@lru_cache(maxsize=64)
+def _measured(pace: Pace, step: MeasuredStep) -> Pace:
+    """Return the pace with what a machine's own steps took in place of its constants."""
+    found = asdict(step)
+    kernels = replace(pace.kernels, rest_passes=found.pop("rest_passes"))
+    return replace(pace, kernels=kernels, **found)
 
 
 class Passes(NamedTuple):
@@ -509,7 +521,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     touched = _touched(plan) + 32 * plan.averages
     buckets = on_device / update_bucket("cuda") if records else 0.0
     own = touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch
-    return {"optimizer": own + _matrices(step)} | offload
+    return {"optimizer": step.pace.update * own + _matrices(step)} | offload
 
 
 def _touched(plan: ParallelPlan) -> int:

@@ -131,9 +131,7 @@ class Entry:
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
-        make = partial(
-            make, config=config, inputs_embeds=like, attention_mask=mask, past_key_values=None, position_ids=positions
-        )
+        make = partial(make, config, like, mask, None, position_ids=positions)  # the cache's keyword has changed
         try:
             with Within(self._sharing, length):
                 return make(), None

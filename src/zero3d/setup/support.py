@@ -7,6 +7,7 @@
     packing     documents of one sequence do not see each other
     fused       matrices that are several in one, which tp cuts each by itself
     lora        what PEFT, or else this project, adapts where lora.targets names nothing
+    quantize    layers of a frozen copy are packed, and their bytes in each format counted
 
 Parameters are on the meta device. Each answer is a row; a row that says no has the engine's own words.
 """
@@ -16,9 +17,13 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from zero3d.distributed.axis import Axis
@@ -29,9 +34,15 @@ from zero3d.models.adapters import ALL, all_linear, default_targets
 from zero3d.models.bases import layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.chain import find_chain
+from zero3d.models.codecs import CODECS
 from zero3d.models.image_trial import check_blank_image
 from zero3d.models.packing import check_packing, inner_model
+from zero3d.models.places import CONFIG, config_json
+from zero3d.models.quantised import find_layers
+from zero3d.models.quantised_experts import pack_stacks
+from zero3d.models.quantised_folders import SETTINGS, check_method, stored_format
 from zero3d.sequence.group import check_sequence
+from zero3d.spec.formats import FORMATS, NF4
 from zero3d.tensor_parallel.parallelize import parallelize, read_styles
 
 MOST_TP = 64
@@ -57,17 +68,24 @@ class Support(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def support_of(model: nn.Module) -> Support:
-    """Ask all checks of a model whose parameters are on the meta device. Its modules are as before afterwards."""
+def support_of(model: nn.Module, folder: Path | None = None) -> Support:
+    """Ask all checks of a model whose parameters are on the meta device. Its modules are as before afterwards.
+
+    folder  that the model's weights are in, if they are in one
+    """
     kinds = Counter(type(model.get_submodule(name)).__name__ for name in find_blocks(model))
     blocks = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    rows = []
-    for ask in (_tp, _fused, _pp, _ep, _sp, _images, _packing, _lora):
-        try:
-            rows.append(ask(model))
-        except ConfigError as error:
-            rows.append(Row(ask.__name__[1:], False, "", str(error)))
+    asked = (_tp, _fused, _pp, _ep, _sp, _images, _packing, _lora)
+    rows = [_answer(ask.__name__[1:], partial(ask, model)) for ask in asked]
+    rows.append(_answer("quantize", partial(_quantize, model, folder)))
     return Support(type(model).__name__, sum(p.numel() for p in model.parameters()), blocks, tuple(rows))
+
+
+def _answer(name: str, ask: Callable[[], Row]) -> Row:
+    try:
+        return ask()
+    except ConfigError as error:
+        return Row(name, False, "", str(error))
 
 
 def _tp(model: nn.Module) -> Row:
@@ -128,6 +146,37 @@ def _lora(model: nn.Module) -> Row:
     targets = default_targets(model)
     names = {name.rpartition(".")[2] for name in (all_linear(model) if targets == (ALL,) else targets)}
     return Row("lora", bool(names), ", ".join(sorted(names)))
+
+
+def _quantize(model: nn.Module, folder: Path | None) -> Row:
+    """Say how much of a model formats hold, and in how many bytes; of a folder in few bits, in which it is."""
+    shapes = _packed_shapes(model)
+    everything = sum(prod(shape) * many for shape, many in shapes.items())
+    if not everything:
+        return Row("quantize", False, "", "model.quantize packs linear layers of blocks, and this model has none.")
+    share = f"{everything / sum(p.numel() for p in model.parameters()):.1%} of the parameters"
+    settings = None if folder is None else config_json(folder / CONFIG).get(SETTINGS)
+    if folder is not None and settings is not None:
+        method = check_method(settings, folder / CONFIG)
+        kept = stored_format(folder)
+        what = f"kept as {kept}" if kept else "decoded as they are read"
+        return Row("quantize", True, f"{share} can be packed; those of the folder are in {method} already, {what}")
+    widths = (
+        f"{name} {sum(form.nbytes(shape) * many for shape, many in shapes.items()) / (2 * everything):.2f}x"
+        for name, form in FORMATS.items()
+    )
+    return Row("quantize", True, f"{share}, in {', '.join(widths)} of their bytes in bf16")
+
+
+def _packed_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
+    """Return how many matrices of each shape model.quantize packs where all of a model is frozen."""
+    frozen = copy.deepcopy(model).to("meta").requires_grad_(False)
+    shapes: Counter[tuple[int, int]] = Counter()
+    for layer in find_layers(frozen).values():
+        shapes[layer.out_features, layer.in_features] += 1
+    for name, stack in pack_stacks(frozen, CODECS[NF4.name], torch.bfloat16).items():
+        shapes[stack.shape] += len(frozen.get_parameter(name))
+    return shapes
 
 
 def _heads(model: nn.Module) -> int | None:

@@ -116,7 +116,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
     specs, _ = find_units(model, None, RUN)
     packed: dict[Any, tuple[int, ...]] = {m.packed: m.full for m in model.modules() if isinstance(m, QuantisedLinear)}
     packed |= {
-        m._parameters[key]: (len(m.get_parameter(key)), *stack.shape)
+        m._parameters[key]: (len(m.get_parameter(key)), *stack.full.shape)
         for m in model.modules()
         for key, stack in stacks_of(m).items()
     }

@@ -13,6 +13,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.quantised import PACKED, QuantisedLinear
+from zero3d.models.quantised_experts import stacks_of
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.heads import check_alibi
@@ -98,7 +99,7 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
                 divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
                     f"tp={size} cannot split {key}={heads}: {heads} / {size} is not a whole number. Pass a tp that "
-                    f"divides it ({', '.join(divisors)}), or leave attention out of the plan with 'none'."
+                    f"divides it ({', '.join(divisors)}), or leave attention whole with style 'none' (mesh.tp_plan)."
                 )
 
 
@@ -186,9 +187,17 @@ def apply_cuts(context: StyleContext) -> None:
         if p in local:
             module._parameters[key] = local[p]
             _resize(module, local[p] if key == "weight" else None)
-            if isinstance(module, QuantisedLinear) and key == PACKED:
-                module.take_part(context.cuts[p].dim, context.cuts[p].size)
+            _take_part(module, key, context.cuts[p])
     context.cuts = {local[p]: cut for p, cut in context.cuts.items()}
+
+
+def _take_part(module: nn.Module, key: str, cut: Cut) -> None:
+    """Tell a module that decodes a parameter which part of it this rank has."""
+    stacks = stacks_of(module)
+    if isinstance(module, QuantisedLinear) and key == PACKED:
+        module.take_part(cut.dim, cut.size)
+    elif key in stacks:
+        stacks[key] = stacks[key].part(cut.dim - 1, cut.size)
 
 
 def _local(p: nn.Parameter, cut: Cut) -> nn.Parameter:

@@ -23,8 +23,10 @@ from torch.nn import functional as F
 
 from zero3d.errors import ConfigError
 from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised_experts import stacks_of
 from zero3d.nested import map_tensors
 from zero3d.shards.cuts import Cut
+from zero3d.spec.formats import DoubleFormat, Format
 from zero3d.tensor_parallel.heads import slice_heads
 from zero3d.tensor_parallel.plan import Style
 from zero3d.tensor_parallel.regions import Conversion, Regions, convert
@@ -112,13 +114,26 @@ def _colwise(context: StyleContext, name: str, module: nn.Module, style: Style, 
 def _cut_matrix(context: StyleContext, name: str, base: Any, dim: int, blocks: int) -> None:
     """Cut the outputs (0) or the inputs (1) of a matrix."""
     if isinstance(base, QuantisedLinear):
-        try:
-            base.check_cut(dim, context.regions.channel.size * blocks)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+        _check_groups(name, base.codec.format, base.full, dim, context.regions.channel.size * blocks)
         context.cut(f"{name}.packed", base.packed, dim, blocks)
     else:
         context.cut(f"{name}.weight", base.weight, 1 - dim if is_conv(base) else dim, blocks)
+
+
+def _check_groups(name: str, form: Format | DoubleFormat, shape: tuple[int, int], dim: int, parts: int) -> None:
+    """Refuse to cut rows (0) or columns (1) of a matrix into parts that would go through groups. Raises ConfigError."""
+    what, unit = ("rows", "columns")[dim], form.cut_unit(shape, dim)
+    if unit is None:
+        raise ConfigError(
+            f"{name}: tp cannot cut the {what} of a matrix {shape} in {form.name}, whose scales are of "
+            f"{form.scales_of}: type mesh.tp=1, another model.quantize, or 'none' for it in the tensor-parallel plan."
+        )
+    if shape[dim] % (unit * parts):
+        raise ConfigError(
+            f"{name}: tp cannot cut {shape[dim]} {what} of a matrix in {form.name} into {parts} parts at borders of "
+            f"its groups of {unit}: {shape[dim]} / {parts} must be a multiple of {unit}. Type a smaller mesh.tp, or "
+            "'none' for it in the tensor-parallel plan."
+        )
 
 
 def _rowwise(context: StyleContext, name: str, module: nn.Module, style: Style, head: Head) -> None:
@@ -222,23 +237,22 @@ def _parameter(context: StyleContext, name: str, style: Style) -> None:
     module = context.model.get_submodule(owner)
     p = module._parameters[local]
     assert p is not None
-    if p.dtype == torch.uint8:
-        raise ConfigError(
-            f"{name} is a stack of experts in groups of few bits (model.quantize), which tp does not cut: type "
-            "mesh.tp=1, or share experts out with mesh.ep, which leaves them whole over tp."
-        )
     if style.kind == "added_once":
         context.partial.add(p)
         module.forward = AddedOnce(module, local, context.regions.channel.rank)
         return
-    dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
-    if style.kind not in dims or p.dim() > 3:
+    dims = {"colwise": 0, "packed_colwise": 0, "rowwise": 1, "packed_rowwise": 1}  # of each matrix
+    stack = stacks_of(module).get(local)
+    if style.kind not in dims or (stack is None and p.dim() > 3):
         raise ConfigError(
             f"{name}: style {style.kind!r} on a parameter of shape {tuple(p.shape)}. A parameter is cut, colwise or "
             "rowwise, where it is experts' fused matrices [experts, ., .], their biases [experts, .] or a number for "
             "every head; else give its module the style."
         )
-    context.cut(name, p, dims[style.kind] if p.dim() == 3 else -1, style.blocks)
+    if stack is not None:
+        parts = context.regions.channel.size * style.blocks
+        _check_groups(name, stack.codec.format, stack.full.shape, dims[style.kind], parts)
+    context.cut(name, p, 1 + dims[style.kind] if stack is not None or p.dim() == 3 else -1, style.blocks)
     if p.dim() == 1:
         context.handled.add(module)
 

@@ -12,11 +12,11 @@ New weights, which are made for a run, are in no folder on which somebody could 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero3d.checkpoint.folders import is_export, put_in_place
 from zero3d.errors import ConfigError
 
 HF, ADAPTER = "hf", "adapter"
@@ -50,7 +50,7 @@ class ExportPlace:
 
     def refuse(self) -> None:
         """Refuse to replace a folder that no run has exported. Raises ConfigError."""
-        if self.path.is_symlink() or (self.path.exists() and not _exported(self.path)):
+        if self.path.is_symlink() or (self.path.exists() and not is_export(self.path)):
             raise ConfigError(
                 f"{self.path} was not exported by a run and would be replaced: move it, or type "
                 "checkpoint.export=false."
@@ -59,12 +59,7 @@ class ExportPlace:
     def publish(self) -> None:
         """Put the complete export in the place of the one before, which is there until then. Raises ConfigError."""
         self.refuse()
-        old = self.root / f".{self.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if self.path.exists():
-            self.path.rename(old)
-        self.fresh.rename(self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(self.fresh, self.path)
 
 
 def export_places(root: Path, export: bool | str, adapted: bool, based: bool = True) -> Sequence[ExportPlace]:
@@ -83,18 +78,3 @@ def export_places(root: Path, export: bool | str, adapted: bool, based: bool = T
 def all_places(root: Path) -> Sequence[ExportPlace]:
     """Return every place that some run may have exported to."""
     return [ExportPlace(root, "", name) for name in (HF, ADAPTER)]
-
-
-def _exported(folder: Path) -> bool:
-    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
-    from safetensors import SafetensorError, safe_open
-
-    if not folder.is_dir():
-        return False
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="np") as weights:
-                return (weights.metadata() or {}).get("writer") == "zero3d"
-        except (OSError, SafetensorError):
-            return False
-    return not any(folder.iterdir())

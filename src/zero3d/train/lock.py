@@ -68,4 +68,7 @@ def check_free(root: Path) -> None:
 def refusal(root: Path) -> str:
     """Return the message about a folder that another process holds."""
     who, end = holder(root / LOCK)
-    return f"output {root} is in use by {who}: wait for that run, {end}, or write elsewhere with output=FOLDER."
+    return (
+        f"output {root} is in use by {who}: wait for that run, {end}, or write elsewhere with output=FOLDER. Ranks "
+        "whose launcher was killed save and end within seconds: then try again."
+    )

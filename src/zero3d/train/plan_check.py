@@ -38,7 +38,7 @@ from zero3d.page.text import size
 from zero3d.plan.corrected import corrected, profile, write_rates
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import base_of, cluster, named, read_file
+from zero3d.plan.hardware import base_of, check_card, cluster, named, read_file
 from zero3d.plan.network import CPU
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import trace
@@ -103,16 +103,15 @@ def _made(make: Callable[[], PlannedRun]) -> PlannedRun | str:
 
 def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     """Return the ranks of this run, as `plan.cluster` or the catalogue know them. Raises ConfigError."""
-    file = config.plan.cluster
-    name = base_of(read_file(file)) if file is not None else None
+    file, where = config.plan.cluster, mesh.device
+    device = CPU if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
+    here = CPU if where.type == "cpu" else named(device)
+    known = {} if file is None else read_file(file)
+    if file is not None and here is not None:
+        check_card(file, known, here)
+    name = base_of(known) or here
     if name is None:
-        where = mesh.device
-        device = "cpu" if where.type == "cpu" else torch.get_device_module(where).get_device_name(where)
-        name = "cpu" if where.type == "cpu" else named(device)
-        if name is None:
-            raise ConfigError(
-                f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it."
-            )
+        raise ConfigError(f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it.")
     return cluster(name, mesh.world, mesh.world // (mesh.local_world or mesh.world), file)
 
 
@@ -169,15 +168,21 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     rates     what the planned seconds are from; None: nothing is known of the device, so they are not compared
     """
     on_cpu = reserved is None
-    beside = "" if reserved is None else f"{size(reserved, keep_zero=True)} reserved, "
-    memory, kind = (estimate.memory.states, "of states") if on_cpu else (estimate.memory.allocated, "allocated")
+    beside = "" if reserved is None else f", {size(reserved, keep_zero=True)} reserved"
+    memory, kind = (
+        (estimate.memory.states, "model states") if on_cpu else (estimate.memory.allocated, "allocated memory")
+    )
     off = f" ({100 * (measured / memory - 1):+.1f} %)" if memory else ""  # all of it may be off the device
     largest = max(estimate.seconds.parts, key=lambda name: estimate.seconds.parts[name])
     part = SPELT_OUT.get(largest, largest)
-    held = f"plan {size(int(memory), keep_zero=True)} / actual {size(measured, keep_zero=True)} {kind}{off}, {beside}"
+    planned, found = (size(nbytes, keep_zero=True) for nbytes in (int(memory), measured))
+    bytes_line = f"{kind}: planned {planned}, measured {found}{off}{beside}"
     if rates is None:
-        return f"{held}step {seconds:.3g} s, which no plan predicts for a CPU without plan.cluster"
-    return f"{held}step {estimate.seconds.mid:.3g} s / {seconds:.3g} s by {rates}; largest planned part: {part}"
+        return f"{bytes_line}; a step: measured {seconds:.3g} s (a CPU's is planned with plan.cluster alone)"
+    return (
+        f"{bytes_line}; a step: planned {estimate.seconds.mid:.3g} s by {rates}, measured {seconds:.3g} s; largest "
+        f"planned part: {part}"
+    )
 
 
 def write_back(planned: PlannedRun, seconds: float, file: str) -> str:

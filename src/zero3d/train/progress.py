@@ -24,7 +24,7 @@ SHORT = "loss {loss:5.3f}  norm {grad_norm:5.3f}  lr {lr:.1e}  {tokens_per_s:6,.
 class Progress:
     """Shows what happens. The console of every rank but the first is quiet.
 
-    every  steps between lines where there is no terminal; None prints about LINES in a run
+    every  steps between lines; None prints about LINES in a run where there is no terminal, and none above the bar
     clock  seconds
     """
 
@@ -67,7 +67,7 @@ class Progress:
         if self._bar is not None:
             shown = f"{SHORT.format(**record)}\n{amounts(record)}"
             self._bar.update(self._task, completed=step, figures=shown, left="" if left is None else duration(left))
-        elif step % every == 0 or step in (1, self._steps):
+        if (self._bar is None or self._every) and (step % every == 0 or step in (1, self._steps)):
             self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {figures(record)}{in_words(left)}")
 
     def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -91,12 +91,20 @@ def amounts(record: Mapping[str, Any]) -> str:
     """Return what a step used and sent, and how many have been skipped."""
     parts = [
         f"MFU {record['mfu']:.1%}" if "mfu" in record else "",
-        f"{size(record['memory_bytes'], keep_zero=True)} held",
-        f"{size(record['reserved_bytes'], keep_zero=True)} reserved" if "reserved_bytes" in record else "",
+        held(record["memory_bytes"], record.get("reserved_bytes")),
         f"{size(record['traffic_bytes'], keep_zero=True)} sent" if record["traffic_bytes"] else "",
         f"{record['skipped']} skipped" if record["skipped"] else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def held(memory: int, reserved: int | None) -> str:
+    """Return what a rank holds: of an accelerator what tensors take, and its allocator; on the CPU all of its process.
+
+    reserved  None on the CPU
+    """
+    taken = size(memory, keep_zero=True)
+    return f"process {taken}" if reserved is None else f"{taken} allocated  {size(reserved, keep_zero=True)} reserved"
 
 
 def duration(seconds: float) -> str:

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from zero3d.config import Config, to_dict
 from zero3d.expert_parallel.traffic import Busiest
-from zero3d.page.text import size
 from zero3d.spec.tiers import DEVICE
 from zero3d.stores.cache import shown as shown_path
 from zero3d.train.curve import as_png, as_text, smooth
 from zero3d.train.measure import MemoryRow
 from zero3d.train.metrics import finite, losses
+from zero3d.train.progress import held
 from zero3d.train.run import Result
 
 BUFFERS = {
@@ -28,12 +28,23 @@ BUFFERS = {
     "wire": "communication buffers",
     "received": "received activations",
 }
+CURVE = 10  # steps from which a curve is drawn
 STAGING = {"wire": "staging buffers"}  # off the device
 
 
 def show(result: Result, console: Console) -> None:
-    """Print everything and write loss.png."""
-    if console.encoding.startswith("utf") and len(result.history) > 1:
+    """Print everything and write loss.png; of a session without a step nothing but where its run's results are."""
+    if result.steps:
+        show_session(result, console)
+    for line in summary(result):
+        console.print(Text(line), soft_wrap=True)
+    if result.steps:
+        console.print(Text(write_png(result)), soft_wrap=True)
+
+
+def show_session(result: Result, console: Console) -> None:
+    """Print what this session's steps were: the curve, a sample, memory and traffic."""
+    if console.encoding.startswith("utf") and len(result.history) >= CURVE:
         console.print(Text("\nloss (nats per token), running average", style="bold"))
         for line in as_text(smooth(losses(result.history))):
             console.print(line, highlight=False, no_wrap=True)
@@ -49,9 +60,6 @@ def show(result: Result, console: Console) -> None:
         console.print()
     console.print(traffic_table(result))
     console.print()
-    for line in summary(result):
-        console.print(Text(line), soft_wrap=True)
-    console.print(Text(write_png(result)), soft_wrap=True)
 
 
 def memory_table(result: Result) -> Table:
@@ -91,7 +99,7 @@ def _figures(row: MemoryRow) -> tuple[str, Text, str]:
 
 def traffic_table(result: Result) -> Table:
     """Return what rank 0 sent in the whole session, by operation."""
-    title = f"traffic of rank 0 of {result.ranks} in {len(result.steps)} steps"
+    title = f"traffic of rank 0 of {result.ranks} in {steps_of(result)}"
     table = _table(title, ("operation",), ("calls", "elements", "bytes"))
     for row in result.traffic:
         figures = (f"{figure:,}" for figure in row.measured)
@@ -101,10 +109,10 @@ def traffic_table(result: Result) -> Table:
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Make a table: columns of text and of figures, then the verdict and the formula's figure."""
+    """Make a table: columns of text, which are wrapped where it is narrow, of figures, the verdict, the formula's."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", title_style="bold")
     for name in left:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -126,9 +134,9 @@ OF_BASE = "on the base in full precision, before it was quantised (model.quantiz
 
 def summary(result: Result) -> Iterator[str]:
     """Yield the losses and where everything is."""
-    most = size(result.peak_memory, keep_zero=True)
-    reserved = "" if result.peak_reserved is None else f", of {size(result.peak_reserved, keep_zero=True)} reserved"
-    yield f"trained {len(result.steps)} steps in {result.seconds:.1f} s; no rank ever held more than {most}{reserved}"
+    if result.steps:
+        most = held(result.peak_memory, result.peak_reserved)
+        yield f"trained {steps_of(result)} in {result.seconds:.1f} s; fullest rank at its peak: {most}"
     held_out, reloaded = result.held_out_loss, result.reloaded_loss
     if math.isfinite(held_out):
         yield f"held-out loss: {held_out:.6f} nats per token, perplexity {math.exp(min(held_out, 700.0)):,.3f}"
@@ -152,6 +160,12 @@ def summary(result: Result) -> Iterator[str]:
     if result.fingerprint and result.history:
         yield f"exact: last loss {float(losses(result.history)[-1]).hex()}, states {result.fingerprint}"
     yield f"checkpoint: {shown_path(result.checkpoint)}    metrics: {result.folder.metrics}"
+
+
+def steps_of(result: Result) -> str:
+    """Count this session's steps in words."""
+    count = len(result.steps)
+    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _difference(config: Config) -> str:

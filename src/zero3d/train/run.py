@@ -213,7 +213,7 @@ def _finish(
     applied = sum(record["applied"] for record in loop.history)
     memory = memory_rows(engine, engine.memory, activations.bytes, micro_batches)
     counts = SessionCounts(applied, len(loop.history) - applied, micro_batches, loop.tokens)
-    traffic = traffic_rows(engine, loop.traffic, counts)
+    traffic = traffic_rows(engine, loop.traffic, counts) if loop.history else []
     peak, reserved = fullest(engine, memory_peak(engine))
     fingerprint = engine.fingerprint() if config.zero.exact else ""
     expert_load = engine.expert_load.over_dp()
@@ -328,8 +328,8 @@ def introduction(config: Config, inputs: Inputs, steps: int, engine: Engine, fol
     settings += ["loss in tiles"] if config.train.tiled_loss is True else []
     return [
         *([engine.mesh.degrees.table()] if engine.mesh.pp * engine.mesh.tp > 1 else []),
-        f"zero3d train: {', '.join(settings)}; {kind} with {count_params(engine):,} parameters",
-        f"{inputs.batch.equation}; {steps:,} steps; writing to {folder.root}",
+        f"zero3d train: {', '.join(settings)}; {kind} with {parameters(engine)}",
+        f"{inputs.batch.equation}; {steps:,} step{'' if steps == 1 else 's'}; writing to {folder.root}",
         _vocabulary(inputs),
         *filter(None, [slow_products(config.precision, engine.mesh.device), described(engine)]),
         *getattr(engine.optimizer.torch, "table", ()),
@@ -355,6 +355,14 @@ def _stream(config: Config, inputs: Inputs, engine: Engine) -> BatchStream:
         dealt=config.zero.exact and engine.policy.reduce == "every_micro_batch",
         grouped=Grouping(config.data.group_by_length, config.data.group_by_modality),
     )
+
+
+def parameters(engine: Engine) -> str:
+    """Say how many parameters the model has, and where some are frozen how many are trained."""
+    total, full = count_params(engine), engine.full_model
+    trained = sum(math.prod(full.shapes[name]) for name in full.trainable)
+    some = "" if trained == total else f", of which {trained:,} are trained ({trained / total:.2%})"
+    return f"{total:,} parameters{some}"
 
 
 def count_params(engine: Engine) -> int:

@@ -161,11 +161,12 @@ class Packer:
 
 def _copy(into: Tensor, values: Tensor, hasher: xxhash.xxh3_64) -> None:
     """Copy values, and take what they are there into the checksum, while a cache has them."""
-    raw, step = into.view(torch.uint8), max(1, BLOCK_BYTES // into.dtype.itemsize)
-    for start in range(0, into.numel(), step):
-        into[start : start + step].copy_(values[start : start + step])
-        if into.device.type == "cpu":
-            hasher.update(raw[start * into.dtype.itemsize : (start + step) * into.dtype.itemsize].numpy().data)
+    step = max(1, BLOCK_BYTES // into.dtype.itemsize)
+    raw = into.view(torch.uint8).numpy().data if into.device.type == "cpu" else b""
+    for number in range(-(-into.numel() // step)):
+        block = slice(number * step, (number + 1) * step)
+        into[block].copy_(values[block])
+        hasher.update(raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -42,10 +42,12 @@ class Weights:
     place     where what this rank updates is
     keeps_full  `full` stays allocated while the unit is released: below stage 3, for a step, or for one rank
     pending   new weights were left on their way (`leave`), or their update is due (`defer`)
+    _landed   what parameters are where they were gathered to this rank alone
     """
 
     pending = False
     _exact = False
+    _landed: list[Tensor] | None = None
     _due: Callable[[], None] | None = None
 
     def __init__(
@@ -203,21 +205,23 @@ class Weights:
         return (self._wire.gather_weights if exactly else self._wire.gather)(self.full, fill)
 
     def gather_to_first(self) -> None:
-        """Fill `full` with the weights themselves on the first rank; the others send 1/N Psi each, and stay SHARDED."""
+        """Have parameters be the weights themselves on the first rank, in memory that is not `full`.
+
+        The others give 1/N Psi each, and stay SHARDED.
+        """
         assert self.state is State.SHARDED
         assert self._wire is not None
         self.check()
-        self._wire.gather_to_first(self.full, fill=not self.keeps_full)
-        self._exact = True
-        if self._setting.comm.rank == 0:
-            self.state = State.GATHERING
+        landed = self._wire.gather_to_first()
+        if landed is not None:
+            self._landed = parameter_views(landed, self.layout)
+            self._point_at(self._landed)
+            self.state = State.FULL
 
     def share_first(self) -> None:
-        """Have on all ranks what `gather_to_first` has left on the first: others need it now; (N-1)/N Psi each."""
-        if self.state is State.SHARDED:
-            self.gather(exactly=True)
-        else:
-            self._gather(exactly=True, fill=False).wait()
+        """Gather on all ranks what `gather_to_first` has left on the first: others need it now; (N-1)/N Psi each."""
+        self.release()
+        self.gather(exactly=True)
 
     def show(self, exactly: bool) -> None:
         """Have a gathered unit's parameters be the weights themselves, or what is computed with, if that differs."""
@@ -250,8 +254,9 @@ class Weights:
         self.state = State.SHARDED
 
     def _free(self) -> None:
-        if not self.keeps_full:
+        if self._landed is None and not self.keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
+        self._landed = None
 
     def _point_at(self, targets: list[Tensor]) -> None:
         for p, target in zip(self.params, targets, strict=True):
@@ -259,7 +264,8 @@ class Weights:
 
     def check(self) -> None:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
-        targets = self.views if self.state is State.FULL else self._placeholders
+        whole = self.views if self._landed is None else self._landed
+        targets = whole if self.state is State.FULL else self._placeholders
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
             if p.requires_grad and not self.trainable and torch.is_grad_enabled():
                 raise LayoutError(

@@ -112,21 +112,10 @@ class Wire:
                 arena.drain("gathered", full, policy.poison)
             raise
 
-    def gather_to_first(self, full: Tensor, fill: bool) -> None:
-        """Fill `full` with weights as they are on the first rank alone, to which all others send their shards."""
-        arena, comm = self._setting.arena, self._setting.comm
-        if comm.rank:
-            with self._place.opened(False) as shard:
-                comm.gather_to_first(full, shard, self._name)
-            return
-        if fill:
-            arena.fill("gathered", full)
-        try:
-            comm.gather_to_first(full, self.bring(full), self._name)
-        except BaseException:
-            if fill:
-                arena.drain("gathered", full, self._setting.policy.poison)
-            raise
+    def gather_to_first(self) -> Tensor | None:
+        """Return the weights as they are [total] on the first rank, which all others give their shards; None there."""
+        with self._place.opened(False) as shard:
+            return self._setting.comm.gather_to_first(shard, self._name)
 
     def _start(self, travels: Tensor, bring: Callable[[Tensor], Tensor]) -> Pending:
         """Start to gather what travels, and keep a second shard of it when it has arrived."""

@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             engine.put("generate", _generation(engine, getattr(model, "generate")))  # noqa: B009
 
     def _precision_of(self, model: nn.Module) -> str:
-        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         return "bf16" if self._precision == "no" and dtypes == {torch.bfloat16} else PRECISIONS[self._precision]
 
     def free_memory(self, *objects: Any) -> Any:

@@ -1,0 +1,86 @@
+"""Memory of one rank into which other ranks of its host write what they would otherwise send.
+
+    rank 0 of an axis                                    another rank
+    a memory file: process, number, mark      ->         opens /proc/PROCESS/fd/NUMBER, maps it, and looks for the mark
+                                              <-         whether it is there
+    closes the file, whose mappings remain
+
+    | mark, to the end of a page | memory: slot 0 | slot 1 | ... |       a slot for each rank, which it writes itself
+
+A rank of another host, or of another container, finds no such process, or another mark, and goes on sending. The file
+has no name, so that processes that are killed leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAGE = 4096  # bytes; a multiple of the width of every dtype
+NAME = "zero3d-landing"
+NOWHERE = (0, 0, 0)
+
+
+class Landing:
+    """Owns memory of this rank that others of its host may write into.
+
+    memory   [nbytes] uint8; of a host only where it can be shared
+    address  process, file and mark, by which `attach` finds the memory until `close`; NOWHERE if nobody can
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.address: Sequence[int] = NOWHERE
+        if device.type == "cpu" and nbytes:
+            try:
+                self.memory = self._shared(nbytes)
+                return
+            except (AttributeError, OSError):  # of a system without memory files, or with no more of them
+                pass
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def _shared(self, nbytes: int) -> Tensor:
+        """Return new memory that `address` leads to. Raises OSError; AttributeError where there are no memory files."""
+        file, mark = os.memfd_create(NAME), secrets.randbits(62)
+        try:
+            os.ftruncate(file, PAGE + nbytes)
+            whole = _mapped(file, nbytes)
+        except BaseException:
+            os.close(file)
+            raise
+        whole[:8].view(torch.int64).fill_(mark)
+        self.address = (os.getpid(), file, mark)
+        return whole[PAGE:]
+
+    def close(self) -> None:
+        """Let nobody attach any more; who has done so keeps the memory."""
+        if self.address is not NOWHERE:
+            os.close(self.address[1])
+            self.address = NOWHERE
+
+
+def attach(address: Sequence[int], nbytes: int) -> Tensor | None:
+    """Return the first bytes of another rank's memory, or None where that is not of this host."""
+    process, number, mark = address
+    path = f"/proc/{process}/fd/{number}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            return None
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        whole = _mapped(file, nbytes)
+    except (OSError, ValueError):  # of another host's rank, whose process here has the same number
+        return None
+    finally:
+        os.close(file)
+    return whole[PAGE:] if whole[:8].view(torch.int64).item() == mark else None
+
+
+def _mapped(file: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, PAGE + nbytes), dtype=torch.uint8)
