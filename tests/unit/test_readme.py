@@ -96,8 +96,8 @@ def test_the_flips_of_the_first_sentence_are_those_of_the_results(path):
     (run,) = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())["runs"]
     flips, sound = run["result"]["flips"], run["result"]["sound"]
     assert flips["false_alarms"] == sound["alarms"] == flips["applied"] == 0
-    (first,) = (line for line in path.read_text().splitlines() if re.search("no false alarm|没有误报", line))
-    assert {int(each) for each in re.findall(r"\b(\d+) (?:of|bits|位)", first)} == {flips["planted"], flips["named"]}
+    (first,) = (line for line in path.read_text().splitlines() if re.search("no false alarm|零误报", line))
+    assert {int(each) for each in re.findall(r"\b(\d+) (?:of|bits|次)", first)} == {flips["planted"], flips["named"]}
 
 
 def anchors(path):
