@@ -55,11 +55,11 @@ TWINS = (  # in both languages
     "doctor",
     "howto",
     "data",
+    "cluster",
 )
 GUIDES = (
     *TWINS,
     *(f"{name}.zh" for name in TWINS),
-    "cluster",
     "compare",
     "config",
     "models",
