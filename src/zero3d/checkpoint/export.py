@@ -35,6 +35,16 @@ from zero3d.zero.unit import Unit
 FILE_BYTES = 4 * 10**9
 
 
+class Gathers(Protocol):
+    """Has units whole where they are exported from."""
+
+    def landing(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """Have memory for the largest of these units inside."""
+
+    def on_first(self, unit: Unit) -> AbstractContextManager[None]:
+        """Have one of them gathered on the first of its ranks inside."""
+
+
 def export(
     directory: Path, engine: EngineState, gathers: Gathers, kind: str | None = None, overwrite: bool = False
 ) -> Path:
