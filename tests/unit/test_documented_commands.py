@@ -57,15 +57,7 @@ TWINS = (  # in both languages
     "data",
     "cluster",
 )
-GUIDES = (
-    *TWINS,
-    *(f"{name}.zh" for name in TWINS),
-    "compare",
-    "config",
-    "models",
-    "questions.zh",
-    "training",
-)
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "compare", "config", "models", "questions.zh", "training")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
