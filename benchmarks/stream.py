@@ -14,10 +14,10 @@ seconds are rank 0's, from a barrier to the last acknowledgement. Of `each` thos
 Memory is of rank 0, in fresh processes whose malloc maps tensors one by one (`ranks.map_tensors`): the most that it has
 in a turn above what it had before, with the two buckets, which a sender keeps. Of `raw` it is the buckets.
 
-Targets: stream <= 0.40x of each's time and <= 0.30x of its memory, <= 1.30x of raw's time. Raw copies each byte twice, on
-two cores at once. A stream copies it three times (into the unit, the bucket, the receiver's tensor), and reads it three
-times more (for values that are not finite, for both checksums); so on two cores 1.30x of raw's time is out of reach, and
-1.30x of bare's is what that can mean here. The exit code is 0 whether they are met or not.
+Targets: stream <= 0.40x of each's time and <= 0.30x of its memory, <= 1.30x of raw's time. Raw copies each byte twice,
+on two cores at once. A stream copies it three times (into the unit, the bucket, the receiver's tensor), and reads it
+three times more (for values that are not finite, for both checksums); so on two cores 1.30x of raw's time is out of
+reach, and 1.30x of bare's is what that can mean here. The exit code is 0 whether they are met or not.
 """
 
 from __future__ import annotations
