@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import accumulate, chain, repeat
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +24,7 @@ from zero3d.plan.hardware import cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
 from zero3d.sim.model_spec import open_spec
-from zero3d.train.plan_check import check_line
+from zero3d.train.plan_check import check_line, rates_from
 from zero3d.train.progress import Progress
 
 STEPS = (10.0, 0.5, 1.0)  # seconds of the first steps by the clock of a test; later ones take as long as the last
@@ -105,6 +106,10 @@ def test_ten_steps_leave_a_profile_by_which_the_same_run_is_planned_as_long_as_i
     place = cluster("cpu", 1, 1, file)
     estimate = evaluate(open_spec("demo", config.data.length), place, plan_of(config, 1))
     assert estimate.seconds.mid == pytest.approx(1.0, rel=1e-6)  # STEPS' last, the median of steps 4 to 10
+    calibrated = replace(
+        place, provenance=place.provenance | {"gpu.matrix": "measured", "step.fixed": "fitted on 7 runs"}
+    )
+    assert rates_from(calibrated, "a/cluster.json") == "the rates of cluster.json (measured, fitted on 7 runs)"
     assert re.match(r"fitted on 1 s a step: .*, micro-batch \d+ x \d+, 1 ranks$", place.provenance["gpu.matrix"])
     again = made | {"output": str(tmp_path / "again"), "plan": {"cluster": file}}
     again["train"] = made["train"] | {"steps": 3}

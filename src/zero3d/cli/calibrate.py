@@ -49,7 +49,8 @@ def work(arguments: argparse.Namespace) -> None:
     path, mesh = Path(arguments.out), Mesh()
     spec = calibrate(mesh, path.resolve().parent)
     runs = timed_runs(mesh, small_runs(mesh.device.type, mesh.world))
-    spec = fitted(spec, runs, f"fitted on steps of {len(runs)} small Llamas on {mesh.world} ranks")
+    ranks = f"{mesh.world} rank{'s' if mesh.world > 1 else ''}"
+    spec = fitted(spec, runs, f"fitted on steps of {len(runs)} small Llamas on {ranks}")
     if os.environ["RANK"] != "0":
         return
     text = json.dumps(to_json(spec), indent=2)

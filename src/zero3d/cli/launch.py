@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from zero3d.cli.preflight import check_world
-from zero3d.config import load, split_words
+from zero3d.config import Config, load, split_words
 from zero3d.errors import ConfigError, MeshError, short
 from zero3d.spec.mesh import Mesh
 
@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, overrides = split_words(arguments.words)
     if config is None:
         raise ConfigError(f"CONFIG is missing: type zero3d launch {target} CONFIG, the YAML file of the run.")
-    job = Job(config, tuple(overrides), *sizes(load(config, overrides).mesh, arguments.nodes, arguments.gpus_per_node))
-    check(job)
+    loaded = load(config, overrides)
+    job = Job(config, tuple(overrides), *sizes(loaded.mesh, arguments.nodes, arguments.gpus_per_node))
+    check(job, loaded)
     text = TARGETS[target](job)
     if arguments.json:
         text = json.dumps({"target": target, "nodes": job.nodes, "gpus_per_node": job.gpus, "text": text}) + "\n"
@@ -99,12 +100,11 @@ def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
     return max(1, world // max(1, gpus)) if nodes is None else nodes, gpus
 
 
-def check(job: Job) -> None:
+def check(job: Job, config: Config) -> None:
     """Refuse what cannot be started, or would not go on when it is started again. Raises ConfigError."""
     for option, value in (("--nodes", job.nodes), ("--gpus-per-node", job.gpus)):
         if value < 1:
             raise ConfigError(f"{option} {value}: type a whole number from 1.")
-    config = load(job.config, job.overrides)
     if config.output is None:
         raise ConfigError(
             f"{job.config} names no output, and a job that is started again looks for its checkpoints there: "

@@ -12,7 +12,8 @@
     disk                    a file written, synced and read again as a disk slab's is, by one rank of a node
     host_memory, memory     as the system says
 
-All ranks measure at the same time, as they compute at the same time in training. Rank 0's figures are written.
+All ranks measure at the same time, as they compute at the same time in training. Rank 0's figures are written. What a
+step takes beside is fitted on steps of small models (train/small_runs.py).
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 # --- several runs -------------------------------------------------------------------------------
 
-# Kinds of work whose rates microbenchmarks told, and how far these may be wrong: a fit departs from them by as much for
-# reasons of some steps as for an error of NOISE in each.
+# Kinds of work whose rates were measured by themselves, and how far these rates may be wrong in steps. Least squares
+# weigh such an error as much as one of NOISE in the seconds of a run.
 TRUST = {"matrices": 0.1, "attention": 0.3, "optimizer": 0.5, "dp": 1.0}
 NOISE = 0.02
 BESIDE = ("rest", "block", "fixed")  # what only steps tell
@@ -86,12 +86,7 @@ def fitted(cluster: ClusterSpec, runs: Sequence[Timed], what: str) -> ClusterSpe
 
     No factor is negative. Those of kinds that microbenchmarks measured stay near 1 (TRUST).
     """
-    bare = replace(cluster, step=MeasuredStep(fixed=0.0, rest_passes=1.0, hide_dp=0.0))
-    kinds = (*TRUST, *BESIDE)
-    steps = [[amount / run.seconds for amount in _amounts(bare, run, kinds)] for run in runs]
-    priors = [[(NOISE / TRUST[kind]) * (kind == each) if kind in TRUST else 0.0 for each in kinds] for kind in TRUST]
-    wanted = [1.0] * len(steps) + [NOISE / trust for trust in TRUST.values()]
-    factors = dict(zip(kinds, _not_negative(np.array(steps + priors), np.array(wanted)), strict=True))
+    factors = _factors(cluster, runs)
     gpu = cluster.gpu
     assert gpu.matrix is not None  # a calibrated one
     assert gpu.flash is not None
@@ -112,6 +107,17 @@ def fitted(cluster: ClusterSpec, runs: Sequence[Timed], what: str) -> ClusterSpe
         step=step,
         provenance={**cluster.provenance, "step": what},
     )
+
+
+def _factors(cluster: ClusterSpec, runs: Sequence[Timed]) -> dict[str, float]:
+    """Return the factor of each kind of work, and the seconds of a block and of a step beside."""
+    bare = replace(cluster, step=MeasuredStep(fixed=0.0, rest_passes=1.0, hide_dp=0.0))
+    kinds = (*TRUST, *BESIDE)
+    steps = [[amount / run.seconds for amount in _amounts(bare, run, kinds)] for run in runs]
+    weights = {kind: NOISE / trust for kind, trust in TRUST.items()}
+    priors = [[weight if kind == each else 0.0 for each in kinds] for kind, weight in weights.items()]
+    wanted = [*(1.0 for _ in runs), *weights.values()]
+    return dict(zip(kinds, _not_negative(np.array(steps + priors), np.array(wanted)), strict=True))
 
 
 def farthest(cluster: ClusterSpec, runs: Sequence[Timed]) -> float:

@@ -157,8 +157,10 @@ def rates_from(cluster: ClusterSpec, file: str | None) -> str | None:
     """Say what a plan's seconds are from: a file's rates and how they were found, or the data sheet; None of a CPU."""
     if file is None:
         return None if cluster.gpu.name == CPU else "the data sheet"
-    source = cluster.provenance.get("gpu.matrix") or cluster.provenance.get("gpu.flops") or cluster.provenance["gpu"]
-    return f"the rates of {Path(file).name} ({source})"
+    sources = cluster.provenance
+    rates = sources.get("gpu.matrix") or sources.get("gpu.flops") or sources["gpu"]
+    said = dict.fromkeys([rates, sources.get("step.fixed", rates)])  # rates and steps, where both were measured
+    return f"the rates of {Path(file).name} ({', '.join(said)})"
 
 
 def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int | None, rates: str | None) -> str:
