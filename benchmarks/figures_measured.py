@@ -377,9 +377,12 @@ def loading_memory() -> str:
     """What a rank's process grows by while it loads a folder, beside what it keeps and may hold beyond it."""
     rows = []
     for way, found in results("loading-memory")[0]["memory"].items():
-        bytes_of, beyond = (found["peak"], found["kept"], loading.may(found)), loading.beyond(found)
-        in_mb = (f"{size / loading.MB:,.0f} MB" for size in bytes_of)
-        rows.append([f"`{way}`", *in_mb, f"{beyond:.2f}x", verdict([beyond], 1.0)])
+        in_mb = [f"{found[key] / loading.MB:,.0f} MB" for key in ("peak", "kept")]
+        bound = ["", "", ""]
+        if found["block"]:
+            beyond = loading.beyond(found)
+            bound = [f"{loading.may(found) / loading.MB:,.0f} MB", f"{beyond:.2f}x", verdict([beyond], 1.0)]
+        rows.append([f"`{way}`", *in_mb, *bound])
     return table(["", "at most", "kept", "may hold beyond", "held beyond", "target 1.00x"], rows)
 
 

@@ -21,7 +21,7 @@ Target: `weights` from a cold disk is at least 0.8x as fast as the raw read.
 
 With `--memory` no time is measured, but what a rank's process grows by, in processes of their own,
 after a load that is thrown away: at most while it loads, and with the engine that it keeps. Target:
-beyond what it keeps it holds at most what one block of weights takes while it is packed
+with nf4, beyond what it keeps it holds at most what one block of weights takes while it is packed
 (`READ_AT_ONCE`, or the largest matrix where that is smaller, at 22 bytes a weight: fp32 and what is
 made of it), and the pages of the file that is open. The exit code is 0 whether targets are met or not.
 """
