@@ -13,6 +13,7 @@ from io import StringIO
 from typing import Any
 
 from figures_measured import results, table
+from planner_accuracy import labels_text, ranking_text
 from planner_constants import JUDGING
 from recorded import load
 
@@ -202,15 +203,9 @@ def _errors(s: Mapping[str, Any] | None) -> list[str]:
 
 def _told(s: Mapping[str, Any]) -> str:
     if s["kind"] == "fits":
-        other = f"; left out: {_labels(s['left_out'])}" if s["left_out"] else ""
-        return _labels(s) + other
-    regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst" if "tau" in s else ""
-    return f"{s['groups']} models: Kendall tau {s['tau']:.2f}, {regret}" if regret else ""
-
-
-def _labels(s: Mapping[str, Any]) -> str:
-    recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
-    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}"
+        other = f"; left out: {labels_text(s['left_out'])}" if s["left_out"] else ""
+        return labels_text(s) + other
+    return ranking_text(s) if "tau" in s else ""
 
 
 LIMITS = {"memory": {"mean": 0.12, "p90": 0.20}, "time": {"mean": 0.10, "worst": 0.25}}

@@ -374,6 +374,16 @@ def loading_speed() -> str:
     return table(["", "", "speed", "of raw", f"target {loading.TARGET:.2f}x"], rows)
 
 
+def loading_memory() -> str:
+    """What a rank's process grows by while it loads a folder, beside what it keeps and may hold beyond it."""
+    rows = []
+    for way, found in results("loading")[0]["memory"].items():
+        bytes_of, beyond = (found["peak"], found["kept"], loading.may(found)), loading.beyond(found)
+        in_mb = (f"{size / loading.MB:,.0f} MB" for size in bytes_of)
+        rows.append([f"`{way}`", *in_mb, f"{beyond:.2f}x", verdict([beyond], 1.0)])
+    return table(["", "at most", "kept", "may hold beyond", "held beyond", "target 1.00x"], rows)
+
+
 def loop_share() -> str:
     """Of the demo's loop, what is outside the engine."""
     [run] = results("loop-overhead")
@@ -514,6 +524,7 @@ MEASURED: dict[str, Callable[[], str]] = {
     "qlora": qlora_beside,
     "demo-curves": demo_curves_by_step,
     "loading": loading_speed,
+    "loading-memory": loading_memory,
     "offload-targets": offload_targets,
     "offload-steps": offload_steps,
     "loop-share": loop_share,

@@ -5,7 +5,8 @@
     raw       every rank reads its share of the files' bytes, end to end, into memory of its own
     weights   every rank: `open_model`, then `Engine(module, weights=weights, stage=3)` with all weights but
               one norm frozen: what it ends with is what raw ends with, the rank's share of the bytes
-    engine    the same with everything trainable: also masters (4 bytes per parameter, 2 x the bytes of the
+    nf4       weights, with model.quantize=nf4: every rank reads the weights of its slice and keeps 0.56 bytes of each
+    engine    the same as weights with everything trainable: also masters (4 bytes per parameter, 2 x the bytes of the
               files), gradients (2 x) and two moments (4 x), allocated and written once; no bytes of the files
 
 The folder is a random Llama in bf16, saved by `save_pretrained` in several files. A round measures
@@ -16,8 +17,13 @@ folder's bytes over it. What a file costs depends on where it lies, so all find 
     warm    every file has just been read: memory and Python decide, above all building the module
 
 Memory for the result is allocated within the time. Code is warmed up by one uncounted round.
-Target: `weights` from a cold disk is at least 0.8x as fast as the raw read. The exit code is 0
-whether it is met or not.
+Target: `weights` from a cold disk is at least 0.8x as fast as the raw read.
+
+What a rank's process grows by is measured in processes of their own, after a load that is thrown
+away: at most while it loads, and with the engine that it keeps. Target: beyond what it keeps it
+holds at most what one block of weights takes while it is packed (`READ_AT_ONCE`, or the largest
+matrix where that is smaller, at 22 bytes a weight, fp32 and what is made of it), and the pages of
+the file that is open. The exit code is 0 whether targets are met or not.
 """
 
 from __future__ import annotations
@@ -30,25 +36,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory import gauge
 from ranks import Start, command_line, over_ranks, positive, run_ranks
 from torch import Tensor
 
 from zero3d import Engine, Mesh
 from zero3d.config import Model
+from zero3d.models.codecs import READ_AT_ONCE
+from zero3d.models.files import REOPEN_BYTES
 from zero3d.models.open import open_model
+from zero3d.models.quantised import QuantisedLinear, quantise
 
 TARGET = 0.8
+PACKING = 22  # bytes of a weight while it is packed: as read, in fp32, scaled, its code
 MB = 10**6
 LAYER = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8192}
 FILES = 3
 CACHES = ("cold", "warm")
-WAYS = ("raw", "weights", "engine")
+WAYS = ("raw", "weights", "nf4", "engine")
+KEPT = ("weights", "nf4")  # whose memory is measured
 TRAINED = "model.norm.weight"
 
 
@@ -60,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
         total = sum(Path(file).stat().st_size for file in files)
         seconds = run_ranks(Start(arguments.ranks), measure, str(folder), files, arguments.rounds)
-    result = {"ranks": arguments.ranks, "bytes": total, "files": len(files), "seconds": seconds}
+        memory = {way: run_ranks(Start(arguments.ranks, malloc="map"), grown, str(folder), way) for way in KEPT}
+    result = {"ranks": arguments.ranks, "bytes": total, "files": len(files), "seconds": seconds, "memory": memory}
     result["ratios"] = {
         cache: {way: median(times["raw"]) / median(times[way]) for way in WAYS[1:]} for cache, times in seconds.items()
     }
@@ -98,13 +112,12 @@ def measure(device: torch.device, folder: str, files: list[str], rounds: int) ->
     mesh = Mesh(device=device)
     ways: dict[str, Callable[[], object]] = {
         "raw": lambda: read_share(files, dist.get_rank(), dist.get_world_size()),
-        "weights": lambda: load(folder, mesh, frozen=True),
-        "engine": lambda: load(folder, mesh, frozen=False),
+        **{way: partial(load, folder, mesh, way) for way in WAYS[1:]},
     }
     seconds: dict[str, dict[str, list[float]]] = {cache: {way: [] for way in ways} for cache in CACHES}
     for turn in range(1 + rounds):
         for cache in CACHES:
-            for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
+            for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
                 seconds[cache][way].append(timed(ways[way], files, cache, device))
     return {cache: {way: times[1:] for way, times in by_way.items()} for cache, by_way in seconds.items()}
 
@@ -156,12 +169,42 @@ def fill(handle: Any, memory: memoryview) -> None:
         done += handle.readinto(memory[done:])
 
 
-def load(folder: str, mesh: Mesh, frozen: bool) -> Engine:
-    """The folder as an engine at stage 3; frozen: but for one norm, since an engine trains something."""
+def load(folder: str, mesh: Mesh, way: str) -> Engine:
+    """The folder as an engine at stage 3; frozen but for one norm where the way is not "engine"."""
     opened = open_model(Model(path=folder))
     for name, p in opened.module.named_parameters():
-        p.requires_grad_(not frozen or name == TRAINED)
+        p.requires_grad_(way == "engine" or name == TRAINED)
+    if way == "nf4":
+        opened = quantise(opened, way, torch.bfloat16)
     return Engine(opened.module, weights=opened.weights, stage=3, mesh=mesh)
+
+
+def grown(device: torch.device, folder: str, way: str) -> dict[str, int]:
+    """Bytes by which a rank's process grows: at most while it loads, and with the engine; the most of all ranks.
+
+    block  what packing may hold, 0 where nothing is packed
+    """
+    mesh, memory = Mesh(device=device), gauge(device, exact=True)
+    load(folder, mesh, way)
+    gc.collect()
+    memory.reset()
+    before = memory.now()
+    engine = load(folder, mesh, way)
+    peak, kept = memory.peak() - before, memory.now() - before
+    sizes = [m.in_features * m.out_features for m in engine.module.modules() if isinstance(m, QuantisedLinear)]
+    block = PACKING * min(READ_AT_ONCE, max(sizes, default=0))
+    most = over_ranks([float(peak), float(kept)], dist.ReduceOp.MAX, device)
+    return {"peak": int(most[0]), "kept": int(most[1]), "block": block, "pages": REOPEN_BYTES}
+
+
+def may(memory: dict[str, int]) -> int:
+    """Bytes that a rank may hold beyond what it keeps."""
+    return memory["block"] + memory["pages"]
+
+
+def beyond(memory: dict[str, int]) -> float:
+    """What a rank held beyond what it keeps, over what it may hold."""
+    return (memory["peak"] - memory["kept"]) / may(memory)
 
 
 def show(result: dict[str, Any]) -> str:
@@ -174,6 +217,11 @@ def show(result: dict[str, Any]) -> str:
             judged = ("yes" if ratio >= TARGET else "NO") if (cache, way) == ("cold", "weights") else ""
             speed = result["bytes"] / MB / median(times)
             lines.append(f"{cache:<8}{way:<10}{speed:>8.0f}{ratio:>8.2f}{judged:>9}")
+    for way, bytes_of in result["memory"].items():
+        peak, kept = bytes_of["peak"] / MB, bytes_of["kept"] / MB
+        lines.append(
+            f"{way}: a rank grows by {peak:.0f} MB at most, keeps {kept:.0f}; {beyond(bytes_of):.2f}x of bound"
+        )
     return "\n".join(lines)
 
 

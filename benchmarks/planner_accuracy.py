@@ -1,9 +1,10 @@
 """How far the planner is from published numbers: `python benchmarks/planner_accuracy.py --tables DIR [--json]`.
 
     DIR/*.csv, published/*.csv -> planner_tables*.py -> points -> per set and kind: rows, mean, p90, worst error, and
-        fits   OOM recall (of runs that ran out, those predicted to) and false alarms (of those that ran)
-        time   per group of one model's configurations: Kendall's tau, and regret: how much slower than the best
-               run the one is that the planner would have chosen
+        fits   OOM recall (of runs that ran out, those predicted to) and false alarms (of those that ran), with the
+               planner's margin and without
+        time   per group of one model's configurations: Kendall's tau of pairs that differ by more than repeats do,
+               and regret: how much slower than the best run the one is that the planner would have chosen
 
 First stand the errors of constants that saw no row of the set (planner_left_out.py), which are what to expect of a
 source that nobody has fitted; then those of the planner's own. Any subset of files and rows will do. Rows with
@@ -30,9 +31,10 @@ from planner_tables import READERS, Point, Row, Unknown
 from planner_tables_other import OTHER
 from planner_tables_recent import RECENT
 
-from zero3d.plan.constants import Key
+from zero3d.plan.constants import Key, constant
 
 SMALLEST_GROUP = 3  # configurations of one model, for a ranking to mean something
+MARGIN = constant("plan", "margin")
 PUBLISHED = Path(__file__).parent / "published"
 
 
@@ -101,23 +103,27 @@ def errors(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def labels(points: Sequence[Point]) -> dict[str, Any]:
-    """Return the recall of runs that ran out of memory, and false alarms among those that did not."""
+    """Return the recall of runs that ran out of memory, and false alarms among those that did not.
+
+    Both with the planner's margin, and without: of a plan that takes the card to the last byte.
+    """
     out = [p for p in points if p.actual == 0]
     ran = [p for p in points if p.actual == 1]
-    return {
-        "rows": len(points),
-        "out_of_memory": len(out),
-        "recall": sum(p.predicted == 0 for p in out) / len(out) if out else None,
-        "false_alarms": sum(p.predicted == 0 for p in ran) / len(ran) if ran else None,
-        "missed": [p.id for p in out if p.predicted == 1],
-        "alarmed": [p.id for p in ran if p.predicted == 0],
-    }
+    found: dict[str, Any] = {"rows": len(points), "out_of_memory": len(out)}
+    for prefix, margin in (("", MARGIN), ("plain_", 0.0)):
+        refused = {p.id for p in points if p.predicted * (1 + margin) > 1}
+        found[f"{prefix}recall"] = sum(p.id in refused for p in out) / len(out) if out else None
+        found[f"{prefix}false_alarms"] = sum(p.id in refused for p in ran) / len(ran) if ran else None
+        found[f"{prefix}missed"] = [p.id for p in out if p.id not in refused]
+        found[f"{prefix}alarmed"] = [p.id for p in ran if p.id in refused]
+    return found
 
 
 def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
-    """Return the mean of the groups' Kendall's tau (repeats apart), and their mean and worst regret.
+    """Return the mean of the groups' Kendall's tau, and their mean and worst regret.
 
-    tau is None where all runs of each group took as long as one another.
+    tau counts the pairs whose seconds differ by more than those of one configuration that ran several times do
+    (repeats), plain_tau all pairs; None where no pair of any group differs.
     """
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in points:
@@ -126,21 +132,41 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     kept = [group for group in groups.values() if len(group) >= SMALLEST_GROUP]
     if not kept:
         return None
-    taus = [tau for group in kept if (tau := _tau(group)) is not None]
+    repeats = max(_repeats(group) for group in groups.values())
     regrets = [min(g, key=lambda p: p.predicted).actual / min(p.actual for p in g) - 1 for g in kept]
     return {
         "groups": len(kept),
-        "tau": sum(taus) / len(taus) if taus else None,
+        "tau": _mean_tau(kept, repeats),
+        "pairs": sum(len(_pairs(group, repeats)) for group in kept),
+        "repeats": repeats,
+        "plain_tau": _mean_tau(kept, 0.0),
+        "all_pairs": sum(len(_pairs(group, 0.0)) for group in kept),
         "regret": sum(regrets) / len(regrets),
         "worst_regret": max(regrets),
     }
 
 
-def _tau(group: Sequence[Point]) -> float | None:
-    """Return Kendall's tau of a group; None where no two of its runs differ."""
-    pairs = [(a, b) for a, b in combinations(group, 2) if a.actual != b.actual and a.predicted != b.predicted]
-    agree = sum(_sign(a.predicted - b.predicted) * _sign(a.actual - b.actual) for a, b in pairs)
-    return agree / len(pairs) if pairs else None
+def _repeats(group: Sequence[Point]) -> float:
+    """Return by how much the slowest and the fastest run of one configuration differ at most."""
+    runs: dict[float, list[float]] = defaultdict(list)
+    for point in group:
+        runs[point.predicted].append(point.actual)
+    return max(max(actual) / min(actual) - 1 for actual in runs.values())
+
+
+def _pairs(group: Sequence[Point], least: float) -> list[tuple[Point, Point]]:
+    """Return the pairs of configurations whose runs differ by more than `least`, the faster one first."""
+    ordered = sorted(group, key=lambda point: point.actual)
+    return [
+        (a, b) for a, b in combinations(ordered, 2) if b.actual / a.actual - 1 > least and a.predicted != b.predicted
+    ]
+
+
+def _mean_tau(groups: Iterable[Sequence[Point]], least: float) -> float | None:
+    """Return the mean of the groups' Kendall's tau over these pairs; None where no group has any."""
+    listed = [pairs for group in groups if (pairs := _pairs(group, least))]
+    taus = [sum(_sign(b.predicted - a.predicted) for a, b in pairs) / len(pairs) for pairs in listed]
+    return sum(taus) / len(taus) if taus else None
 
 
 def _sign(value: float) -> int:
@@ -225,6 +251,10 @@ def as_text(
         for kind, columns in means(scores).items()
         if (found := columns[column])
     ]
+    ranked = [s for s in scores if s.get("tau") is not None]
+    if groups := sum(s["groups"] for s in ranked):
+        tau = sum(s["groups"] * s["tau"] for s in ranked) / groups
+        lines.append(f"ranking, fitted: Kendall tau {tau:.2f}, mean of {groups} models")
     if counts is not None:
         lines.append("rows: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     lines += [
@@ -254,15 +284,19 @@ def _lines(s: Mapping[str, Any]) -> list[str]:
 
 def labels_text(s: Mapping[str, Any]) -> str:
     """Write the table of runs that did and did not fit."""
-    recall, alarms = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in ("recall", "false_alarms"))
-    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}"
+    names = "recall", "false_alarms", "plain_recall", "plain_false_alarms"
+    recall, alarms, *plain = (f"{100 * s[k]:.0f} %" if s[k] is not None else "-" for k in names)
+    without = f"without a margin {plain[0]} and {plain[1]}"
+    return f"OOM recall {recall} of {s['out_of_memory']}, false alarms {alarms}; {without}"
 
 
 def ranking_text(s: Mapping[str, Any]) -> str:
     """Write the table of configurations of one model."""
     regret = f"regret {100 * s['regret']:.1f} % mean, {100 * s['worst_regret']:.1f} % worst"
-    tau = "-" if s["tau"] is None else f"{s['tau']:.2f}"
-    return f"{s['groups']} models: Kendall tau {tau}, {regret}"
+    tau, plain = ("-" if s[k] is None else f"{s[k]:.2f}" for k in ("tau", "plain_tau"))
+    beyond = f" beyond repeats' {100 * s['repeats']:.1f} %" if s["repeats"] else ""
+    every = f" ({plain} of all {s['all_pairs']})" if s["repeats"] else ""
+    return f"{s['groups']} models: Kendall tau {tau} of {s['pairs']} pairs{beyond}{every}, {regret}"
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from planner_constants import Planner
-from planner_tables import GIB, MIB, Point, Row, fastest, fits, machines, number, pipelined, whole
+from planner_tables import GIB, MIB, Point, Row, fastest, filled, machines, number, pipelined, whole
 
 from zero3d.account.states import paper_bytes
 from zero3d.plan.kernels import digest, part_work
@@ -17,15 +17,19 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 
 
 def zero_appendix(row: Row, planner: Planner) -> Iterator[Point]:
-    """All of them ran. ZeRO-100B cuts kept inputs over tp, which is what sequence parallelism does to them."""
+    """All of them ran. ZeRO-100B cuts kept inputs over tp, which is what sequence parallelism does to them.
+
+    Its configuration C5 keeps them on the host (P_a+cpu).
+    """
     tp, gpus = whole(row, "mp"), whole(row, "gpus")
     zero = row["system"] == "ZeRO"
     model = gpt(whole(row, "layers"), whole(row, "hidden"), whole(row, "heads"), 50304, 1024, flash=False)
     plan = ParallelPlan(dp=gpus // tp, tp=tp, stage=2 if zero else 0, micro_batch=whole(row, "batch_per_mp_group"),
-                        activations="full", sequence_parallel=zero, reduce_dtype="fp16")  # fmt: skip
+                        activations="full", sequence_parallel=zero, reduce_dtype="fp16",
+                        offload_activations="host" if row["figure"].endswith("C5") else "none")  # fmt: skip
     estimate = planner.evaluate(model, machines("v100-32", gpus, 6.25e9, 16), plan, "deepspeed-0.3")
     ran = {"fits": 1.0, "oom": 0.0, "out": 0.0}[row["label"].lower().split()[0]]
-    yield Point("zero_appendix", row["id"], "fits", fits(planner, estimate, 32), ran)
+    yield Point("zero_appendix", row["id"], "fits", filled(estimate, 32), ran)
 
 
 def zero_table2(row: Row, planner: Planner) -> Iterator[Point]:
@@ -213,18 +217,24 @@ def measured_memory(row: Row, planner: Planner) -> Iterator[Point]:
     predicted = lora_bytes(model, QUANTISED[match[2]], whole(row, "batch_per_gpu"), shape[4]) / 1e9
     out = row["memory"] == "OOM"
     card = float(re.findall(r"(\d+)GB", row["hw"])[0])
-    yield Point("litgpt_lora", row["id"], "fits", float(predicted <= card * GIB / 1e9), float(not out))
+    yield Point("litgpt_lora", row["id"], "fits", predicted * 1e9 / (card * GIB), float(not out))
     if not out:
         yield Point("litgpt_lora", row["id"], "memory", predicted, number(row, "memory"), unit="GB")
 
 
 def galvatron_states(row: Row, planner: Planner) -> Iterator[Point]:
-    """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: model states."""
+    """bf16 Llama 2 7B of one or two blocks, ZeRO-3 over dp: all that is allocated behind a backward.
+
+    That is model states, and inputs that sequence parallelism gathered: Megatron's layers leave them in a buffer of
+    their own (tensor_parallel/layers.py, get_global_memory_buffer).
+    """
     model = fused(llama(whole(row, "layers"), 4096, 32, 32, 11008, 32000, whole(row, "seq")))
     plan = ParallelPlan(**{name: whole(row, name) for name in ("dp", "tp", "pp")}, accumulate=2)
     estimate = planner.evaluate(model, machines("a100-80", 8, 25e9), plan, "torchtitan")
-    actual = number(row, "model_states_mib")
-    yield Point("galvatron_states", row["id"], "memory", estimate.memory.states / MIB, actual, unit="MiB")
+    tokens = whole(row, "global_bsz") // plan.dp * model.length
+    gathered = planner.value("galvatron", "gathered") * tokens * model.hidden if plan.tp > 1 else 0.0
+    allocated, actual = estimate.memory.states + gathered, number(row, "model_states_mib")
+    yield Point("galvatron_states", row["id"], "memory", allocated / MIB, actual, unit="MiB")
 
 
 OTHER: dict[str, Callable[[Row, Planner], Iterator[Point]]] = {

@@ -120,7 +120,7 @@ class Peft:
                 packed = bnb.nn.Linear4bit(
                     linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4",
                     compress_statistics=False,
-                )  # fmt: skip
+                ).to(torch.bfloat16)  # fmt: skip
                 packed.load_state_dict(linear.state_dict())
                 setattr(model.model.layers.get_submodule(parent), local, packed.to("cpu"))
         wanted = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")

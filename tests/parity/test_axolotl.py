@@ -78,7 +78,7 @@ def settings_of(cfg):
 ])  # fmt: skip
 def test_a_file_with_load_in_few_bits_trains_what_model_quantize_makes(plugin, tmp_path, keys, name):
     import transformers
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     cfg = file(torch_dtype=torch.bfloat16, **keys)
     plugin.register(cfg)
@@ -87,6 +87,7 @@ def test_a_file_with_load_in_few_bits_trains_what_model_quantize_makes(plugin, t
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=settings_of(cfg), dtype=cfg.torch_dtype
     )
+    model = prepare_model_for_kbit_training(model)  # as Axolotl does: norms in fp32, blocks that torch recomputes
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     plugin.get_trainer_cls(cfg)
     try:

@@ -1,11 +1,14 @@
 """Models that somebody has loaded in 4 and 8 bits: an engine trains the same bytes, and they have one copy over ranks."""
 
+import gc
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
 from bases import base_folder
 from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
 from models import adamw, batch, train_engine
 from safetensors.torch import load_file
 from torch import nn
@@ -134,10 +137,10 @@ def test_hooks_of_accelerate_that_a_device_map_leaves_stay_around_packed_layers(
 
 def start_as_loftq_does(model, weights):
     """Have adapters begin with what quantising has lost (Li et al., 2023, one step): PEFT's own needs a GPU."""
-    from peft.tuners.lora.bnb import Linear4bit
+    from peft.tuners.lora import bnb
 
     for name, layer in model.get_base_model().named_modules():
-        if isinstance(layer, Linear4bit):
+        if isinstance(layer, bnb.Linear4bit):
             decoded = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             u, s, v = torch.linalg.svd(weights[f"{name}.weight"] - decoded, full_matrices=False)
             rank = layer.r["default"]
@@ -183,6 +186,22 @@ def test_transformers_own_trainer_trains_beside_a_bitsandbytes_config_at_stage_3
     steps, _ = found[0]
     assert len(steps) == 3
     assert steps[0][0] != steps[-1][0]
+
+
+def test_an_engine_lets_go_of_the_librarys_layers_and_gives_back_packed_ones(folder):
+    model = adapted(folder, "nf4")
+    theirs = [ref(module.weight) for module in model.modules() if isinstance(module, Linear4bit)]
+    assert len(theirs) == 14
+    engine = zero3d.Engine(model, stage=3, optimizer=adamw)
+    gc.collect()
+    assert not any(weight() is not None for weight in theirs)
+    train_engine(engine, BATCHES[:1])
+    with torch.no_grad():
+        wanted = float(engine(input_ids=BATCHES[1], labels=BATCHES[1]).loss)
+    engine.close()
+    again = zero3d.Engine(model, stage=2, optimizer=adamw)
+    with torch.no_grad():
+        assert float(again(input_ids=BATCHES[1], labels=BATCHES[1]).loss) == wanted
 
 
 def test_the_type_that_transformers_takes_by_default_is_refused_with_the_other(folder):

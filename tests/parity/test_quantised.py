@@ -114,7 +114,8 @@ def over_tp(folder, name, recomputed="none"):
     return found, held[0]
 
 
-@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_matrices_are_cut_over_tp_at_borders_of_groups(ranks, tmp_path, name):
     wide = 128 if name == "nf4" else 256
     folder = base_folder(tmp_path / "wide", hidden_size=wide, intermediate_size=2 * wide, num_key_value_heads=4)
@@ -421,6 +422,7 @@ def going_on(folder, output, stage, step=None):
     return curve(engine), saved
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_ranks_and_at_another_stage(ranks, folder, tmp_path):
     wanted, step = ranks(2, going_on, str(folder), str(tmp_path), 3)[0]
     assert ranks(1, going_on, str(folder), str(tmp_path), 1, step)[0] == (wanted, step)

@@ -4,6 +4,7 @@ import warnings
 from functools import cache, partial
 from shutil import which
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +170,23 @@ def by_hand(degrees, weighs):
 @pytest.mark.parametrize("weighs", [False, True])
 def test_a_backward_of_ones_own_has_the_mean_of_the_whole_group(ranks, weighs):
     check(ranks(2, by_hand, {"sp": 2}, weighs), reference("llama", 1, ignored=range(0, 30)))
+
+
+def with_another_keyword():
+    """A step with masks of a transformers whose function names its cache otherwise."""
+    from transformers import masking_utils
+
+    made = masking_utils.create_masks_for_generate
+
+    def renamed(config, inputs_embeds, attention_mask, cache, position_ids=None):
+        return made(config, inputs_embeds, attention_mask, cache, position_ids)
+
+    with mock.patch.object(masking_utils, "create_masks_for_generate", renamed):
+        return trained("llama", {"sp": 2}, steps=1)
+
+
+def test_masks_are_made_whatever_transformers_calls_its_cache(ranks):
+    check(ranks(2, with_another_keyword), reference("llama", 1, steps=1))
 
 
 def own_loss(output, given):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from corpora import save_tokenizer
+from safetensors.torch import load_file
 from training import field, metrics, save_model, save_rows, train, tree
 
 
@@ -211,6 +212,12 @@ def test_a_checkpoint_without_its_base_is_exported_offline_as_the_run_did(ranks,
         assert main(["ckpt", "export", str(step), str(out), "--as", kind, "--base", str(folder / "moved")]) == 0
         name = f"{run.split('/')[1]}.safetensors"
         assert (out / name).read_bytes() == (Path(made["output"]) / f"{run}.safetensors").read_bytes()
+    base = folder / "moved"
+    assert main(["ckpt", "export", str(step), str(folder / "base"), "--as", "base", "--base", str(base)]) == 0
+    before, after = (load_file(each / "model.safetensors") for each in (base, folder / "base"))
+    assert before.keys() == after.keys()
+    changed = [name for name, tensor in before.items() if not tensor.to(after[name].dtype).equal(after[name])]
+    assert changed == ["model.norm.weight"]  # trained in full beside the adapters
     capsys.readouterr()
     assert main(["ckpt", "export", str(step), str(folder / "none")]) == 2
     assert "model" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 import warnings
 from functools import partial
@@ -272,6 +273,24 @@ def test_what_would_shard_a_second_time_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(zero3d.ConfigError, match=r"ACCELERATE_USE_FSDP is set, .* launch with torchrun"):
         arguments(tmp_path)
+
+
+def introductions(folder):
+    """What a training prints of its engine."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    out = StringIO()
+    with launched(), redirect_stdout(out):
+        trainer, _ = train(3, folder, {})
+        trainer.accelerator.free_memory()
+    return [line for line in out.getvalue().splitlines() if line.startswith("zero3d: ")]
+
+
+def test_one_line_says_that_zero3d_trains_and_with_what(ranks, tmp_path):
+    (said,), others = ranks(2, introductions, tmp_path)
+    assert re.fullmatch(r"zero3d: ZeRO stage 3, 2 ranks, \d+\.\d MB of model states on rank 0", said)
+    assert others == []
 
 
 def compiled(folder, options):

@@ -16,8 +16,8 @@ import zero3d
 from zero3d.distributed import choice, collectives
 from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.landing import NAME, Landing, attach
 from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.shared_buffer import NAME, SharedBuffer, attach
 from zero3d.memory.arena import Arena
 from zero3d.precision import DTYPES
 
@@ -66,9 +66,9 @@ def gathered_by_the_first(far):
     """What rank 0 has of shards of two dtypes, with ranks that have no memory of its; who wrote, the bytes sent."""
     ledger, mesh = Ledger(), zero3d.Mesh()
     comm, found = Comm(mesh.data, Arena(torch.device("cpu")), ledger), []
-    own = Landing(8 * SHARD * comm.size, torch.device("cpu")) if comm.rank == 0 else None
+    own = SharedBuffer(8 * SHARD * comm.size, torch.device("cpu")) if comm.rank == 0 else None
     with mock.patch.object(collectives, "attach", (lambda *_: None) if comm.rank in far else attach):
-        with comm.landing(own, 8 * SHARD * comm.size):
+        with comm.receiving(own, 8 * SHARD * comm.size):
             if own:
                 own.close()
             for turn, dtype in enumerate((torch.float32, torch.float64)):
@@ -80,11 +80,11 @@ def gathered_by_the_first(far):
                 dist.barrier()
             near = sorted(comm._near)
     own = full = None
-    return found, near, sum(entry.bytes for entry in ledger if entry.op == "gather"), held_landings()
+    return found, near, sum(entry.bytes for entry in ledger if entry.op == "gather"), held_buffers()
 
 
-def held_landings():
-    """Open files and mappings of landings in this process."""
+def held_buffers():
+    """Open files and mappings of receive buffers in this process."""
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [text for text in (*files, *Path("/proc/self/maps").read_text().splitlines()) if NAME in text]
 
@@ -102,8 +102,8 @@ def test_the_first_rank_alone_gathers_shards_of_all_whether_they_write_or_send(r
 def left_in_a_gather(who):
     """One of two ranks goes away before it writes, or says that there is room; what the other one says."""
     comm = Comm(zero3d.Mesh().data, Arena(torch.device("cpu")), Ledger())
-    own = None if comm.rank else Landing(8 * SHARD, torch.device("cpu"))
-    with comm.landing(own, 8 * SHARD):
+    own = None if comm.rank else SharedBuffer(8 * SHARD, torch.device("cpu"))
+    with comm.receiving(own, 8 * SHARD):
         if comm.rank == who:
             return None
         with pytest.raises(zero3d.Zero3dError) as lost:

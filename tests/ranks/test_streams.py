@@ -349,7 +349,7 @@ def only_what_changed(folder, shape):
             send()
             step(engine, 0)
             send()
-            engine.freeze("model.layers.0.*")
+            engine.freeze("*.layers.0.*")
             step(engine, 1)
             send()
             found += [received(folder, pid)] if sender else []

@@ -93,6 +93,8 @@ def test_every_run_of_a_comparison_has_its_own_base(tmp_path, monkeypatch):
 REFUSED = {
     "batch": (["train.batch=5"], "train.batch 5 is not a multiple of"),
     "degrees": (["mesh.tp=3"], "2 ranks cannot form"),
+    "heads that tp does not divide": (["mesh.tp=4"], "tp=4 cannot split num_attention_heads=6: 6 / 4 is not a whole number"),
+    "heads of a folder": (["model.path=bare", "model.init=random", "data.tokenizer=bytes", "data.length=8", "mesh.tp=4"], "tp=4 cannot split num_key_value_heads=2"),
     "a pipeline without micro-batches": (["mesh.pp=2", "train.micro_batch=1", "train.accumulate=1"], "1f1b"),
     "restarts below none": (["--max-restarts=-1"], "--max-restarts -1: type a whole number from 0"),
     "what cannot shrink": (["health.min_ranks=1"], "give train.batch and train.micro_batch"),
@@ -154,7 +156,13 @@ MISSING = {
     "alembic": (["log.to=mlflow"], "log.to=mlflow without MLFLOW_TRACKING_URI needs alembic: pip install 'zero3d[mlflow]'."),
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
 }  # fmt: skip
-CONFIG = {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 16}
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "max_position_embeddings": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 AT_ONCE = """
 import json, sys

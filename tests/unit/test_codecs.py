@@ -1,5 +1,6 @@
 """Packed weights: the bits of bitsandbytes, bytes by formula, any part of a matrix by itself, odd ones, NaN."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from zero3d.models import codecs
 from zero3d.models.codecs import CODECS, weights_under
 from zero3d.models.quantised import Matrix, PackedSource
 from zero3d.shards.boxes import boxes, slices, whole
+from zero3d.sim.memory import NOWHERE, MemoryTracker
 from zero3d.spec.formats import FORMATS
 
 SHAPES = [(70, 128), (64, 48), (7, 7), (1, 65), (129, 200), (1, 1)]
@@ -189,8 +191,83 @@ def test_maxima_are_packed_alike_by_any_number_of_threads():
 
 
 def test_a_dry_run_leaves_no_table_without_values_behind():
-    codes = torch.zeros(4, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8)
     codecs._maxima.cache_clear()
     with FakeTensorMode():
-        codecs._kept(codecs._maxima, torch.float32, torch.zeros(4, dtype=torch.uint8))
-    assert codecs._kept(codecs._maxima, torch.float32, codes).tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()
+        codecs._looked_up(codecs._maxima, torch.float32, torch.zeros(4, dtype=torch.uint8))
+    found = codecs._looked_up(codecs._maxima, torch.float32, codes)
+    assert found.tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()
+
+
+def scaled_by(scales, shape):
+    """Groups of nf4 with all codes and the scales given, as a matrix of this shape has them."""
+    packed = torch.arange(256, dtype=torch.uint8).repeat(-(-FORMATS["nf4"].nbytes(shape) // 256))
+    packed = packed[: FORMATS["nf4"].nbytes(shape)].view(FORMATS["nf4"].packed_shape(shape))
+    groups = packed.view(-1, packed.shape[-1])
+    groups[:, -4:] = torch.tensor(scales).repeat(len(groups))[: len(groups), None].view(torch.uint8)
+    return packed
+
+
+@pytest.mark.parametrize(("scales", "shape", "taken"), [
+    ([0.3, 7.0], (6, 128), True),
+    ([0.3, 0.0], (5, 24), True),
+    ([0.0], (1, 1), True),
+    ([0.3, 1e-38], (6, 128), False),
+    ([0.3, float("nan")], (6, 128), False),
+], ids=["plain", "with a group of zeros", "zeros alone", "subnormal", "released"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_librarys_kernel_is_taken_where_it_has_the_bits_of_plain_torch(scales, shape, taken, dtype):
+    packed = scaled_by(scales, shape)
+    with mock.patch.object(codecs, "_kernel", wraps=codecs._kernel) as kernel:
+        assert codecs._has_kernel(packed.device, dtype)
+        kernel.reset_mock()
+        found = CODECS["nf4"].decode(packed, shape, dtype)
+        assert kernel.called == taken
+    with mock.patch.object(codecs, "_has_kernel", return_value=False):
+        plain = CODECS["nf4"].decode(packed, shape, dtype)
+    assert found.view(torch.uint8).equal(plain.view(torch.uint8))
+
+
+def test_a_library_that_is_missing_broken_or_of_other_bits_is_not_taken():
+    codecs._has_kernel.cache_clear()
+    device = torch.device("cpu")
+    for error in (ImportError, OSError, RuntimeError):
+        with mock.patch.object(codecs.importlib, "import_module", side_effect=error):
+            assert not codecs._has_kernel(device, torch.float32)
+        codecs._has_kernel.cache_clear()
+    with mock.patch.object(codecs, "_kernel", side_effect=lambda *given: codecs._values_nf4(given[0]).view(-1)):
+        assert not codecs._has_kernel(device, torch.float32)
+    codecs._has_kernel.cache_clear()
+    assert not codecs._has_kernel(device, torch.float64)  # which the library refuses
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("part", [0, 1], ids=["first half", "second half"])
+def test_making_groups_holds_no_more_than_a_block_of_weights_in_full_precision(name, part):
+    shape, block = (1024, 256), 2 * 128 * 128
+    weights, (rows, *others) = matrix(shape), FORMATS[name].packed_shape(shape)
+    box = ((part * rows // 2, (part + 1) * rows // 2), *whole(tuple(others)))
+    tracker = MemoryTracker(SimpleNamespace(now=lambda: NOWHERE))
+    tracker.leave_out(weights)
+    with mock.patch.object(codecs, "READ_AT_ONCE", block), tracker:
+        packed = CODECS[name].read(lambda box: weights[slices(box)].clone(), shape, box)
+    assert tracker.live == packed.nbytes
+    assert 4 * block < tracker.log.peak - 2 * packed.nbytes < 22 * block  # fp32 is 4, and the whole half 16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_groups_are_decoded_wherever_their_bytes_lie(name):
+    weights = matrix((130, 128))
+    packed = packed_of(name, weights)
+    moved = torch.empty(packed.numel() + 1, dtype=torch.uint8)[1:].view(packed.shape).copy_(packed)
+    assert CODECS[name].decode(moved, (130, 128), torch.float32).equal(decoded(name, weights, torch.float32))
+
+
+def test_every_byte_of_fp8_is_decoded_as_torch_casts_it():
+    packed = torch.zeros(FORMATS["fp8"].packed_shape((128, 128)), dtype=torch.uint8)
+    packed[..., :256] = torch.arange(256, dtype=torch.uint8)
+    packed[..., -4:] = torch.tensor([1.0]).view(torch.uint8)
+    wanted = packed[0, 0, :-4].view(torch.float8_e4m3fn).float().view(128, 128)
+    found = CODECS["fp8"].decode(packed, (128, 128), torch.float32)
+    assert found.isnan().sum() == 2
+    assert found.view(torch.int32).equal(wanted.view(torch.int32))

@@ -3,7 +3,7 @@
 verb                      what is done with it here
 config, launch            it is run, in a folder with README's run.yaml, examples/, models and data that pages name
 plan --theory, explain    it is run
-ckpt                      it is run, in that folder, where `run` has two checkpoints
+ckpt                      it is run, in that folder, where `run` and `runs/llama` have two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
 other plans               its words are read
 
@@ -53,19 +53,11 @@ TWINS = (  # in both languages
     "migrate",
     "reliability",
     "doctor",
-)
-GUIDES = (
-    *TWINS,
-    *(f"{name}.zh" for name in TWINS),
-    "cluster",
-    "compare",
-    "config",
-    "data",
     "howto",
-    "models",
-    "questions.zh",
-    "training",
+    "data",
+    "cluster",
 )
+GUIDES = (*TWINS, *(f"{name}.zh" for name in TWINS), "compare", "config", "models", "questions.zh", "training")
 PAGES = [README, CHINESE, *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`((?:zero3d )?(?:" + "|".join(VERBS) + r") [^`]+)`")
@@ -115,6 +107,7 @@ def place(tmp_path_factory):
         (folder / name).write_text('{"text": "a b"}\n')
     save_run(folder / "run", folder / "models" / "llama")
     save_adapters(folder / "runs" / "lora", folder / "models" / "llama")
+    (folder / "runs" / "llama").symlink_to(folder / "run")  # where README's run.yaml writes
     return folder
 
 

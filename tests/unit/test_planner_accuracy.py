@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from planner_accuracy import PUBLISHED, Tables, as_text, beside, margin_of, means, ranking, score
+from planner_accuracy import PUBLISHED, Tables, as_text, beside, labels, labels_text, margin_of, means, ranking, score
 from planner_tables import Point
 from planner_tables_recent import MIXTURES, mixture, model_of
 
@@ -62,8 +62,9 @@ def test_memory_meets_the_target(found):
 
 def test_a_group_of_equal_times_has_no_ranking_and_every_table_of_one_row_is_scored():
     equal = [Point("set", f"run {i}", "time", 1.0 + i, 2.0, "model") for i in range(3)]
-    assert ranking(equal) == {"groups": 1, "tau": None, "regret": 0.0, "worst_regret": 0.0}
-    assert "Kendall tau -, regret 0.0 %" in as_text(beside(score(equal), []), {}, [])
+    none = {"tau": None, "pairs": 0, "repeats": 0.0, "plain_tau": None, "all_pairs": 0}
+    assert ranking(equal) == {"groups": 1, **none, "regret": 0.0, "worst_regret": 0.0}
+    assert "Kendall tau - of 0 pairs, regret 0.0 %" in as_text(beside(score(equal), []), {}, [])
     points = Tables(DATA).points
     rows = {(point.set, point.kind): [point] for point in points}
     assert all(as_text(beside(score(row), []), {}, []) for row in rows.values())
@@ -118,6 +119,30 @@ def test_each_group_of_runs_counts_alike_in_the_ranking():
     wrong = [point._replace(actual=10 + point.actual) for point in wrong]
     assert ranking(right)["tau"] == 1
     assert ranking([*right, *wrong])["tau"] == 0
+
+
+def test_pairs_count_that_differ_by_more_than_runs_of_one_configuration():
+    """The same one took 100 and 104 s: that another took 103 says nothing, that a third took 110 does."""
+    runs = [(1.0, 100.0), (1.0, 104.0), (0.9, 103.0), (2.0, 110.0)]
+    points = [Point("s", str(i), "time", *run, "model") for i, run in enumerate(runs)]
+    found = ranking(points)
+    assert (found["repeats"], found["pairs"], found["all_pairs"]) == (pytest.approx(0.04), 3, 5)
+    assert (found["tau"], found["plain_tau"]) == (1, pytest.approx((3 + 1 - 1) / 5))
+    told = "Kendall tau 1.00 of 3 pairs beyond repeats' 4.0 % (0.60 of all 5)"
+    assert told in as_text(beside(score(points), []), {}, [])
+
+
+def test_false_alarms_are_told_with_the_margin_and_without():
+    shares = {
+        "ran": (0.95, 1.0),
+        "ran, small": (0.5, 1.0),
+        "ran out": (1.2, 0.0),
+        "ran out, planned to fit": (0.8, 0.0),
+    }
+    found = labels([Point("s", name, "fits", *pair) for name, pair in shares.items()])
+    assert (found["recall"], found["false_alarms"], found["plain_false_alarms"]) == (0.5, 0.5, 0)
+    assert (found["missed"], found["alarmed"]) == (["ran out, planned to fit"], ["ran"])
+    assert labels_text(found) == "OOM recall 50 % of 2, false alarms 50 %; without a margin 50 % and 0 %"
 
 
 def test_unknown_files_are_listed_and_unusable_rows_counted(tmp_path):

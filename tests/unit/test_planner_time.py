@@ -11,7 +11,7 @@ from zero3d.optim.matrices import Form
 from zero3d.plan import Estimate, ParallelPlan, evaluate
 from zero3d.plan.emit import plan_of, train_config
 from zero3d.plan.hardware import cluster
-from zero3d.plan.kernels import IMBALANCE, Kernels, digest, part_work
+from zero3d.plan.kernels import IMBALANCE, CardRates, Kernels, digest, part_work
 from zero3d.plan.network import (
     REACHED,
     Group,
@@ -26,7 +26,7 @@ from zero3d.plan.profiles import SYSTEMS, profile
 from zero3d.plan.shapes import gpt, llama, of_params
 from zero3d.plan.spec import ClusterSpec, Gpu, Link, ModelSpec, Operations, Part, Unit, Weight
 from zero3d.plan.states import with_algorithm
-from zero3d.plan.time import Pace, faster_reduction, part_indices, step_seconds
+from zero3d.plan.time import SLOW, SLOWER, Cut, Pace, faster_reduction, part_indices, step_seconds
 
 A100 = cluster("a100", 64)
 MODEL = gpt(24, 2048, 16, 50304, 2048)
@@ -159,6 +159,22 @@ def test_every_part_of_a_model_lies_on_one_rank():
         assert len(cut) == ranks * virtual
 
 
+@pytest.mark.parametrize(
+    ("cut", "blocks"),
+    [
+        (Cut(), [6, 7, 6, 7]),
+        (Cut(filled=True), [7, 7, 7, 5]),
+        (Cut(1, 1, filled=True), [6, 7, 7, 6]),  # embedding and head are blocks of the first and the last seven
+        (Cut(head=None), [8, 9, 8, 1]),  # a head of eight blocks' products
+    ],
+)
+def test_pipelines_are_cut_as_each_system_cuts_them(cut, blocks):
+    model = gpt(26, 64, 4, 8 * 12 * 64, 64)
+    chunks = part_indices(model, 4, 1, cut)
+    assert [sum(model.parts[i].kind == "block" for i in chunk) for chunk in chunks] == blocks
+    assert [i for chunk in chunks for i in chunk] == list(range(len(model.parts)))
+
+
 def test_a_split_master_costs_every_optimizer_the_same_bytes_more():
     def more(optimizer):
         whole, split = (ParallelPlan(dp=8, optimizer=optimizer, master=master) for master in ("fp32", "split"))
@@ -282,9 +298,11 @@ def test_a_run_s_file_has_the_replays_that_its_plan_prices():
 # A card with 1 TFLOP/s in products (half of its peak), 0.5 TFLOP/s in attention and 1 GB/s of memory, 1 ms a kernel;
 # links of 1 GB/s and 1 ms inside a host, 0.5 GB/s and 10 ms between hosts.
 CARD = Gpu("card", memory=1e9, flops=2e12, bandwidth=1e9, matrix=0.5, flash=0.25)
-PLAIN = Kernels(eager_passes=1, rest_passes=2, flash_backward=2.5, launch=1e-3, fp8=2, odd_head=4, cards={})
+PLAIN = Kernels(eager_passes=1, rest_passes=2, flash_backward=2.5, launch=1e-3, fp8=2, odd_head=4, hopper=2, cards={})
 INSIDE, ACROSS = (Link(rate / REACHED, latency, half=0.0) for rate, latency in ((1e9, 1e-3), (0.5e9, 10e-3)))
 HOST = ClusterSpec(CARD, 1, 8, INSIDE, ACROSS, host_memory=1e12, host_link=1e8, host_bandwidth=8e9)
+
+FAST = replace(HOST, inside=Link(1e30, 0.0, 0.0))
 
 # Of 1000 tokens of 1000 elements: a hidden state is 2 MB, and a block of one matrix of 1000 x 1000 takes
 #   product     2e9 FLOP = 2 ms, reads and writes 3 x 2 MB = 6 ms, launch 1 ms              9 ms, back 18 ms
@@ -414,11 +432,14 @@ def test_a_pipeline_s_bubble_is_a_micro_batch_of_the_other_stage_and_the_hops():
 
 
 def test_gradients_and_parameters_of_each_block_travel_over_dp():
-    """Of a block 4 MB of gradients and 2 MB of weights, a half of which leaves each of two ranks: 1 + 2 and 1 + 1 ms."""
+    """Of a block 4 MB of gradients and 2 MB of weights, a half of which leaves each of two ranks: 1 + 2 and 1 + 1 ms.
+
+    At stage 0 sums of gradients come back, not weights.
+    """
     found = {stage: milliseconds(dp=2, stage=stage)["dp"] for stage in range(4)}
     gathers = 2 * 3  # in forward and backward of each micro-batch
     assert found == pytest.approx({
-        0: 2 * 3 + 2 * 2, 1: 2 * 3 + 2 * 2, 2: 3 * 2 * 3 + 2 * 2,
+        0: 2 * 3 + 2 * 3, 1: 2 * 3 + 2 * 2, 2: 3 * 2 * 3 + 2 * 2,
         3: 3 * 2 * 3 + gathers * 2 * 2 + 2,  # and one block's, which nothing runs beside
     })  # fmt: skip
     assert milliseconds(dp=2, stage=3, release="every_step")["dp"] == pytest.approx(3 * 2 * 3 + 2 * 2 + 2)
@@ -426,6 +447,9 @@ def test_gradients_and_parameters_of_each_block_travel_over_dp():
     assert milliseconds(dp=2, pp=2, stage=2)["dp"] == pytest.approx(3 * 3 + 2)
     longer = milliseconds(layers(3), dp=2, pp=2)["dp"]  # two blocks on a stage, in as many messages as the mean's 1.5
     assert longer == pytest.approx(2 * 2 + 1.5 + 2 * 1 + 1.5)
+    everywhere = {"all_sum": True}  # summed on both ranks, and weights of half of them gathered
+    assert milliseconds(dp=2, pace=everywhere)["dp"] == pytest.approx(2 * (3 + 3) + 2 * 2)
+    assert milliseconds(dp=2, stage=0, pace=everywhere)["dp"] == pytest.approx(2 * 3 + 2 * 3)
     zero3d = {"as_zero3d": True}  # sums of micro-batches travel in fp32, gradients of a single one in bf16
     assert milliseconds(dp=2, pace=zero3d)["dp"] == pytest.approx(2 * 3 + 2 * 2)
     assert milliseconds(dp=2, accumulate=1, pace=zero3d)["dp"] == pytest.approx(2 * 2 + 2 * 2)
@@ -549,3 +573,77 @@ def test_fixed_seconds_are_of_a_step_and_those_of_the_host_of_a_block():
     assert found["fixed"] == pytest.approx(250)
     assert found["host"] == pytest.approx(3 * 2 * 2)
     assert found["mid"] == pytest.approx(162 + 42 + 144 + 12 + (60 + 100) + 250)
+
+
+def test_eager_attention_passes_over_its_scores_and_may_miss_the_tensor_cores():
+    """Scores at the rate of products are 1 ms twice, of 1 kB a token one pass 1 ms: 3 ms, and twice that back."""
+    eager = replace(WORK, eager=True)
+    model = layers()
+    block = replace(model.parts[0], operations=eager)
+    even = replace(model, parts=(block, block), heads=125)  # heads of 8 elements
+    assert milliseconds(even)["attention"] == pytest.approx(3 * 2 * 3 * (2 + 1))
+    odd = replace(even, name="odd", heads=100)  # of 10: products take four times as long
+    assert milliseconds(odd)["attention"] == pytest.approx(3 * 2 * 3 * (4 * 2 + 1))
+
+
+def test_products_in_8_bits_take_half_as_long_but_for_their_bytes_and_attention_may_be_written_for_the_card():
+    assert milliseconds(precision="fp8")["matrices"] == pytest.approx(3 * 2 * 3 * (1 + 6 + 1))
+    rates = replace(PLAIN, cards={name: CardRates(0.5, 0.25, 1.0) for name in ("h100", "h200", "a100", "other cards")})
+    for name, times in (("h100-96", 2), ("h200", 2), ("a100-80", 1)):
+        spec = replace(HOST, gpu=Gpu(name, memory=1e9, flops=2e12, bandwidth=1e9))
+        both = [
+            step_seconds(layers(), ParallelPlan(), spec, Pace({}, kernels=of)) for of in (rates, rates.for_hopper())
+        ]
+        plain, written = (found.parts["attention"] for found in both)
+        assert plain == pytest.approx(times * written)
+        assert plain == pytest.approx(2 * 7e-3)
+
+
+def test_packed_weights_are_decoded_before_every_product():
+    """Of 1e6 weights of 4 bits: 22 bytes each in the forward and in the backward, whose other product they do not need."""
+    weight = Weight("w", (500_000,), cut=None, trainable=False, matrix=(1000, 1000))
+    model = layers()
+    block = replace(model.parts[0], units=(Unit("blocks", (weight,)),))
+    found = milliseconds(replace(model, name="packed", parts=(block, block)))["matrices"]
+    assert found == pytest.approx(3 * 2 * 2 * (9 + 22))
+
+
+def test_a_loss_in_tiles_makes_its_logits_again():
+    """A head of 500 x 1000: 1 ms, 1 MB of weights and 3 MB of tokens, a launch."""
+    model = layers(ends=("head",))
+    extra = milliseconds(model, tiled_loss=True)["recompute"] - milliseconds(model)["recompute"]
+    assert extra == pytest.approx(3 * (1 + 4 + 1))
+
+
+def test_gathers_in_blocks_of_8_bits_send_less_and_are_decoded():
+    """Of 1e6 elements of a block 260 bytes for 256, a half of which leaves; 16 bytes are moved for each that is decoded."""
+    found = milliseconds(dp=2, stage=3, gather_wire="int8", accumulate=1, pace={"as_zero3d": True})["dp"]
+    gather = 1 + 1.015625 / 2
+    decoded = 2 * 2 * 16
+    assert found == pytest.approx(2 * 2 + 2 * 2 * gather + decoded)
+
+
+def test_second_shards_are_gathered_within_a_host_but_for_the_first_time():
+    """Of a block's 2 MB 1 MB leaves a rank inside and half of one its host: 1 + 1 + 10 ms. Among two of a host 1 + 1.
+
+    Gradients are exchanged: a message to each other rank, and 1 MB to the other host.
+    """
+    hosts = replace(HOST, nodes=2, per_node=2)
+    how = {"dp": 4, "stage": 3, "accumulate": 1, "spec": hosts, "pace": {"as_zero3d": True}}
+    reduced = 2 * (2 + 1 + 2 * 10)
+    assert milliseconds(**how)["dp"] == pytest.approx(reduced + 2 * 2 * 12)
+    assert milliseconds(**how, second_shard="node")["dp"] == pytest.approx(reduced + 2 * 12 + 2 * 2)
+
+
+def test_chunks_of_an_interleaved_pipeline_halve_its_bubble():
+    """Four blocks on two stages, two micro-batches: a stage waits for one chunk there and back, and its hops."""
+    one = milliseconds(layers(4), pp=2, accumulate=2, spec=FAST)["bubble"]
+    two = milliseconds(layers(4), pp=2, accumulate=2, schedule="interleaved", virtual=2, spec=FAST)["bubble"]
+    assert (one, two) == pytest.approx((2 * (23 + 35), 23 + 35))
+
+
+def test_a_step_waits_for_the_slowest_of_many_nodes():
+    one, many = milliseconds(), milliseconds(dp=4, spec=replace(HOST, nodes=4, per_node=1))
+    assert "stragglers" not in one
+    slow = SLOWER * (1 - (1 - SLOW) ** 3)
+    assert many["stragglers"] == pytest.approx(slow / (1 + slow) * many["mid"])

@@ -9,7 +9,7 @@ from zero3d.plan.profile_memory import profile_memory
 from zero3d.plan.profiles import PROFILES, Profile
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.time import Pace
+from zero3d.plan.time import Cut, Pace
 
 H, HEADS, LENGTH, VOCAB, LAYERS = 64, 4, 32, 512, 4
 F = 4 * H
@@ -20,7 +20,7 @@ PARAMS = EMBEDDING + LAYERS * BLOCK + NORM
 # Korthikanti: 34 h + 5 a s bytes of a token in a block, 10 h of them whole on every tp rank.
 CUT, WHOLE, SCORES, INPUT = 24 * H, 10 * H, 5 * HEADS * LENGTH, 2 * H
 LOGITS = 6 * VOCAB + 4 * VOCAB  # 2 bytes and their fp32 copy, kept; the fp32 gradient
-SYSTEM = Profile("by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, buffers=3e6, units=3)
+SYSTEM = Profile("by hand", 2, 4, 12, Pace({}), spare=1.25, context=7e9, communicator=1e9, buffers=3e6, units=3)
 
 
 def of(system=SYSTEM, **plan):
@@ -40,6 +40,20 @@ def test_one_rank_has_states_all_activations_logits_and_buffers():
     assert found.allocated == sum(found.parts.values())
     assert found.reserved == 1.25 * found.allocated
     assert found.device == found.reserved + 7e9
+
+
+@pytest.mark.parametrize(
+    ("degrees", "communicators"),
+    [({}, 0), ({"dp": 2}, 2), ({"dp": 2, "tp": 2}, 3), ({"tp": 2, "pp": 2}, 4), ({"dp": 2, "tp": 2, "pp": 2}, 5)],
+)
+def test_each_axis_all_ranks_and_a_model_s_together_have_a_communicator(degrees, communicators):
+    found = of(**degrees)
+    assert found.device == found.reserved + 7e9 + 1e9 * communicators
+
+
+def test_inputs_of_recomputed_blocks_may_be_on_the_host():
+    here, away = (of(activations="full", offload_activations=place) for place in ("none", "host"))
+    assert here.parts["activations"] - away.parts["activations"] == TOKENS * LAYERS * INPUT
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [
@@ -89,7 +103,7 @@ def test_a_loss_over_tp_may_hold_more_of_its_logits():
 def test_stages_may_be_cut_by_weights_so_that_the_head_has_fewer_blocks():
     """A head of 32,768 products is 2/3 of a block's 49,152: of 4 2/3 blocks 2 1/3 are a half, two and a head of two."""
     deep = gpt(6, H, HEADS, 4 * VOCAB, LENGTH, flash=False)  # a head of 8/3 blocks: 4 and 2 of 6
-    system = replace(SYSTEM, pace=Pace({}, weighed=True))
+    system = replace(SYSTEM, pace=Pace({}, cut=Cut(head=None)))
     plan = ParallelPlan(pp=2, stage=1, micro_batch=2, accumulate=8)
     place = cluster("a100-80", 16, 2)
     even, weighed = profile_memory(deep, plan, place, SYSTEM), profile_memory(deep, plan, place, system)

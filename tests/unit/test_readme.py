@@ -64,7 +64,8 @@ def test_what_is_claimed_beside_other_systems_names_what_keeps_it_and_what_is_la
 def test_both_tables_compare_the_same_peers_in_the_same_rows_with_the_same_proofs():
     (peers, cells, _), (theirs, their_cells, _) = map(comparison, READMES)
     assert peers == theirs
-    assert [PROMISES.findall(cell) for cell in cells] == [PROMISES.findall(cell) for cell in their_cells]
+    theirs_in_english = [[proof.replace(".zh", "") for proof in PROMISES.findall(cell)] for cell in their_cells]
+    assert [PROMISES.findall(cell) for cell in cells] == theirs_in_english
     assert [("**" in cell) for cell in cells] == [("**" in cell) for cell in their_cells]
 
 
@@ -95,8 +96,8 @@ def test_the_flips_of_the_first_sentence_are_those_of_the_results(path):
     (run,) = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())["runs"]
     flips, sound = run["result"]["flips"], run["result"]["sound"]
     assert flips["false_alarms"] == sound["alarms"] == flips["applied"] == 0
-    (first,) = (line for line in path.read_text().splitlines() if re.search("no false alarm|没有误报", line))
-    assert {int(each) for each in re.findall(r"\b(\d+) (?:of|bits|位)", first)} == {flips["planted"], flips["named"]}
+    (first,) = (line for line in path.read_text().splitlines() if re.search("no false alarm|零误报", line))
+    assert {int(each) for each in re.findall(r"\b(\d+) (?:of|bits|次)", first)} == {flips["planted"], flips["named"]}
 
 
 def anchors(path):

@@ -132,6 +132,8 @@ def test_what_formats_hold_is_what_an_engine_packs(tmp_path, name):
 @pytest.mark.parametrize(("settings", "what", "refusal"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "kept as nf4-double", ""),
     ({"quant_method": "gptq", "bits": 4}, "", "(gptq), whose weights no library here decodes"),
+    pytest.param({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "",
+                 "bitsandbytes' fp4, and its nf4 is taken", marks=pytest.mark.long),
     pytest.param({"quant_method": "mxfp4"}, "in mxfp4 already, decoded as they are read", "", marks=pytest.mark.long),
     pytest.param({"quant_method": "awq"}, "", "it was made from, with model.quantize=nf4", marks=pytest.mark.long),
 ])  # fmt: skip

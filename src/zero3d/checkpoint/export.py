@@ -35,18 +35,18 @@ from zero3d.zero.unit import Unit
 FILE_BYTES = 4 * 10**9
 
 
-class Gathers(Protocol):
+class WholeUnits(Protocol):
     """Has units whole where they are exported from."""
 
-    def landing(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
-        """Have memory for the largest of these units inside."""
+    def receiving(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
+        """Have a receive buffer for the largest of these units inside."""
 
     def on_first(self, unit: Unit) -> AbstractContextManager[None]:
         """Have one of them gathered on the first of its ranks inside."""
 
 
 def export(
-    directory: Path, engine: EngineState, gathers: Gathers, kind: str | None = None, overwrite: bool = False
+    directory: Path, engine: EngineState, whole: WholeUnits, kind: str | None = None, overwrite: bool = False
 ) -> Path:
     """Write weights in compute dtype as safetensors, with the config of a Hugging Face model; return the folder.
 
@@ -67,7 +67,7 @@ def export(
 
     on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite))
     with removed_on_failure(temporary, world):
-        agree(world, partial(_add_units, writer, engine, published, gathers))
+        agree(world, partial(_add_units, writer, engine, published, whole))
         for stage in range(engine.degrees.pp):
             on(coordinates == (stage, 0, 0), partial(_finish_stage, writer, published))
         beside = partial(published.form.finish, dtype=_dtype(model))
@@ -76,11 +76,11 @@ def export(
     return directory
 
 
-def _add_units(writer: ExportWriter, engine: EngineState, published: Published, gathers: Gathers) -> None:
+def _add_units(writer: ExportWriter, engine: EngineState, published: Published, whole: WholeUnits) -> None:
     """Gather this pipeline stage's units and write them on its first rank."""
-    with gathers.landing(published.units):
+    with whole.receiving(published.units):
         for unit in published.units:
-            with gathers.on_first(unit):
+            with whole.on_first(unit):
                 add = partial(_add, writer, published, unit)
                 agree(engine.tp.patient, partial(agree, engine.dp.patient, add))
 

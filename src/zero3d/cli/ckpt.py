@@ -93,8 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--as",
         dest="kind",
-        choices=("adapter", "merged", "whole"),
-        help="for a model with adapters: the adapters for PEFT (default), or full weights with the adapters merged in",
+        choices=("adapter", "merged", "base", "whole"),
+        help="for a model with adapters: the adapters for PEFT (default), or full weights with the adapters merged in "
+        "or without them",
     )
     export.add_argument(
         "--base", metavar="FOLDER", help="the folder of frozen weights that the checkpoint left out, if it was moved"

@@ -5,6 +5,7 @@ batch        train.batch = micro_batch x accumulate x dp; enough micro-batches f
 paths        model, data, tokenizer and own code are there; data.length fits a model that names its positions
 chats        the tokenizer has a template, where data begin with a chat
 type         transformers knows the model
+tp           mesh.tp divides the heads that a config.json or a preset names
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
 key          somebody is logged in to Weights & Biases, where log.to or log.wandb asks for it
@@ -26,13 +27,24 @@ from zero3d.data.records import has_chats
 from zero3d.data.tokenizers import check_length, check_template, check_tokenizer
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, short
-from zero3d.models.places import check_model_path, config_file, config_json, folder_of, is_called, named_positions
+from zero3d.models.places import (
+    HEADS,
+    check_heads,
+    check_model_path,
+    config_file,
+    config_json,
+    folder_of,
+    is_called,
+    named_positions,
+    text_config,
+)
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.attention import check_kernel
 from zero3d.setup.packages import is_installed
 from zero3d.spec.offload import AUTO
 from zero3d.stores.urls import is_url
 
+CUT_HEADS = '"layers.*.self_attn.q_proj": "colwise"'  # in a type's own plan of tensor parallelism
 TABLES, KNOWN = ("configuration_auto.py", "auto_mappings.py"), "llama"  # of model types, and one in any such table
 REMEDY = "type `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -107,6 +119,22 @@ def check_model_type(config: Config) -> None:
             f"{file}: the installed transformers does not know the model_type {short(kind)!r}: upgrade it (pip install "
             "-U transformers), or correct the entry."
         )
+
+
+def check_tp(config: Config) -> None:
+    """Refuse a mesh.tp that cuts a head in two where the type's own plan cuts attention. Raises ConfigError.
+
+    The source of the type's configuration is searched, as above. Another plan is left to the ranks.
+    """
+    package, text = find_spec("transformers"), text_config(config.model)
+    if config.mesh.tp is None or config.mesh.tp_plan is not None or package is None or package.origin is None:
+        return
+    kind = str(text.get("model_type"))
+    source = Path(package.origin).parent / "models" / kind / f"configuration_{kind}.py"
+    if kind.isidentifier() and source.is_file() and CUT_HEADS in source.read_text(encoding="utf-8"):
+        for key in HEADS:
+            if isinstance(heads := text.get(key), int):
+                check_heads(key, heads, config.mesh.tp)
 
 
 def check_attention(config: Config) -> None:

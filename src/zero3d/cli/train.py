@@ -22,6 +22,7 @@ from zero3d.cli.preflight import (
     check_model_type,
     check_paths,
     check_store,
+    check_tp,
     check_transformers,
     check_world,
 )
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_packages(config)
     check_chats(config)
     check_model_type(config)
+    check_tp(config)
     check_attention(config)
     trackers = config.log.trackers
     if "wandb" in trackers and arguments.resume is None:  # else perhaps no step is left to log

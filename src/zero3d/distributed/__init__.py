@@ -10,7 +10,7 @@ waiting       a few numbers through the store, for ranks that come hours apart
 algorithms    how collectives are done: natively, or by messages between every two ranks
 choice        which of them an axis has, by rule (no torch)
 collectives   the collectives of the core over one axis
-landing       memory of one rank that others of its host write into
+shared_buffer a receive buffer of one rank that others of its host write into
 block_codec   values in blocks of 256 as whole numbers with a scale; block_bytes: what they take (no torch)
 coded_sums    sums over slow links, of terms in a narrow form
 ledger        the traffic of every operation, by axis and unit (no torch)

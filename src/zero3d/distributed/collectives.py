@@ -4,7 +4,7 @@
     reduce_scatter   full -> shard, summed in rank order
     all_reduce       a shard that several ranks have -> its sum, on all of them
     all_to_all       full -> everybody's shards, not summed (zero/exact)
-    gather_to_first  shard -> full, on rank 0 alone; ranks of its host write into its memory (landing.py)
+    gather_to_first  shard -> full, on rank 0 alone; ranks of its host write there (shared_buffer.py)
     exchange         a few numbers per rank, all-gathered, from wherever they are to there
     broadcast        rank 0's buffer, at construction
 
@@ -37,8 +37,8 @@ from zero3d.distributed.axis import DONE, Axis, Call, Pending, Take, messages, s
 from zero3d.distributed.block_bytes import sum_of_copies
 from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.coded_sums import CodedSum
-from zero3d.distributed.landing import NOWHERE, Landing, attach
 from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.shared_buffer import NOWHERE, SharedBuffer, attach
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number
 from zero3d.memory.scratch import group_elements
@@ -124,8 +124,8 @@ class Comm:
         self._order: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0} if within is None else within._order
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
-        self._landing: Tensor | None = None  # rank 0's memory, as far as this rank can write into it
-        self._near: frozenset[int] = frozenset()  # who else can
+        self._first: Tensor | None = None  # rank 0's receive buffer, where this rank can write into it
+        self._near: frozenset[int] = frozenset()  # the others that can
 
     # --- operations -----------------------------------------------------------------------------
 
@@ -281,35 +281,33 @@ class Comm:
         return received
 
     @contextmanager
-    def landing(self, first: Landing | None, nbytes: int) -> Iterator[None]:
-        """Have units of up to so many bytes gathered to rank 0 inside.
+    def receiving(self, buffer: SharedBuffer | None, nbytes: int) -> Iterator[None]:
+        """Let rank 0 gather units of up to so many bytes inside, in a receive buffer that it alone gives.
 
-        first  where they are gathered; on rank 0 alone
         Sends 32 bytes to each other rank.
         """
-        about = NOWHERE if first is None else first.address
+        about = NOWHERE if buffer is None else buffer.address
         found = self.exchange(torch.tensor(about, dtype=torch.int64))[0].tolist()
-        memory = attach(found, nbytes) if first is None else first.memory
-        near = self.exchange(torch.tensor([memory is not None], dtype=torch.int64)).flatten().tolist()
-        self._landing = memory
+        self._first = attach(found, nbytes) if buffer is None else buffer.memory
+        near = self.exchange(torch.tensor([self._first is not None], dtype=torch.int64)).flatten().tolist()
         self._near = frozenset(rank for rank in range(1, self.size) if near[rank])
         try:
             yield
         finally:
-            self._landing = None
+            self._first = None
 
     def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
-        """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its memory; None on others.
+        """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its buffer; None on others.
 
         Those of its host write there, and others send: 1/N of total each. Before the next call all ranks must have
         agreed that rank 0 has used what it has.
         """
         total = shard.numel() * self.size
-        full = None if self._landing is None else self._landing[: total * shard.element_size()].view(shard.dtype)
+        full = None if self._first is None else self._first[: total * shard.element_size()].view(shard.dtype)
         self._ledger.record("gather", self.axis, unit, shard.numel() if self.rank else 0, shard.element_size())
         if self.rank == 0:
-            assert full is not None, "gather_to_first outside of landing"
-            self._land(full, shard, unit)
+            assert full is not None, "gather_to_first outside of receiving"
+            self._receive(full, shard, unit)
             return full
         if full is None:
             messages(self._axis, "gather", unit, {0: shard}, {})
@@ -318,7 +316,7 @@ class Comm:
         messages(self._axis, "gather", unit, {0: torch.ones(1, dtype=torch.uint8)}, {})  # it is written
         return None
 
-    def _land(self, full: Tensor, shard: Tensor, unit: str) -> None:
+    def _receive(self, full: Tensor, shard: Tensor, unit: str) -> None:
         """Fill `full` with what others send, and wait for those who write."""
         slots = full.view(self.size, -1)
         words = torch.empty(self.size, 1, dtype=torch.uint8)

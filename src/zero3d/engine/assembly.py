@@ -44,12 +44,13 @@ from zero3d.engine.generation import last_only
 from zero3d.engine.guards import guard, guard_gradients, guard_rest, leave_gradients
 from zero3d.engine.health import check_weights
 from zero3d.engine.losses import Losses
-from zero3d.engine.options import Options, parts_activations
+from zero3d.engine.options import Options, parts_activations, resolve
 from zero3d.engine.registry import Registry
 from zero3d.engine.runtime import Runtime, build_units, move_buffers, start
 from zero3d.engine.step import Stepper
 from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
+from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import find_all_units
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
@@ -148,10 +149,12 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
     model = unwrap(model)
+    resolved = resolve(model, mesh, options)
+    take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
     before = Before(model)
-    base = Foundation.of(model, mesh, options)
+    base = Foundation.of(model, resolved, options)
     originals = _originals(model, base, options)
-    axes, resolved, module = base.axes, base.resolved, base.partition.module
+    axes, module = base.axes, base.partition.module
     kept = _keep_inputs(base)
     specs, uses = find_all_units(
         base.partition.chunks.values(),

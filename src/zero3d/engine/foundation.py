@@ -17,13 +17,12 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.options import Options, Resolved, resolve
+from zero3d.engine.options import Options, Resolved
 from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
 from zero3d.memory.arena import Arena
 from zero3d.memory.budget import HostBudget, host_budget
 from zero3d.memory.cgroups import usable_cores
-from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
@@ -128,15 +127,13 @@ class Foundation:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: Mesh | None, options: Options) -> Foundation:
-        """Check options, open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
-        resolved = resolve(model, mesh, options)
+    def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
+        """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
 
             keep_parameters(model)
-        take_over(model, resolved.precision.dtype)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
         notes = () if options.model.linear is None else (str(use_fp8(model)),)

@@ -258,7 +258,7 @@ class WeightStreams:
             packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
             here = self._mesh.place.pp == stage
-            with whole.landing(published.units) if here else nullcontext():
+            with whole.receiving(published.units) if here else nullcontext():
                 for i in range(counts[head]):
                     unit = published.units[i] if here else None
                     with nullcontext() if unit is None else whole.on_first(unit):

@@ -3,7 +3,7 @@
 open, shut  full_params() and unshard(): reads and writes; what was written is kept on every rank
 show_masters  values and dtype of masters for those that are open: what a program finds that has trained by autocast
 gathered    one unit, to be read
-on_first    one unit, to be read where it is exported from: on the first of its ranks; in memory of `landing`
+on_first    one unit, to be read where it is exported from: on the first of its ranks; in the buffer of `receiving`
 copied      all units one by one, into the host memory of the first rank
 masters     all masters one by one, on every rank: what a model is given back with
 of_chunk    all units of a model chunk, for the phase of a split backward that takes gradients of weights
@@ -12,7 +12,7 @@ of_chunk    all units of a model chunk, for the phase of a split backward that t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from zero3d.checkpoint.state import FullModel
 from zero3d.distributed.collectives import Comm
-from zero3d.distributed.landing import Landing
+from zero3d.distributed.shared_buffer import SharedBuffer
 from zero3d.engine.frozen_originals import FrozenOriginals
 from zero3d.errors import LayoutError
 from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
-from zero3d.zero.gathers import EXPORT, OPENED, lands
+from zero3d.zero.gathers import EXPORT, OPENED, goes_to_first
 from zero3d.zero.policy import parameter_views
 from zero3d.zero.unit import Unit
 
@@ -227,22 +227,22 @@ class WholeParameters:
             self._arena.give_back("gathered", whole)
 
     @contextmanager
-    def landing(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Have memory inside for the largest of the units that `on_first` is to gather to this rank alone."""
+    def receiving(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Have a receive buffer inside for the largest of the units that `on_first` is to gather to this rank alone."""
         sizes: dict[Comm, int] = {}
-        for unit in filter(lands, units):
+        for unit in filter(goes_to_first, units):
             sizes[unit.comm] = max(sizes.get(unit.comm, 0), unit.layout.total * unit.dtype.itemsize)
-        own = Landing(max((sizes[comm] for comm in sizes if comm.rank == 0), default=0), self._arena.device)
-        self._arena.hold("gathered", own.memory.numel(), Fraction(1))
+        nbytes = max((sizes[comm] for comm in sizes if comm.rank == 0), default=0)
+        self._arena.hold("gathered", nbytes, Fraction(1))
+        buffer = SharedBuffer(nbytes, self._arena.device)
         try:
             with ExitStack() as stack:
-                for comm, nbytes in sizes.items():
-                    stack.enter_context(comm.landing(None if comm.rank else own, nbytes))
-                own.close()
+                with closing(buffer):
+                    for comm, most in sizes.items():
+                        stack.enter_context(comm.receiving(None if comm.rank else buffer, most))
                 yield
         finally:
-            own.close()
-            self._arena.give_back("gathered", own.memory)
+            self._arena.give_back("gathered", buffer.memory)
 
     @contextmanager
     def on_first(self, unit: Unit) -> Iterator[None]:

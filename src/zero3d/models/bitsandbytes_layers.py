@@ -5,7 +5,8 @@
 
 A state that is an attribute is sharded by nobody: every rank would keep all maxima. So Trainer, TRL, Axolotl and
 Accelerate, which load a model in their own way, train what `model.quantize` makes, of the same codes and scales. What
-Linear8bitLt does to activations is not done.
+Linear8bitLt does to activations is not done. The new layers stay when an engine is closed: the library's are let go of,
+since their bytes are whole on every rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weights to groups of 8 and 4 bits and back; the table of formats is in spec/formats.py.
 
     read     a box of a matrix's groups, from what reads boxes of its weights
-    decode   all groups -> the matrix: code x scale in fp32, then torch's cast
+    decode   all groups -> the matrix: code x scale in fp32, then torch's cast; of nf4 by bitsandbytes' kernel where it
+             is installed and gives the same bits
 
 Scales are the largest magnitude of a group, over what the largest code stands for. A group of zeros decodes to zeros;
 one with a weight that is not finite is refused. The arithmetic of nf4 is that of bitsandbytes, bit for bit: weights
@@ -12,6 +13,7 @@ approximations for parallelism in deep learning" (2016), section 3.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from math import prod
@@ -27,7 +29,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.scratch import group_elements
 from zero3d.precision import is_finite
 from zero3d.shards.boxes import Box, slices, whole
-from zero3d.spec.formats import FORMATS, FP8, INT8, NF4, NF4_DOUBLE, SCALE, DoubleFormat, Format
+from zero3d.spec.formats import FORMATS, FP8, INT8, NF4, NF4_DOUBLE, SCALE, DoubleFormat, Format, Runs
 
 Shape = tuple[int, ...]
 Reader = Callable[[Box], Tensor]  # gives the weights in a box of a matrix
@@ -48,12 +50,14 @@ class Codec(NamedTuple):
     encode  weights [..., w] in fp32, and how many of the last group there are -> (codes uint8, scales [..., 1])
     values  codes -> fp32, before the scale
     factor  by which code x scale is multiplied, too; None: scales are over what the largest code stands for
+    kernel  a library's, as `_by_library` says
     """
 
     format: Format
     encode: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     values: Callable[[Tensor], Tensor]
     factor: float | None = None
+    kernel: Callable[[Tensor, Tensor, torch.dtype], Tensor | None] | None = None
 
     def read(self, reader: Reader, shape: Shape, box: Box) -> Tensor:
         """Return a box of a matrix's groups, some rows of them at a time. Raises ConfigError for what is not finite."""
@@ -68,24 +72,43 @@ class Codec(NamedTuple):
         return torch.cat(parts)
 
     def decode(self, packed: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a matrix [out, in] of its groups; fp32 for no more than some rows of groups at a time."""
-        form, grid = self.format, self.format.grid(shape)
-        out = torch.empty(shape, dtype=dtype, device=packed.device)
-        width = form.weights(shape) * prod(grid[1:])
-        step = _rows_at_once(packed.device, width)
-        for first in range(0, grid[0], step):
-            part = packed[first : first + step]
-            values = self.values(part[..., :-SCALE].contiguous()).mul_(_as_fp32(part[..., -SCALE:]))
+        """Return a matrix [out, in] of its groups."""
+        groups = packed.flatten(0, -2)
+        if self.format.rows > 1:
+            return self._of_tiles(groups, shape, dtype)
+        return self.of_runs(groups[:, :-SCALE], _as_fp32(groups[:, -SCALE:]), shape, dtype)
+
+    def of_runs(self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a matrix of groups whose weights follow one another; fp32 for no more than some groups at a time.
+
+        codes [groups, bytes], scales [groups, 1]
+        """
+        decoded = None if self.kernel is None else self.kernel(codes, scales, dtype)
+        if decoded is not None:
+            return decoded[: prod(shape)].view(shape)
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
+        width = self.format.weights(shape)
+        step = _groups_at_once(codes.device, width)
+        for first in range(0, len(codes), step):
+            values = self.values(codes[first : first + step]).mul_(scales[first : first + step])
             if self.factor is not None:
                 values.mul_(self.factor)
-            if len(grid) == 1:
-                flat = out.view(-1)[first * width : (first + step) * width]
-                flat.copy_(values.view(-1)[: len(flat)])
-            else:
-                laid = values.view(len(values), grid[1], form.rows, -1)
-                matrix = laid.transpose(1, 2).reshape(len(values) * form.rows, -1)
-                target = out[first * form.rows : first * form.rows + len(matrix)]
-                target.copy_(matrix[: len(target), : shape[1]])
+            flat = out.view(-1)[first * width : (first + step) * width]
+            flat.copy_(values.view(-1)[: len(flat)])
+        return out
+
+    def _of_tiles(self, groups: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a matrix of groups of several rows; fp32 for no more than some rows of groups at a time."""
+        rows, (down, across) = self.format.rows, self.format.grid(shape)
+        groups = groups.view(down, across, -1)
+        out = torch.empty(shape, dtype=dtype, device=groups.device)
+        step = _groups_at_once(groups.device, self.format.weights(shape) * across)
+        for first in range(0, down, step):
+            part = groups[first : first + step]
+            codes = part[..., :-SCALE].view(len(part), across, rows, -1).transpose(1, 2)  # as the weights lie
+            values = self.values(codes).mul_(_as_fp32(part[..., -SCALE:])[:, None])
+            target = out[first * rows : (first + step) * rows]
+            target.copy_(values.view(len(part) * rows, -1)[: len(target), : shape[1]])
         return out
 
 
@@ -135,31 +158,37 @@ class DoubleCodec(NamedTuple):
         return torch.cat([codes, _as_bytes(largest).view(-1), _as_bytes(mean.view(1)).view(-1)])
 
     def decode(self, packed: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a matrix [out, in] of its run; fp32 for some blocks at a time, and for all scales."""
-        form, runs, columns = self.format, self.format.runs(shape), self.format.columns
-        out = torch.empty(shape, dtype=dtype, device=packed.device)
-        known = _kept(_maxima, torch.float32, packed)[packed[runs.maxima : runs.scales].int()]
-        last = len(known) % form.maxima or form.maxima
-        groups = F.pad(known, (0, form.maxima - last)).view(-1, form.maxima)
-        scales = groups.mul_(_as_fp32(packed[runs.scales : runs.mean])[:, None]).add_(_as_fp32(packed[runs.mean :]))
-        scales, size = scales.view(-1, 1), columns * self.single.format.bits // 8
-        step = _rows_at_once(packed.device, columns)
-        for first in range(0, form.blocks(shape), step):
-            codes = packed[first * size : min((first + step) * size, runs.maxima)]
-            values = self.single.values(F.pad(codes, (0, -len(codes) % size))).view(-1, columns)
-            flat = out.view(-1)[first * columns : (first + step) * columns]
-            flat.copy_(values.mul_(scales[first : first + len(values)]).view(-1)[: len(flat)])
-        return out
+        """Return a matrix [out, in] of its run."""
+        runs, size = self.format.runs(shape), self.format.columns * self.single.format.bits // 8
+        codes = packed[: runs.maxima]
+        if runs.maxima % size:
+            codes = F.pad(codes, (0, -runs.maxima % size))
+        return self.single.of_runs(codes.view(-1, size), self._scales(packed, runs), shape, dtype)
+
+    def _scales(self, packed: Tensor, runs: Runs) -> Tensor:
+        """Return the scales [blocks, 1] of a matrix's run."""
+        known = _looked_up(_maxima, torch.float32, packed[runs.maxima : runs.scales])
+        last = len(known) % self.format.maxima or self.format.maxima
+        groups = F.pad(known, (0, self.format.maxima - last)).view(-1, self.format.maxima)
+        groups.mul_(_as_fp32(packed[runs.scales : runs.mean])[:, None]).add_(_as_fp32(packed[runs.mean :]))
+        return groups.view(-1, 1)[: len(known)]
 
 
-def _rows_at_once(device: torch.device, width: int) -> int:
-    """Return how many rows of so many weights are decoded at once."""
+def _groups_at_once(device: torch.device, width: int) -> int:
+    """Return how many groups, or rows of groups, of so many weights are decoded at once."""
     return max(1, group_elements(device.type) // width)
 
 
 def _as_fp32(stored: Tensor) -> Tensor:
-    """Return numbers [..., k] in fp32 of their bytes [..., 4 k], which may lie anywhere."""
-    return stored.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    """Return numbers [..., k] in fp32 of their bytes [..., 4 k], which are copied unless they lie as numbers do."""
+    if torch.compiler.is_compiling() or not _lies_as_numbers(stored):  # graphs break where offsets are asked for
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    return stored.view(torch.float32)
+
+
+def _lies_as_numbers(stored: Tensor) -> bool:
+    *others, last = stored.stride()
+    return last == 1 and not any(bytes_on % SCALE for bytes_on in (stored.storage_offset(), *others))
 
 
 def _as_bytes(scales: Tensor) -> Tensor:
@@ -204,11 +233,14 @@ def _maxima(device: torch.device) -> Tensor:
     return torch.tensor(LEVELS_OF_MAXIMA, device=device)
 
 
-def _kept(table: Callable[[torch.device], Tensor], dtype: torch.dtype, for_codes: Tensor) -> Tensor:
-    """Return a table by byte on the device of codes, made once; without values in a dry run, where codes have none."""
-    if isinstance(for_codes, FakeTensor):
-        return for_codes.new_empty(1 << 8, dtype=dtype)
-    return table(for_codes.device)
+def _looked_up(table: Callable[[torch.device], Tensor], dtype: torch.dtype, codes: Tensor) -> Tensor:
+    """Return the entries of a table by byte for codes [..., k], in the order of codes.
+
+    Tables are made once for a device; in a dry run, where codes have no values, there is none.
+    """
+    dry = isinstance(codes, FakeTensor)
+    entries = codes.new_empty(1 << 8, dtype=dtype) if dry else table(codes.device)
+    return entries.index_select(0, codes.int().flatten()).view(codes.shape)  # as an index it takes ten times as long
 
 
 def _encode_nf4(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -218,14 +250,14 @@ def _encode_nf4(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
 
 
 def _values_nf4(codes: Tensor) -> Tensor:
-    return _kept(_pairs, torch.int64, codes)[codes.int()].view(torch.float32)
+    return _looked_up(_pairs, torch.complex64, codes).view(torch.float32)
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return by byte the two levels that it stands for, as one number of 64 bits each."""
+    """Return by byte the two levels that it stands for, as one complex number: one entry is looked up for both."""
     levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels).view(torch.int64).view(-1)
+    return torch.view_as_complex(torch.cartesian_prod(levels, levels))
 
 
 def _encode_int8(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -244,10 +276,66 @@ def _encode_fp8(weights: Tensor, last: int) -> tuple[Tensor, Tensor]:
 
 
 def _values_fp8(codes: Tensor) -> Tensor:
-    return codes.view(torch.float8_e4m3fn).float()
+    return _looked_up(_e4m3, torch.float32, codes)
 
 
-SINGLE_NF4 = Codec(NF4, _encode_nf4, _values_nf4)
+@cache
+def _e4m3(device: torch.device) -> Tensor:
+    """Return by byte the number that it stands for: on CPUs torch's cast takes three times as long as a table."""
+    return torch.arange(1 << 8, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+# --- bitsandbytes' kernel -------------------------------------------------------------------------
+
+NORMAL = 2.0**-122  # a scale whose product with any level but 0 is no subnormal number
+
+
+def _by_library(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return weights [blocks x 64] of blocks of nf4 by bitsandbytes' kernel; None where ours is to be taken.
+
+    codes   [..., 32] and scales [..., 1] in fp32, all of a matrix
+
+    Kernels round numbers below 2^-126 to zero: on CPUs with instructions for bf16, and on cards. On CPUs a matrix that
+    may have some is left to ours. On cards it is not looked for, which would make the host wait for each layer.
+    """
+    without_values = codes.is_meta or isinstance(codes, FakeTensor) or torch.compiler.is_compiling()
+    if without_values or not _has_kernel(codes.device, dtype):
+        return None
+    scales = scales.contiguous()
+    if codes.device.type == "cpu" and not _give_normal_numbers(scales):
+        return None
+    return _kernel(codes, scales, dtype)
+
+
+def _give_normal_numbers(scales: Tensor) -> bool:
+    """Say whether no product of a scale is a subnormal number. Most matrices have no group of zeros: looked at once."""
+    least = float(scales.min())
+    if least == 0:
+        least = float(scales.where(scales != 0, 1.0).min())
+    return least >= NORMAL
+
+
+def _kernel(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what the kernel decodes. Each block is a row of its own here, since its blocks end where rows do."""
+    size, dequantize = NF4_DOUBLE.columns, torch.ops.bitsandbytes.dequantize_4bit
+    decoded: Tensor = dequantize(codes.contiguous(), scales, size, NF4.name, (scales.numel(), size), dtype)
+    return decoded.view(-1)
+
+
+@cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether bitsandbytes is installed and decodes all codes on a device with the bits that this module has."""
+    codes = torch.arange(1 << 8, dtype=torch.uint8, device=device).view(-1, NF4_DOUBLE.columns // 2)
+    scales = torch.linspace(0.5, 1.0, len(codes), device=device)[:, None]
+    try:
+        importlib.import_module("bitsandbytes")
+        found = _kernel(codes, scales, dtype)
+    except (ImportError, OSError, AttributeError, RuntimeError, ValueError):  # built for other devices, or too old
+        return False
+    return found.equal((_values_nf4(codes) * scales).to(dtype).view(-1))
+
+
+SINGLE_NF4 = Codec(NF4, _encode_nf4, _values_nf4, kernel=_by_library)
 CODECS: Mapping[str, Codec | DoubleCodec] = MappingProxyType(
     {
         codec.format.name: codec

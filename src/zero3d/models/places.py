@@ -9,6 +9,7 @@ module:function     is looked at by who imports it
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero3d.models.presets import PRESETS
 from zero3d.reading import Unreadable, read_object
 
 CONFIG = "config.json"
+HEADS = ("num_attention_heads", "num_key_value_heads")  # of a config
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 SHOWN, FILES, EXAMPLES = 5, 3, 3  # names in a message: of all files, of files of weights, of presets
@@ -75,10 +77,25 @@ def config_json(file: Path) -> dict[str, Any]:
 
 def named_positions(model: Model) -> int | None:
     """Return the longest sequence that a config.json or a preset names; None where it names none."""
+    number = text_config(model).get("max_position_embeddings")
+    return number if isinstance(number, int) else None
+
+
+def text_config(model: Model) -> Mapping[str, Any]:
+    """Return what a config.json or a preset says of the language model; nothing where that is nowhere."""
     known = config_json(config_file(Path(model.path))) if os.path.exists(model.path) else PRESETS.get(model.path, {})
     text = known.get("text_config", known)
-    number = text.get("max_position_embeddings") if isinstance(text, dict) else None
-    return number if isinstance(number, int) else None
+    return text if isinstance(text, dict) else {}
+
+
+def check_heads(key: str, heads: int, tp: int) -> None:
+    """Refuse to cut a head in two. `key`: what the model's config calls the number of heads. Raises ConfigError."""
+    if heads % tp:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"tp={tp} cannot split {key}={heads}: {heads} / {tp} is not a whole number. Pass a tp that divides it "
+            f"({', '.join(divisors)}), or leave attention whole with style 'none' (mesh.tp_plan)."
+        )
 
 
 def check_weights(folder: Path) -> None:

@@ -100,8 +100,16 @@ def open_files(folder: Path) -> Files | QuantisedFiles:
 
 def check_method(settings: Any, file: Path) -> str:
     """Return how a folder's weights were quantised. Raises ConfigError for methods that are not taken."""
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else getattr(settings, "quant_method", None)
+    method, four, kind = (
+        settings.get(key) if isinstance(settings, Mapping) else getattr(settings, key, None)
+        for key in ("quant_method", "load_in_4bit", "bnb_4bit_quant_type")
+    )
     name = str(getattr(method, "value", method))
+    if four and kind == "fp4":
+        raise ConfigError(
+            f"{file} has a quantization_config of bitsandbytes' fp4, and its nf4 is taken: give the folder that it was "
+            "made from, with model.quantize=nf4."
+        )
     if name in FINDERS:
         return name
     raise ConfigError(

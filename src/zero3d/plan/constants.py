@@ -89,9 +89,9 @@ SHARE = "of the data axis' communication hidden"
 MATRIX = "of the card's peak, matrix products"
 FLASH = "x the card's peak, causal flash attention with masked scores counted"
 
-_HIDE_DP = fitted("torchtitan", "hide_dp", 0.66, SHARE, 0.5, TITAN, IBM, CORE, RECENT)
-_HIDE_TP = fitted("torchtitan-async-tp", "hide_tp", 0.56, "of tp's all-reduces hidden", 0.5, TITAN, CORE)
-_H100 = (fitted("h100", "matrix", 0.71, MATRIX, 0.68, *H100), fitted("h100", "flash", 0.45, FLASH, 0.55, *H100))
+_HIDE_DP = fitted("torchtitan", "hide_dp", 0.65, SHARE, 0.5, TITAN, IBM, CORE, RECENT)
+_HIDE_TP = fitted("torchtitan-async-tp", "hide_tp", 0.71, "of tp's all-reduces hidden", 0.5, TITAN, CORE)
+_H100 = (fitted("h100", "matrix", 0.73, MATRIX, 0.68, *H100), fitted("h100", "flash", 0.38, FLASH, 0.55, *H100))
 
 _DEEPSPEEDS = ("deepspeed", "deepspeed-0.3")
 _TITANS = ("torchtitan", "torchtitan-async-tp")
@@ -111,16 +111,18 @@ SYSTEM_CONSTANTS = (
     assumed(
         "deepspeed-0.3", "spare", 1.0, SPARE, "ZeRO-R keeps inputs and gradients in buffers of their own: no fragments"
     ),
-    fitted("megatron-deepspeed", "block", 0.0055, "s that the host adds per block and micro-batch", 0.0, BLOOM),
+    fitted("megatron-deepspeed", "block", 0.005, "s that the host adds per block and micro-batch", 0.0, BLOOM),
     _HIDE_DP,
     lent(_HIDE_DP, "torchtitan-async-tp"),
     lent(_HIDE_DP, "automodel"),
     _HIDE_TP,
 )
 
+_HOPPER = "FlashAttention-3 over 2: 1.5 to 2 forward, 1.5 to 1.75 backward (Shah et al. 2024)"
+
 KERNEL_CONSTANTS = (
-    fitted("a100", "matrix", 0.78, MATRIX, 0.68, *A100),
-    fitted("a100", "flash", 1.0, FLASH, 0.55, LAYERS, SCALE, IBM),
+    fitted("a100", "matrix", 0.8, MATRIX, 0.68, *A100),
+    assumed("a100", "flash", 1.0, FLASH, "FlashAttention-2: half of the peak under a causal mask (Dao 2023)"),
     assumed("a100", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
     *_H100,
     assumed("h100", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
@@ -135,22 +137,24 @@ KERNEL_CONSTANTS = (
     assumed("other cards", "matrix", 0.68, MATRIX, "h100's"),
     assumed("other cards", "flash", 0.55, FLASH, "h100's"),
     assumed("other cards", "memory", 0.8, "of the card's bandwidth", "what copies reach"),
-    fitted("kernels", "fp8", 1.95, "x products in 16 bits", 2.0, Rows("torchtitan", "time", "Float8")),
+    assumed("kernels", "fp8", 2.0, "x products in 16 bits", "tensor cores do twice as many"),
     fitted(
         "kernels",
         "odd_head",
-        9.5,
+        9.6,
         "x eager attention whose heads are not a multiple of 8",
         4.0,
         BLOOM._replace(which="such heads"),
     ),
-    fitted("kernels", "eager_passes", 1.7, "passes over kept scores, eager attention", 2.0, *EAGER),
+    fitted("kernels", "eager_passes", 1.77, "passes over kept scores, eager attention", 2.0, *EAGER),
     assumed("kernels", "rest_passes", 2.0, "passes over what is kept", "written in the forward, read in the backward"),
     assumed("kernels", "flash_backward", 2.5, "x the forward", "five products for two: scores are computed again"),
+    assumed("kernels", "hopper", 1.65, "x flash attention, by kernels written for Hopper", _HOPPER),
     assumed("kernels", "launch", 4e-6, "s per kernel", "a guess"),
 )
 
 _LLAMA = "a trace of transformers' LlamaDecoderLayer: 64 bytes in all at 7B's shape"
+_STRAGGLERS = "MegaScale: one node in 200 took a tenth longer, and all waited for it (Jiang et al. 2024)"
 OTHER_CONSTANTS = (
     assumed("bases", "decoded", 22.0, "bytes per decoded weight", "codes are read, fp32 twice, the result"),
     assumed("samplers", "room", 0.7, "of a card's memory, for weights", "a guess: caches have the rest"),
@@ -186,6 +190,8 @@ OTHER_CONSTANTS = (
         "x the mean's rows, on the busiest ep rank",
         "a guess; zero3d compare prints a run's",
     ),
+    assumed("nodes", "slow", 0.005, "of nodes, that are slower than others", _STRAGGLERS),
+    assumed("nodes", "slower", 0.1, "x a step, longer on such a node", _STRAGGLERS),
     assumed("schedules", "zero-bubble", 1 / 3, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("schedules", "zbv", 0.0, "of the bubble, left", "Qi et al. 2023, table 1"),
     assumed("Llama's closed form", "eager copies", 6.5, "bytes kept per hidden element", _LLAMA),
@@ -198,14 +204,9 @@ OTHER_CONSTANTS = (
     assumed("zero3d", "kept norm", 8.0, "bytes of a hidden element, last norm and head", "copies in fp32 and 16 bits"),
     assumed("zero3d", "tile", 14.0, "bytes of a hidden element, backward of a loss in tiles", "seen in dry runs"),
     assumed("zero3d", "process", 3e9, "bytes of host memory per process", "a guess"),
-    fitted("other systems", "spare", 1.2, SPARE, 1.1, BLOOM_MEMORY, NANOTRON_MEMORY, TITAN_MEMORY),
-    assumed(
-        "other systems",
-        "context",
-        3e9,
-        "bytes of CUDA and NCCL",
-        "CUDA's 0.5 GB, and as much for each of 5 communicators",
-    ),
+    fitted("other systems", "spare", 1.19, SPARE, 1.1, BLOOM_MEMORY, NANOTRON_MEMORY, TITAN_MEMORY),
+    assumed("other systems", "context", 0.5e9, "bytes of CUDA", "a guess"),
+    assumed("other systems", "communicator", 0.5e9, "bytes of NCCL for each communicator", "a guess"),
     assumed("other systems", "buffers", 1e9, "bytes of communication buckets", "a guess"),
 )
 

@@ -16,7 +16,7 @@ where the numbers are from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from zero3d.plan.spec import ClusterSpec, Gpu, ModelSpec, Operations, ParallelPl
 
 CARDS = ("v100", "a100", "h100", "h200", "cpu")  # whose rates are known, by the start of a card's name
 OTHER_CARDS = "other cards"
+HOPPER = ("h100", "h200")
 IMBALANCE = constant("experts", "imbalance")
 DECODED = constant("bases", "decoded")
 PRODUCTS = 3  # of a stack of experts, with what surrounds them: kernels for each source
@@ -50,6 +51,7 @@ class Kernels:
     launch          seconds per kernel, where the device waits for the host
     fp8             matrix products in 8 bits over those in 16, quantising included
     odd_head        eager attention whose heads are not a multiple of 8 misses the tensor cores
+    hopper          flash attention by kernels written for Hopper, over those that were not
     cards           rates by the start of a card's name
     """
 
@@ -59,6 +61,7 @@ class Kernels:
     launch: float
     fp8: float
     odd_head: float
+    hopper: float
     cards: Mapping[str, CardRates]
 
     @classmethod
@@ -66,6 +69,11 @@ class Kernels:
         """Read the constants."""
         cards = {name: CardRates(**of_system(name, values)) for name in (*CARDS, OTHER_CARDS)}
         return cls(cards=cards, **of_system("kernels", values))
+
+    def for_hopper(self) -> Kernels:
+        """Return the constants where attention's kernels are those that were written for Hopper."""
+        faster = {name: replace(self.cards[name], flash=self.hopper * self.cards[name].flash) for name in HOPPER}
+        return replace(self, cards={**self.cards, **faster})
 
     def rates_of(self, gpu: Gpu) -> CardRates:
         """Return a card's rates, or those that `zero3d calibrate` measured (its bandwidth is a measured one)."""

@@ -4,7 +4,7 @@
     states       its parameters / tp x bytes per parameter
     activations  its blocks x micro-batches in flight x what a policy keeps, and one block's interior where recomputed
     logits       of the last rank; a gathered unit or two at stage 3; buffers
-    reserved     spare x the sum; device: and the contexts
+    reserved     spare x the sum; device: and CUDA's context, and NCCL's communicators
 
 In flight under 1F1B: min(m, p - rank); interleaved as many layers more as Korthikanti's 1 + (p - 1)/(p v) says.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from zero3d.activations.policy import recompute_arithmetic
 from zero3d.plan.formulas import interleave_factor
+from zero3d.plan.inputs import on_host
 from zero3d.plan.kernels import digest
 from zero3d.plan.profiles import Profile
 from zero3d.plan.spec import ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
@@ -23,7 +24,7 @@ from zero3d.plan.time import part_indices
 
 def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, system: Profile) -> Memory:
     """Compute the bytes of the fullest pipeline rank."""
-    cut = part_indices(model, plan.pp, plan.virtual, system.pace.weighed)
+    cut = part_indices(model, plan.pp, plan.virtual, system.pace.cut)
     ranks = [[i for part in cut[rank :: plan.pp] for i in part] for rank in range(plan.pp)]
     classes = {rank: _rank_bytes(model, plan, system, inside, rank) for rank, inside in enumerate(ranks)}
     fullest = max(classes, key=lambda rank: sum(classes[rank].values()))
@@ -35,11 +36,17 @@ def profile_memory(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, s
         parts["states"],
         allocated,
         reserved,
-        reserved + system.context,
+        reserved + system.context + _communicators(plan) * system.communicator,
         host,
         parts,
         f"pipeline rank {fullest} of {plan.pp}",
     )
+
+
+def _communicators(plan: ParallelPlan) -> int:
+    """Count a rank's communicators: of all ranks, of each axis, and of tp and pp together, where there are several."""
+    sizes = plan.world, plan.dp, plan.tp, plan.pp
+    return sum(size > 1 for size in sizes) + (plan.tp > 1 and plan.pp > 1)
 
 
 def _rank_bytes(
@@ -81,7 +88,7 @@ def _kept(block: Part, blocks: int, flight: float, plan: ParallelPlan, system: P
     attention = operations.attention / plan.tp
     interior = (operations.kept_cut - operations.attention) / plan.tp + whole
     ledger = recompute_arithmetic(blocks, plan.activations)
-    entry = operations.input / (plan.tp if plan.mesh.sequence_parallel else 1)
+    entry = 0.0 if on_host(plan) else operations.input / (plan.tp if plan.mesh.sequence_parallel else 1)
     if plan.activations == "none":
         return flight * blocks * (interior + attention)
     if plan.activations == "selective":

@@ -26,7 +26,7 @@ from zero3d.errors import ConfigError
 from zero3d.plan.constants import VALUES, Values, constant, of_system
 from zero3d.plan.kernels import Kernels
 from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.time import Pace
+from zero3d.plan.time import Cut, Pace
 from zero3d.zero.stages import stage_row
 
 
@@ -41,9 +41,10 @@ class Profile:
     every_other                  "selective" keeps a block's input, outputs of every second product, and attention's;
                                  else all but attention's scores
     spare                        reserved over live bytes
-    context                      bytes of CUDA and NCCL that no allocator sees
+    context, communicator        bytes that no allocator sees: of CUDA, and of NCCL for each communicator
     buffers                      bytes of communication buckets
     units                        gathered at a time at stage 3
+    for_hopper                   on a Hopper card its attention is cuDNN's
     pace                         of its time
     """
 
@@ -54,11 +55,13 @@ class Profile:
     pace: Pace
     spare: float = constant("other systems", "spare")
     context: float = constant("other systems", "context")
+    communicator: float = constant("other systems", "communicator")
     shard_weight: float = 2.0
     loss_over_tp: float = 0.0
     every_other: bool = False
     buffers: float = constant("other systems", "buffers")
     units: int = 2
+    for_hopper: bool = False
     keeps_in_pipelines: bool = False
 
     def rates(self, plan: ParallelPlan) -> tuple[float, float, float]:
@@ -77,23 +80,28 @@ PLAIN, WAITS = Pace({}), Pace({}, blocking=True)
 DESIGNS = (
     Profile("zero3d", 2, 4, 12, Pace({}, as_zero3d=True)),
     Profile("megatron", 2, 4, 12, WAITS),
-    Profile("megatron-core", 2, 4, 12, PLAIN),
+    Profile("megatron-core", 2, 4, 12, PLAIN, for_hopper=True),
     Profile("deepspeed", 2, 2, 16, PLAIN),
-    Profile("megatron-deepspeed", 2, 2, 16, WAITS),
+    Profile("megatron-deepspeed", 2, 2, 16, replace(WAITS, cut=Cut(filled=True))),
     Profile("deepspeed-0.3", 2, 2, 12, PLAIN),
     Profile("torchtitan", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
     Profile("torchtitan-async-tp", 2, 4, 8, PLAIN, shard_weight=4, keeps_in_pipelines=True, every_other=True),
-    Profile("automodel", 2, 4, 8, Pace({}, forced=True), shard_weight=4, keeps_in_pipelines=True),
-    Profile("nanotron", 2, 4, 12, Pace({}, weighed=True)),
+    Profile("automodel", 2, 4, 8, Pace({}, forced=True), shard_weight=4, keeps_in_pipelines=True, for_hopper=True),
+    Profile("nanotron", 2, 4, 12, Pace({}, all_sum=True, cut=Cut(head=None))),
 )
 SPEED = "speed "
 
 
 def profiles(values: Values = VALUES) -> dict[str, Profile]:
     """Make the profiles of all systems from these constants."""
-    kernels = Kernels.of(values)
-    shared = of_system("other systems", values)
-    return {design.name: _fitted(design, shared, of_system(design.name, values), kernels) for design in DESIGNS}
+    shared, kernels = of_system("other systems", values), Kernels.of(values)
+    for_hopper = kernels.for_hopper()
+    return {
+        design.name: _fitted(
+            design, shared, of_system(design.name, values), for_hopper if design.for_hopper else kernels
+        )
+        for design in DESIGNS
+    }
 
 
 def _fitted(design: Profile, shared: dict[str, Any], values: dict[str, Any], kernels: Kernels) -> Profile:

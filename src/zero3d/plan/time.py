@@ -19,6 +19,7 @@ offload      records that leave the device, and updates on the host, beyond the 
 replay       of one micro-batch more in every so many steps: its way through all pipeline stages alone, units gathered
              for it, and all gradients of both read twice for their hashes. It holds no memory beside a step's
 fixed        a system's own per step and micro-batch: launching, data, logging
+stragglers   waits for another node that is slower than most, as likely as there are nodes
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
+from zero3d.account.traffic import gathered_width
 from zero3d.activations.policy import Policy
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
@@ -64,7 +66,23 @@ from zero3d.zero.stages import resolve_policies, stage_row
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
 CODING = constant("links", "coding")
+SLOW, SLOWER = constant("nodes", "slow"), constant("nodes", "slower")
 UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
+
+
+class Cut(NamedTuple):
+    """How a pipeline is cut into chunks.
+
+    embedding, head  what these count for, in blocks; None: the head for its product over those of a block
+    filled           all chunks but the last are as long as the longest; else they are as even as can be
+    """
+
+    embedding: float = 0.0
+    head: float | None = 0.0
+    filled: bool = False
+
+
+EVENLY = Cut()
 
 
 @dataclass(frozen=True)
@@ -76,11 +94,12 @@ class Pace:
     hide_tp    fraction of tp's all-reduces that runs beside products
     unit_hops  at stage 3, gathers per unit and pass (1: a unit travels as one; 12: each parameter of its own)
     bucket     gradients that are reduced together, a unit's if that has fewer
+    all_sum    gradients are summed on all ranks, though each updates a part of the parameters alone
     block      seconds per block and micro-batch that the host adds: synchronising, checkpointing
     blocking   ranks wait while they pass activations on, so that a hop is part of every forward and backward
     again      of the blocks' forward, what "selective" runs again; None: attention alone
     forced     by force all experts get equally many rows, a token's being neighbours: its row goes to their node once
-    weighed    pipeline stages have equally many parameters of blocks and head, not equally many blocks
+    cut        how its pipelines are cut
     update     seconds of an update, of those that the bytes of its states take
     fixed      seconds per step
     as_zero3d  in pipelines, gathered parameters and unreduced gradients stay for the step
@@ -94,11 +113,12 @@ class Pace:
     hide_tp: float = 0.0
     unit_hops: float = 1.0
     bucket: float = inf
+    all_sum: bool = False
     block: float = 0.0
     blocking: bool = False
     again: float | None = None
     forced: bool = False
-    weighed: bool = False
+    cut: Cut = EVENLY
     update: float = 1.0
     fixed: float = constant("step", "fixed")
     as_zero3d: bool = False
@@ -109,21 +129,20 @@ class Pace:
         return next((speed for name, speed in self.speed.items() if gpu.startswith(name)), 1.0)
 
 
-def part_indices(model: ModelSpec, ranks: int, virtual: int = 1, weighed: bool = False) -> list[list[int]]:
-    """Return the model's parts per chunk: blocks evenly, the first chunks longer; embedding first, head last.
-
-    weighed  by parameters, those of the head among them: the last chunk has fewer blocks
-    """
+def part_indices(model: ModelSpec, ranks: int, virtual: int = 1, cut: Cut = EVENLY) -> list[list[int]]:
+    """Return the model's parts per chunk: its blocks as `cut` says; embedding first, head last."""
     blocks = [i for i, part in enumerate(model.parts) if part.kind == "block"]
     first = [i for i, part in enumerate(model.parts) if part.kind == "embedding"]
     last = [i for i, part in enumerate(model.parts) if part.kind == "head"]
     count = ranks * virtual
-    weight = _head_in_blocks(model) if weighed else 0.0
-    bounds = [min(len(blocks), int((len(blocks) + weight) * i / count)) for i in range(count)] + [len(blocks)]
-    cut = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
-    cut[0] = first + cut[0]
-    cut[-1] = cut[-1] + last
-    return cut
+    before, behind = cut.embedding, _head_in_blocks(model) if cut.head is None else cut.head
+    total = before + len(blocks) + behind
+    total = count * ceil(total / count) if cut.filled else total
+    bounds = [min(len(blocks), max(0, int(total * i / count - before))) for i in range(count)] + [len(blocks)]
+    chunks = [blocks[bounds[i] : bounds[i + 1]] for i in range(count)]
+    chunks[0] = first + chunks[0]
+    chunks[-1] = chunks[-1] + last
+    return chunks
 
 
 def _head_in_blocks(model: ModelSpec) -> float:
@@ -146,9 +165,9 @@ class Dealt(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def dealt(model: ModelSpec, ranks: int, virtual: int, weighed: bool = False) -> Dealt:
+def dealt(model: ModelSpec, ranks: int, virtual: int, cut: Cut = EVENLY) -> Dealt:
     """Deal out a model's parts."""
-    chunks, shapes = part_indices(model, ranks, virtual, weighed), digest(model).shapes
+    chunks, shapes = part_indices(model, ranks, virtual, cut), digest(model).shapes
     numbers: dict[tuple[int, ...], int] = {}
     alike = [numbers.setdefault(tuple(id(shapes[i]) for i in chunk), len(numbers)) for chunk in chunks]
     return Dealt(chunks, alike, {alike.index(number): number for number in numbers.values()})
@@ -177,7 +196,7 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
     step = _Step(model, plan, cluster, pace, Groups.of(plan, cluster))
     passes = _passes(model, _computing_key(plan), cluster, pace)
     parts = dict(passes.parts)
-    share = _share(model, plan.pp, plan.virtual, plan.tp, plan.ep)
+    share = _share(model, (plan.pp, plan.virtual, plan.tp, plan.ep), pace.cut)
     parts["dp"] = _data(step, share, passes.end, plan.accumulate * passes.backward)
     parts |= _update(step, share, (passes.forward, passes.forward + passes.backward))
     if plan.replay:
@@ -185,6 +204,8 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
         once = pipeline_seconds(kind, *passes.by_chunk, 1, plan.pp, passes.hop)
         parts["replay"] = (once + _besides_replay(step, sum(share), once)) / plan.replay
     parts["fixed"] = pace.fixed
+    if others := ceil(plan.world / cluster.per_node) - 1:
+        parts["stragglers"] = SLOWER * (1 - (1 - SLOW) ** others) * sum(parts.values())
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
 
@@ -234,7 +255,7 @@ def _passes(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pace: Pa
     known, speed = digest(model), pace.speed_on(cluster.gpu.name)
     busy = 1.0 if pace.forced else IMBALANCE
     of_parts = works(model, plan, cluster, speed, pace.kernels, busy)
-    cut = dealt(model, plan.pp, plan.virtual, pace.weighed)
+    cut = dealt(model, plan.pp, plan.virtual, pace.cut)
     timed = {
         parts: _part_terms(step, [(known.shapes[i], of_parts[i]) for i in cut.chunks[chunk]])
         for chunk, parts in cut.unlike.items()
@@ -260,12 +281,13 @@ class Share(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _share(model: ModelSpec, pp: int, virtual: int, tp: int, ep: int) -> Share:
-    """Return the parameters of the rank that has most."""
-    known, cut = digest(model), part_indices(model, pp, virtual)
+def _share(model: ModelSpec, degrees: tuple[int, int, int, int], cut: Cut) -> Share:
+    """Return the parameters of the rank that has most. degrees: pp, virtual, tp and ep."""
+    pp, virtual, tp, ep = degrees
+    known, chunks = digest(model), part_indices(model, pp, virtual, cut)
 
     def of_rank(rank: int) -> Share:
-        parts = [i for chunk in cut[rank::pp] for i in chunk]
+        parts = [i for chunk in chunks[rank::pp] for i in chunk]
         stacked = sum(known.stacked[i] for i in parts) if ep > 1 else 0
         return Share((sum(known.numels[i] for i in parts) - stacked) / tp, stacked / ep)
 
@@ -390,6 +412,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     wide, seconds_of = _reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan), gather_seconds)
     buckets = max(1.0, trained * sum(share) / units / pace.bucket)
     reducing = reductions * collective(trained, wide, seconds_of, pieces=buckets)
+    if pace.all_sum and row.shards_optimizer:
+        reducing *= 2
     copies = _copies_seconds(step, share, reductions if plan.zero.exact else 1) * trained
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
@@ -405,7 +429,8 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
         others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
         return copies + first + _exposed(others, end, pace.hide_dp)
     overlapped = backward / plan.accumulate  # the last micro-batch's; parameters travel beside the next step's forward
-    gathers = collective(trained, 2.0)
+    summed = WIDTHS[plan.precision].reduced if pace.as_zero3d else wide
+    gathers = collective(trained, gathered_width(row, 2, int(summed)))
     return copies + _exposed(reducing, overlapped, pace.hide_dp) + _exposed(gathers, overlapped / 2, pace.hide_dp)
 
 

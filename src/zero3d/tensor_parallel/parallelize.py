@@ -12,6 +12,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.models.bases import layer_numbers, model_of
 from zero3d.models.packing import inner_model
+from zero3d.models.places import HEADS, check_heads
 from zero3d.models.quantised import PACKED, QuantisedLinear
 from zero3d.models.quantised_experts import stacks_of
 from zero3d.shards.cuts import Cut
@@ -93,14 +94,9 @@ def parallelize(
 def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     """Refuse to cut a head in two, which shapes do not tell. Raises ConfigError."""
     attention = any(("attn" in name or "attention" in name) and style.kind in CUTS for name, style in styles.items())
-    for key in ("num_attention_heads", "num_key_value_heads") if attention else ():
+    for key in HEADS if attention else ():
         for heads in layer_numbers(config, key):
-            if heads % size:
-                divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-                raise ConfigError(
-                    f"tp={size} cannot split {key}={heads}: {heads} / {size} is not a whole number. Pass a tp that "
-                    f"divides it ({', '.join(divisors)}), or leave attention whole with style 'none' (mesh.tp_plan)."
-                )
+            check_heads(key, heads, size)
 
 
 def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:

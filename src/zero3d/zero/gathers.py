@@ -41,7 +41,7 @@ def refuse_export(unit: Unit) -> None:
         )
 
 
-def lands(unit: Unit) -> bool:
+def goes_to_first(unit: Unit) -> bool:
     """Return whether a unit is gathered to the first of its ranks alone where only that one needs it.
 
     On gloo: NCCL's all-gather is no slower, and between hosts faster: every rank's network card has a part of it.
@@ -127,8 +127,8 @@ class Gathers:
             unit.weights.show(exactly=True)
 
     def acquire_on_first(self, unit: Unit) -> None:
-        """Gather a unit to be exported: where it `lands` to the first of its ranks, unless all ranks have it anyway."""
-        if unit.users or not lands(unit) or unit.weights.state is not State.SHARDED:
+        """Gather a unit to be exported: on gloo to the first of its ranks alone, unless all ranks have it anyway."""
+        if unit.users or not goes_to_first(unit) or unit.weights.state is not State.SHARDED:
             self.acquire(unit, EXPORT)
             return
         self._note(unit, EXPORT, True)

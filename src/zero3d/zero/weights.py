@@ -42,12 +42,12 @@ class Weights:
     place     where what this rank updates is
     keeps_full  `full` stays allocated while the unit is released: below stage 3, for a step, or for one rank
     pending   new weights were left on their way (`leave`), or their update is due (`defer`)
-    _landed   what parameters are where they were gathered to this rank alone
+    _received  what parameters are where they were gathered to this rank alone
     """
 
     pending = False
     _exact = False
-    _landed: list[Tensor] | None = None
+    _received: list[Tensor] | None = None
     _due: Callable[[], None] | None = None
 
     def __init__(
@@ -212,10 +212,10 @@ class Weights:
         assert self.state is State.SHARDED
         assert self._wire is not None
         self.check()
-        landed = self._wire.gather_to_first()
-        if landed is not None:
-            self._landed = parameter_views(landed, self.layout)
-            self._point_at(self._landed)
+        whole = self._wire.gather_to_first()
+        if whole is not None:
+            self._received = parameter_views(whole, self.layout)
+            self._point_at(self._received)
             self.state = State.FULL
 
     def share_first(self) -> None:
@@ -254,9 +254,9 @@ class Weights:
         self.state = State.SHARDED
 
     def _free(self) -> None:
-        if self._landed is None and not self.keeps_full:
+        if self._received is None and not self.keeps_full:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
-        self._landed = None
+        self._received = None
 
     def _point_at(self, targets: list[Tensor]) -> None:
         for p, target in zip(self.params, targets, strict=True):
@@ -264,7 +264,7 @@ class Weights:
 
     def check(self) -> None:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
-        whole = self.views if self._landed is None else self._landed
+        whole = self.views if self._received is None else self._received
         targets = whole if self.state is State.FULL else self._placeholders
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
             if p.requires_grad and not self.trainable and torch.is_grad_enabled():

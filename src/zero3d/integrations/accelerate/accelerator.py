@@ -220,8 +220,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._built = engine, mesh
         self._lend(model, engine, mesh)
         if self.is_main_process:
-            for line in engine.notes:
-                print(line)
+            print("\n".join([introduced(engine), *engine.notes]))
         return engine
 
     def _compile(self) -> dict[str, Any]:
@@ -449,6 +448,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         others[:] = [one for one in shown if one is not engine.module]
         for given, left in zip(saved, weights, strict=True):
             given[:] = [one for one in left if one is not whole]
+
+
+def introduced(engine: Engine) -> str:
+    """Say which engine trains, and how many bytes of the model's states this rank has."""
+    world, states = engine.mesh.world, sum(entry.measured for entry in engine.memory if entry.planned is not None)
+    ranks = f"{world} rank{'' if world == 1 else 's'}"
+    return (
+        f"zero3d: ZeRO stage {engine.stage}, {ranks}, {states / 1e6:,.1f} MB of model states on rank {engine.mesh.rank}"
+    )
 
 
 def _generation(engine: Engine, generate: Callable[..., Any]) -> Callable[..., Any]:

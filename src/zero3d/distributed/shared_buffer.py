@@ -1,4 +1,4 @@
-"""Memory of one rank into which other ranks of its host write what they would otherwise send.
+"""A receive buffer of one rank into which other ranks of its host write what they would otherwise send.
 
     rank 0 of an axis                                    another rank
     a memory file: process, number, mark      ->         opens /proc/PROCESS/fd/NUMBER, maps it, and looks for the mark
@@ -22,36 +22,36 @@ import torch
 from torch import Tensor
 
 PAGE = 4096  # bytes; a multiple of the width of every dtype
-NAME = "zero3d-landing"
+NAME = "zero3d-receive-buffer"
 NOWHERE = (0, 0, 0)
 
 
-class Landing:
+class SharedBuffer:
     """Owns memory of this rank that others of its host may write into.
 
-    memory   [nbytes] uint8; of a host only where it can be shared
-    address  process, file and mark, by which `attach` finds the memory until `close`; NOWHERE if nobody can
+    memory   [nbytes] uint8
+    address  process, file and mark, by which `attach` finds the memory until `close`; NOWHERE if nobody can, as on
+             other devices than the CPU
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.address: Sequence[int] = NOWHERE
-        if device.type == "cpu" and nbytes:
-            try:
-                self.memory = self._shared(nbytes)
-                return
-            except (AttributeError, OSError):  # of a system without memory files, or with no more of them
-                pass
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        shared = self._shared(nbytes) if nbytes and device.type == "cpu" else None
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device) if shared is None else shared
 
-    def _shared(self, nbytes: int) -> Tensor:
-        """Return new memory that `address` leads to. Raises OSError; AttributeError where there are no memory files."""
-        file, mark = os.memfd_create(NAME), secrets.randbits(62)
+    def _shared(self, nbytes: int) -> Tensor | None:
+        """Return new memory, whose address this has then; None where the system has no memory files, or no more."""
+        try:
+            file = os.memfd_create(NAME)
+        except (AttributeError, OSError):
+            return None
         try:
             os.ftruncate(file, PAGE + nbytes)
             whole = _mapped(file, nbytes)
-        except BaseException:
+        except OSError:
             os.close(file)
-            raise
+            return None
+        mark = secrets.randbits(62)
         whole[:8].view(torch.int64).fill_(mark)
         self.address = (os.getpid(), file, mark)
         return whole[PAGE:]
