@@ -377,7 +377,7 @@ def loading_speed() -> str:
 def loading_memory() -> str:
     """What a rank's process grows by while it loads a folder, beside what it keeps and may hold beyond it."""
     rows = []
-    for way, found in results("loading")[0]["memory"].items():
+    for way, found in results("loading-memory")[0]["memory"].items():
         bytes_of, beyond = (found["peak"], found["kept"], loading.may(found)), loading.beyond(found)
         in_mb = (f"{size / loading.MB:,.0f} MB" for size in bytes_of)
         rows.append([f"`{way}`", *in_mb, f"{beyond:.2f}x", verdict([beyond], 1.0)])

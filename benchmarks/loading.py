@@ -19,11 +19,11 @@ folder's bytes over it. What a file costs depends on where it lies, so all find 
 Memory for the result is allocated within the time. Code is warmed up by one uncounted round.
 Target: `weights` from a cold disk is at least 0.8x as fast as the raw read.
 
-What a rank's process grows by is measured in processes of their own, after a load that is thrown
-away: at most while it loads, and with the engine that it keeps. Target: beyond what it keeps it
-holds at most what one block of weights takes while it is packed (`READ_AT_ONCE`, or the largest
-matrix where that is smaller, at 22 bytes a weight, fp32 and what is made of it), and the pages of
-the file that is open. The exit code is 0 whether targets are met or not.
+With `--memory` no time is measured, but what a rank's process grows by, in processes of their own,
+after a load that is thrown away: at most while it loads, and with the engine that it keeps. Target:
+beyond what it keeps it holds at most what one block of weights takes while it is packed
+(`READ_AT_ONCE`, or the largest matrix where that is smaller, at 22 bytes a weight: fp32 and what is
+made of it), and the pages of the file that is open. The exit code is 0 whether targets are met or not.
 """
 
 from __future__ import annotations
@@ -72,22 +72,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_folder(folder, arguments.megabytes)
         files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
         total = sum(Path(file).stat().st_size for file in files)
-        seconds = run_ranks(Start(arguments.ranks), measure, str(folder), files, arguments.rounds)
-        memory = {way: run_ranks(Start(arguments.ranks, malloc="map"), grown, str(folder), way) for way in KEPT}
-    result = {"ranks": arguments.ranks, "bytes": total, "files": len(files), "seconds": seconds, "memory": memory}
-    result["ratios"] = {
-        cache: {way: median(times["raw"]) / median(times[way]) for way in WAYS[1:]} for cache, times in seconds.items()
-    }
-    print(show(result))
+        result: dict[str, Any] = {"ranks": arguments.ranks, "bytes": total, "files": len(files)}
+        if arguments.memory:
+            start = Start(arguments.ranks, malloc="map")
+            result["memory"] = {way: run_ranks(start, grown, str(folder), way) for way in KEPT}
+        else:
+            seconds = run_ranks(Start(arguments.ranks), measure, str(folder), files, arguments.rounds)
+            result |= {"seconds": seconds, "ratios": {cache: ratios(times) for cache, times in seconds.items()}}
+    print(show_memory(result) if arguments.memory else show(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """How fast each way is, to a raw read."""
+    return {way: median(seconds["raw"]) / median(seconds[way]) for way in WAYS[1:]}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; bad input exits with code 2."""
     parser = command_line(__doc__, rounds=7)
     parser.add_argument("--megabytes", type=positive, default=500, help="size of the model's files")
+    parser.add_argument("--memory", action="store_true", help="what a rank holds, in place of seconds")
     parser.add_argument("--scratch", type=Path, help="where the folder is made; it should lie on a disk")
     return parser.parse_args(argv)
 
@@ -217,12 +224,16 @@ def show(result: dict[str, Any]) -> str:
             judged = ("yes" if ratio >= TARGET else "NO") if (cache, way) == ("cold", "weights") else ""
             speed = result["bytes"] / MB / median(times)
             lines.append(f"{cache:<8}{way:<10}{speed:>8.0f}{ratio:>8.2f}{judged:>9}")
-    for way, bytes_of in result["memory"].items():
-        peak, kept = bytes_of["peak"] / MB, bytes_of["kept"] / MB
-        lines.append(
-            f"{way}: a rank grows by {peak:.0f} MB at most, keeps {kept:.0f}; {beyond(bytes_of):.2f}x of bound"
-        )
     return "\n".join(lines)
+
+
+def show_memory(result: dict[str, Any]) -> str:
+    """What ranks held, as text."""
+    return "\n".join(
+        f"{way}: at most {found['peak'] / MB:.0f} MB, kept {found['kept'] / MB:.0f} MB; beyond {beyond(found):.2f}x of "
+        f"{may(found) / MB:.0f} MB"
+        for way, found in result["memory"].items()
+    )
 
 
 if __name__ == "__main__":

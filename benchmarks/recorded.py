@@ -175,6 +175,7 @@ RECIPES = {
         Recipe("optimizers", ("python benchmarks/optimizers.py --ranks 2 --rounds 9 --json OUT",)),
         Recipe("demo-curves", ("python benchmarks/demo_curves.py --json OUT",), timed=False),
         Recipe("loading", ("python benchmarks/loading.py --json OUT",)),
+        Recipe("loading-memory", ("python benchmarks/loading.py --memory --json OUT",), timed=False),
         Recipe("offload", ("python benchmarks/offload.py --gigabytes 0.5 --rounds 5 --json OUT",)),
         Recipe("checkpoint", ("python benchmarks/checkpoint.py --json OUT",)),
         Recipe("watchdog", ("python benchmarks/watchdog.py --parts cost,faults --timeout 10 --json OUT",)),

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from unittest import mock
 
 import pytest
@@ -450,6 +451,25 @@ def test_new_weights_are_quantised_too_and_generate(tmp_path):
     engine = engine_of(opened, stage=3)
     tokens = engine.generate(BATCHES[0][:, :4], max_new_tokens=3)
     assert tokens.shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("trained", [False, True], ids=["bias frozen", "bias trained"])
+def test_a_layer_with_a_bias_has_the_gradients_of_nn_linear_for_inputs_of_any_shape(name, trained):
+    linear = torch.nn.Linear(96, 40)
+    linear.weight.requires_grad_(False)
+    linear.bias.requires_grad_(trained)
+    packed = QuantisedLinear(linear, CODECS[name], torch.float32)
+    linear.weight.copy_(packed.weight)
+    for shape in ((2, 3, 96), (5, 96), (96,), (0, 96), (2, 0, 96)):  # an expert that no token went to gets (0, 96)
+        found = []
+        for layer in (linear, packed):
+            x = torch.linspace(-1, 1, prod(shape)).view(shape).requires_grad_()
+            y = layer(x)
+            (y * torch.linspace(0, 1, 40)).sum().backward()
+            found.append((y, x.grad, *([linear.bias.grad] if trained else [])))
+            linear.bias.grad = None
+        assert all(map(torch.equal, *found))
 
 
 def test_a_released_layer_reads_as_nan(folder):

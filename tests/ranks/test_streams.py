@@ -768,6 +768,27 @@ def test_the_ledger_has_the_shards_that_rank_0_is_given_and_nothing_that_is_sent
     assert other == ({"gather": shards} if stage == 3 else {})
 
 
+def exported_inside(folder):
+    """Tensors of a stream, between two of whose buckets there is an export; that export's; the weights."""
+    engine, exports, tensors = engine_on(), {}, {}
+    step(engine, 0)
+    assembler = Assembler()
+    for bucket in engine.stream_weights(bucket_bytes=SMALL):
+        tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+        if bucket.number == 2:
+            exports = exported(engine, folder / "hf")
+    weights, held = engine.whole_state_dict(), engine.arena.live("gathered")
+    return [name for name in weights if not torch.equal(exports[name], weights[name])], tensors, weights, int(held)
+
+
+def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_path):
+    (different, tensors, weights, held), (others, *_, none) = ranks(2, exported_inside, tmp_path)
+    assert different == others == []
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], weights[name]) for name in weights)
+    assert (held, none) == (0, 0)
+
+
 def between_buckets(wire):
     """The loss of a batch before a stream, inside of it, where rank 0 has a unit whole, and after it."""
     model = tiny("llama", kv_heads=4)

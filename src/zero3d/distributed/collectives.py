@@ -286,6 +286,7 @@ class Comm:
 
         Sends 32 bytes to each other rank.
         """
+        before = self._first, self._near
         about = NOWHERE if buffer is None else buffer.address
         found = self.exchange(torch.tensor(about, dtype=torch.int64))[0].tolist()
         self._first = attach(found, nbytes) if buffer is None else buffer.memory
@@ -294,7 +295,7 @@ class Comm:
         try:
             yield
         finally:
-            self._first = None
+            self._first, self._near = before  # an export may be written between two buckets of a stream
 
     def gather_to_first(self, shard: Tensor, unit: str) -> Tensor | None:
         """Return the full tensor [total] of all ranks' `shard` [total/N] on rank 0, in its buffer; None on others.

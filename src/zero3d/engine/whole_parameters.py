@@ -233,8 +233,8 @@ class WholeParameters:
         for unit in filter(goes_to_first, units):
             sizes[unit.comm] = max(sizes.get(unit.comm, 0), unit.layout.total * unit.dtype.itemsize)
         nbytes = max((sizes[comm] for comm in sizes if comm.rank == 0), default=0)
-        self._arena.hold("gathered", nbytes, Fraction(1))
         buffer = SharedBuffer(nbytes, self._arena.device)
+        self._arena.hold("gathered", nbytes, Fraction(1))
         try:
             with ExitStack() as stack:
                 with closing(buffer):

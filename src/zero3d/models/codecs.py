@@ -75,13 +75,13 @@ class Codec(NamedTuple):
         """Return a matrix [out, in] of its groups."""
         groups = packed.flatten(0, -2)
         if self.format.rows > 1:
-            return self._of_tiles(groups, shape, dtype)
-        return self.of_runs(groups[:, :-SCALE], _as_fp32(groups[:, -SCALE:]), shape, dtype)
+            return self._decode_tiles(groups, shape, dtype)
+        return self.decode_parts(groups[:, :-SCALE], _as_fp32(groups[:, -SCALE:]), shape, dtype)
 
-    def of_runs(self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a matrix of groups whose weights follow one another; fp32 for no more than some groups at a time.
+    def decode_parts(self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a matrix of the codes [groups, bytes] and scales [groups, 1] of groups that follow one another in it.
 
-        codes [groups, bytes], scales [groups, 1]
+        It is in fp32 for no more than some groups at a time.
         """
         decoded = None if self.kernel is None else self.kernel(codes, scales, dtype)
         if decoded is not None:
@@ -97,8 +97,8 @@ class Codec(NamedTuple):
             flat.copy_(values.view(-1)[: len(flat)])
         return out
 
-    def _of_tiles(self, groups: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Return a matrix of groups of several rows; fp32 for no more than some rows of groups at a time."""
+    def _decode_tiles(self, groups: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return a matrix of groups that are tiles of it; in fp32 for no more than some rows of tiles at a time."""
         rows, (down, across) = self.format.rows, self.format.grid(shape)
         groups = groups.view(down, across, -1)
         out = torch.empty(shape, dtype=dtype, device=groups.device)
@@ -163,7 +163,7 @@ class DoubleCodec(NamedTuple):
         codes = packed[: runs.maxima]
         if runs.maxima % size:
             codes = F.pad(codes, (0, -runs.maxima % size))
-        return self.single.of_runs(codes.view(-1, size), self._scales(packed, runs), shape, dtype)
+        return self.single.decode_parts(codes.view(-1, size), self._scales(packed, runs), shape, dtype)
 
     def _scales(self, packed: Tensor, runs: Runs) -> Tensor:
         """Return the scales [blocks, 1] of a matrix's run."""

@@ -112,7 +112,7 @@ class _Product(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.layer.decoded(packed, grad.dtype)
-            of_input = (rows @ matrix).view(*grad.shape[:-1], -1)
+            of_input = (rows @ matrix).view(*grad.shape[:-1], matrix.shape[1])
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_input, None, of_bias, None
