@@ -21,6 +21,7 @@ import narrow_wires
 import optimizers
 import pipeline as pipeline_benchmark
 import planner_speed
+import profile_accuracy
 import qlora
 import sequence
 import stream
@@ -471,7 +472,39 @@ def plans_in_seconds() -> str:
     return table(["command", "first", "again", "target", "of before"], rows)
 
 
+# --- profile_accuracy.py ------------------------------------------------------------------------
+
+
+def plans_by_profile() -> str:
+    """Planned steps of a calibrated machine beside what runs took, and how far these runs differ from each other."""
+    [found] = results("profile-accuracy")
+    rows = [
+        [
+            row["case"], str(row["ranks"]), str(row["stage"]), f"{1e3 * row['plan']:.0f} ms",
+            f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %", f"{100 * row['error_by_run']:+.1f} %",
+            f"{100 * row['spread']:.1f} %",
+        ]
+        for row in found
+    ]  # fmt: skip
+    head = ("blocks x hidden, tokens", "ranks", "stage", "planned", "measured", "error", "by a run's", "between rounds")
+    return table(head, rows)
+
+
+def plans_by_profile_target() -> str:
+    """How many plans are within the target, and the farthest."""
+    [found] = results("profile-accuracy")
+    errors = [abs(row["error"]) for row in found]
+    within = sum(error <= profile_accuracy.TARGET for error in errors)
+    return (
+        f"Target: within {100 * profile_accuracy.TARGET:.0f} %. {within} of {len(errors)} plans are; the farthest is "
+        f"{100 * max(errors):.1f} % off, and rounds of one run differ by up to "
+        f"{100 * max(row['spread'] for row in found):.1f} %."
+    )
+
+
 MEASURED: dict[str, Callable[[], str]] = {
+    "plans-by-profile": plans_by_profile,
+    "plans-by-profile-target": plans_by_profile_target,
     "engines-targets": lambda: targets("engines"),
     "engines-steps": lambda: engine_steps("engines"),
     "one-rank-targets": lambda: targets("engines-one-rank"),

@@ -144,6 +144,7 @@ RECIPES = {
             repeats=True,
         ),
         Recipe("planner-speed", (f"python benchmarks/planner_speed.py --base {_SLOW_PLANS} --json OUT",)),
+        Recipe("profile-accuracy", ("python benchmarks/profile_accuracy.py --rounds 3 --json OUT",)),
         Recipe("launches", _LAUNCHES, timed=False, repeats=True),
         Recipe("launches-before", _LAUNCHES, timed=False, source="cff2239dfe"),
         Recipe("engines", (_ENGINES, *2 * (f"{_ENGINES} --memory-steps 0",))),

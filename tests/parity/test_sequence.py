@@ -822,7 +822,7 @@ class Restarting(torch.nn.Module):
 def test_a_layer_whose_gradients_mix_tokens_is_refused_by_name(layer, name):
     model = tiny("llama", layers=4)
     model.model.layers[3].mlp = layer(model.model.layers[3].mlp)
-    with pytest.raises(ConfigError, match=f"in the backward of layers.3.{name} a part"):
+    with pytest.raises(ConfigError, match=f"the backward of layers.3.{name} gives a part"):
         check_sequence(model, 2, 1, "auto")
 
 
@@ -842,7 +842,7 @@ HYBRIDS = {
         "linear_attention (layers.1)",
     ),
     "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 8}, "(layers.0.temporal_block)"),
-    "xlstm": ({"num_heads": 4, "num_blocks": 2}, "in blocks.0.mlstm_layer.multihead_norm a part"),
+    "xlstm": ({"num_heads": 4, "num_blocks": 2}, "blocks.0.mlstm_layer.multihead_norm gives a part"),
 }
 
 
@@ -887,12 +887,12 @@ def net():
 
 
 @pytest.mark.parametrize(("name", "degrees", "options", "why"), [
-    ("moe", {"sp": 2}, {"loads": odd_router}, "[96, 4] router logits"),
+    ("moe", {"sp": 2}, {"loads": odd_router}, "router logits of shape [96, 4]"),
     ("llama", {"sp": 2, "tp": 2}, {"sequence_parallel": True}, "once more"),
     ("next", {"sp": 2}, {}, "linear_attention (layers.0.linear_attn)"),
-    ("llama", {"sp": 2}, {"loads": net}, "is none"),
+    ("llama", {"sp": 2}, {"loads": net}, "is not one of them"),
     ("llama", {"sp": 2}, {"loads": classifier, "given": {"labels": torch.tensor([0, 1])}}, "a loss of its own"),
-    ("llama", {"sp": 2}, {"loads": smoothed}, "in layers.3.mlp.mlp.gate_proj a part"),
+    ("llama", {"sp": 2}, {"loads": smoothed}, "layers.3.mlp.mlp.gate_proj gives a part"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "accumulate": 2}, "stage=2 or 3 and without a pipeline"),
     ("llama", {"sp": 2}, {"exact": True, "stage": 1, "times": 2}, "one micro-batch per step"),
     ("llama", {"sp": 2}, {"given": {"output_attentions": True}}, "output_attentions"),

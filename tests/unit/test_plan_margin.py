@@ -71,7 +71,7 @@ def test_the_headline_names_range_and_ends_and_a_wider_margin_leaves_fewer_plans
         text,
         re.M,
     )
-    assert f"margin {100 * MARGIN:g} %: nine in ten published memories" in text
+    assert f"margin {100 * MARGIN:g} %: 9 of 10 published measurements" in text
     best = found["plans"][0]["memory"]["device"]
     assert found["device_range_bytes"] == Range.of(best, MARGIN)._asdict()
     assert all(row["memory"]["device"] * (1 + MARGIN) <= 24 * 2**30 for row in found["plans"])

@@ -179,7 +179,7 @@ OTHER_CONSTANTS = (
         "margin",
         0.11,
         "of a device's planned bytes, either way",
-        "nine in ten published memories lie within it, their source left out of the fit",
+        "9 of 10 published measurements lie within it, predicted without their source",
     ),
     assumed("step", "low", 0.85, "x planned seconds, low", "how published times lie around the plan's"),
     assumed("step", "high", 1.2, "x planned seconds, high", "how published times lie around the plan's"),
