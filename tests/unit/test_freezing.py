@@ -158,6 +158,28 @@ def test_ranks_that_freeze_other_parameters_are_stopped_before_the_update(ranks,
         assert unmoved
 
 
+def over_stages():
+    """Names of the parameters that a rank of two pipeline stages has frozen, by those of the whole model."""
+    from tensors import tiny
+
+    mesh = zero3d.Mesh(pp=2)
+    engine = zero3d.Engine(tiny("llama", layers=4), mesh=mesh, stage=1, precision="fp32", optimizer=adamw)
+    engine.freeze("model.layers.0.*|model.layers.3.mlp*|lm_head*")
+    return [name for unit in engine.units for name in _frozen(unit)]
+
+
+def _frozen(unit):
+    named = zip(unit.layout.slots, unit.weights.params, strict=True)
+    return [slot.name for slot, p in named if not p.requires_grad]
+
+
+def test_names_are_those_of_the_whole_model_in_a_pipeline(ranks):
+    first, last = ranks(2, over_stages)
+    assert {".".join(name.split(".")[:3]) for name in first} == {"model.layers.0"}
+    modules = {name.rpartition(".")[0] for name in last}
+    assert modules == {"lm_head", *(f"model.layers.3.mlp.{part}_proj" for part in ("down", "gate", "up"))}
+
+
 def staged(shape):
     """Losses and norms of a llama whose first layer is unfrozen, and whose last is frozen."""
     from models import LiftCasts

@@ -38,7 +38,10 @@ class Freezing:
                 f"{pattern!r} matches no parameter: pass names or patterns of them, such as {names[0]!r} or "
                 "'model.layers.0.*|*norm*'."
             )
-        chosen = {p for name, p in named.items() if is_matched(name, pattern)}
+        whole = [
+            pair for unit in self._runtime.units for pair in _named(unit)
+        ]  # a stage's modules have names of their own
+        chosen = {p for name, p in (*named.items(), *whole) if is_matched(name, pattern)}
         if not trained:
             self._refuse_frozen(next((name for name, p in self._trained() if p in chosen), None))
         else:
@@ -105,10 +108,7 @@ class Freezing:
             )
 
     def _trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        units = [unit for unit in self._runtime.units if unit.grads is not None]
-        return [
-            (slot.name, p) for unit in units for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
-        ]
+        return [pair for unit in self._runtime.units if unit.grads is not None for pair in _named(unit)]
 
     def _refuse(self, unit: Unit) -> None:
         options, axes = self._base.options, self._base.axes
@@ -129,3 +129,8 @@ class Freezing:
                 f"parameter {name!r} was frozen when the engine was built, and unfreezing it does not work "
                 f"with {why}: {anew if fixed else later}"
             )
+
+
+def _named(unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a unit by their names in the whole model."""
+    return [(slot.name, p) for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)]
