@@ -52,7 +52,7 @@ def test_an_export_of_others_in_the_runs_folder_is_not_replaced(ranks, folder, s
     ranks(1, train, made)
     save_model(folder / "out" / "hf")
     made["checkpoint"] = EXPORT
-    assert "hf was not exported by a run" in refused(ranks, made, *start)
+    assert "hf/model.safetensors was not exported by a run" in refused(ranks, made, *start)
 
 
 def test_a_run_that_was_moved_goes_on_and_replaces_its_own_export(ranks, folder):

@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -438,6 +439,27 @@ def test_an_export_is_written_file_by_file_and_what_a_loader_opens_comes_last(tm
     ]
 
 
+def test_only_weights_of_an_earlier_export_make_way_for_one(tmp_path):
+    (tmp_path / "model.safetensors").write_text("new")
+    url = "memory://bucket/beside-others"
+    others = ["other/model.safetensors", "other/model.safetensors.index.json", "mine.safetensors", "mine.index.json"]
+    earlier = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
+    for name in [*others, *earlier, "trained.safetensors"]:
+        Store(url).write(name, b"x")
+    copy_export(tmp_path, url)
+    assert sorted(Store(url).objects()) == sorted(["model.safetensors", *others])
+
+
+def test_an_export_is_not_copied_where_checkpoints_lie(tmp_path):
+    url = "memory://bucket/run-with-checkpoints"
+    Store(url).write("step-10/rank-00000.safetensors", b"x")
+    for export in (partial(make().export, tmp_path / "hf", to=url), partial(copy_export, tmp_path, url)):
+        with pytest.raises(ConfigError, match=rf"has checkpoints below it \(step-10\), .* give {url}/hf"):
+            export()
+    assert not list(tmp_path.iterdir())  # it was refused before anything was written
+    assert list(Store(url).objects()) == ["step-10/rank-00000.safetensors"]
+
+
 def test_an_engine_copies_its_export(tmp_path):
     folder = make().export(tmp_path / "hf", to="memory://bucket/hf")
     objects = Store("memory://bucket/hf").objects()
@@ -476,6 +498,9 @@ def test_ckpt_lists_verifies_shows_exports_and_prunes_a_store(saved, tmp_path, c
     assert [line.partition(" ")[0] for line in verified.splitlines()] == [f"{url}/step-1:", f"{url}/step-2:"]
     code, told_of_it = ckpt(capsys, "show", f"{url}/step-1")
     assert told_of_it.startswith(f"{url}/step-1: step 1,")
+    code, refused = ckpt(capsys, "export", url, url, "--config", "none")
+    assert code == 2
+    assert "has checkpoints below it (step-1)" in refused
     code, _ = ckpt(capsys, "export", url, f"{url}/hf", "--config", "none")
     assert code == 0
     assert (tmp_path / "bucket" / "run" / "hf" / "model.safetensors").is_file()

@@ -1,5 +1,7 @@
 """What an export writes, refuses and leaves alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from models import build
@@ -7,8 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import zero3d
 import zero3d.checkpoint.export
+from zero3d.checkpoint import folders
+from zero3d.checkpoint.export import export_places, prepare_export
+from zero3d.checkpoint.folders import put_in_place
 from zero3d.checkpoint.hub_names import named_as_saved
-from zero3d.errors import CheckpointError, NonFiniteError
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
+from zero3d.train.export_places import ExportPlace
 
 
 def engine_of(name, change=lambda model: None):
@@ -60,7 +66,9 @@ def test_an_earlier_export_is_replaced_once_the_new_one_is_whole(tmp_path, monke
         next(engine.module.parameters()).add_(1.0)
     with pytest.raises(CheckpointError, match="hf exists and is not empty"):
         engine.export(place)
-    with pytest.raises(CheckpointError, match="mine was not exported by zero3d, and nothing else is replaced"):
+    with pytest.raises(
+        CheckpointError, match=r"mine/model\.safetensors was not exported by zero3d, and nothing else is replaced"
+    ):
         engine.export(tmp_path / "mine", overwrite=True)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="full"):
         patched.setattr(zero3d.checkpoint.export, "_join", fail)
@@ -74,6 +82,95 @@ def test_an_earlier_export_is_replaced_once_the_new_one_is_whole(tmp_path, monke
 
 def fail(*_):
     raise RuntimeError("the disk is full")
+
+
+def exported(folder, value=0.0):
+    """A folder with the weights of an export, all of them of one value."""
+    folder.mkdir()
+    save_file({"w": torch.full((1,), value)}, folder / "model.safetensors", metadata={"writer": "zero3d"})
+    return folder
+
+
+def value_of(folder):
+    return load_file(folder / "model.safetensors")["w"].item()
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "README.md",
+        "gguf/model.gguf",
+        "mine.safetensors",
+        "model-00001-of-00002.safetensors",
+        "additional_chat_templates/mine.txt",
+    ],
+)
+def test_an_export_with_files_of_others_is_not_replaced(tmp_path, foreign):
+    place = exported(tmp_path / "hf")
+    beside = ("config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json")
+    (place / "additional_chat_templates").mkdir()
+    for name in (*beside, "spiece.model", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        (place / name).write_text("of the export")
+    prepare_export(place, tmp_path / ".hf.tmp", overwrite=True)
+    ExportPlace(tmp_path, "whole", "hf").refuse()
+    (place / foreign).parent.mkdir(exist_ok=True)
+    (place / foreign).write_text("of somebody")
+    entry = place / Path(foreign).parts[0]
+    with pytest.raises(CheckpointError, match=f"{entry} was not exported by zero3d, and nothing else is replaced"):
+        prepare_export(place, tmp_path / ".hf.tmp", overwrite=True)
+    with pytest.raises(ConfigError, match=f"{entry} was not exported by a run and would be replaced"):
+        ExportPlace(tmp_path, "whole", "hf").refuse()
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["before", "between-renames"])
+def test_the_export_before_stays_where_the_new_one_cannot_be_put_in_its_place(tmp_path, monkeypatch, killed):
+    """Also after an earlier process died between its two renames."""
+    exported(tmp_path / (".hf.old" if killed else "hf"), 1.0)
+    fresh, rename = exported(tmp_path / ".hf.tmp", 2.0), Path.rename
+
+    def full(path, target):
+        if path == fresh:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(Path, "rename", full)
+        put_in_place(fresh, tmp_path / "hf")
+    assert value_of(tmp_path / "hf") == 1.0
+    put_in_place(fresh, tmp_path / "hf")
+    assert value_of(tmp_path / "hf") == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_the_export_before_goes_once_the_disk_has_the_new_one_under_its_name(tmp_path, monkeypatch):
+    there = []
+    monkeypatch.setattr(folders, "sync", lambda parent: there.extend(path.name for path in parent.iterdir()))
+    exported(tmp_path / "hf", 1.0)
+    exported(tmp_path / ".hf.old", 0.0)  # of a process that died before it went
+    put_in_place(exported(tmp_path / ".hf.tmp", 2.0), tmp_path / "hf")
+    assert sorted(there) == [".hf.old", "hf"]
+    assert value_of(tmp_path / "hf") == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_neither_a_checkpoint_nor_what_is_somebody_elses_makes_way_for_an_export(tmp_path):
+    with pytest.raises(CheckpointError, match=f"step-10 has the name of a checkpoint: export to {tmp_path}/hf"):
+        export_places(tmp_path / "step-10")
+    (tmp_path / ".hf.old").mkdir()
+    (tmp_path / ".hf.old" / "manifest.json").write_text("of somebody")
+    with pytest.raises(CheckpointError, match=r"\.hf\.old/manifest\.json was not exported by zero3d, .*: move it"):
+        put_in_place(exported(tmp_path / ".hf.tmp"), tmp_path / "hf")
+    assert (tmp_path / ".hf.old" / "manifest.json").read_text() == "of somebody"
+
+
+def test_only_who_has_the_option_is_told_of_it(tmp_path):
+    place, engine = exported(tmp_path / "hf"), engine_of("net")
+    with pytest.raises(CheckpointError, match=r"so that nothing is lost\.$"):
+        prepare_export(place, tmp_path / ".hf.tmp")
+    with pytest.raises(
+        CheckpointError, match=r"so that nothing is lost \(engine\.export\(\.\.\., overwrite=True\) replaces"
+    ):
+        engine.export(place)
 
 
 @pytest.mark.parametrize(("kind", "message"), [

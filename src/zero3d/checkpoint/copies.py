@@ -17,21 +17,20 @@ A process that dies between any two objects leaves the checkpoint that was the n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from zero3d.checkpoint.folders import CHECKSUM, MANIFEST, step_of
-from zero3d.errors import CheckpointError, CopyError, remedy_of, short
+from zero3d.checkpoint.folders import CHECKSUM, INDEX, MANIFEST, WEIGHTS, step_of
+from zero3d.errors import CheckpointError, ConfigError, CopyError, remedy_of, short
 from zero3d.stores.cache import place_of
 from zero3d.stores.store import Store, Stored
 from zero3d.stores.urls import check_url, is_url
 
 BEST = "best"
 CHECKSUM_BYTES = 64 + 2 + len(MANIFEST) + 1  # of the line that sha256sum prints
-FIRST_READ, WEIGHTS = re.compile(r"config\.json|adapter_config\.json|.*\.index\.json"), ".safetensors"  # of an export
+FIRST_READ = ("config.json", "adapter_config.json", INDEX)  # of an export
 Objects = Mapping[str, Stored]
 
 
@@ -145,16 +144,32 @@ def _last(names: Iterable[str], last: str) -> list[str]:
 def copy_export(folder: Path, url: str) -> None:
     """Write an exported folder below a URL, file by file; what a loader opens first goes at once and comes last.
 
-    Weights of an earlier export that are no files of this one go, too. Raises CopyError.
+    An export that is there is replaced: those of its weights that are no files of this one go, too. Raises CopyError,
+    ConfigError as `refuse_checkpoints` does.
     """
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     with told(url, "written", folder):
         store = Store(url)
         there = store.objects()
-        store.remove(name for name in there if FIRST_READ.fullmatch(name))
-        store.remove(name for name in there if name.endswith(WEIGHTS) and name not in names)
-        for name in sorted(names, key=lambda name: (FIRST_READ.fullmatch(name) is not None, name)):
+        _refuse_checkpoints(url, there)
+        store.remove(name for name in there if name in FIRST_READ)
+        store.remove(name for name in there if WEIGHTS.fullmatch(name) and name not in names)
+        for name in sorted(names, key=lambda name: (name in FIRST_READ, name)):
             store.upload(folder / name, name)
+
+
+def refuse_checkpoints(url: str) -> None:
+    """Refuse a URL to export to below which checkpoints lie. Raises ConfigError, CheckpointError."""
+    with told(url, "read"):
+        _refuse_checkpoints(url, Store(url).objects())
+
+
+def _refuse_checkpoints(url: str, objects: Objects) -> None:
+    if folders := look_through(objects).objects:
+        raise ConfigError(
+            f"{short(url)} has checkpoints below it ({min(folders)}), and an export has a folder of its own: give "
+            f"{url.rstrip('/')}/hf."
+        )
 
 
 # --- reading ------------------------------------------------------------------------------------

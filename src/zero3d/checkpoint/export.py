@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero3d.checkpoint.folders import is_export, put_in_place
+from zero3d.checkpoint.folders import foreign_entry, put_in_place, step_of
 from zero3d.checkpoint.hub_names import on_host
 from zero3d.checkpoint.published import Published
 from zero3d.checkpoint.state import EngineState
@@ -29,10 +29,11 @@ from zero3d.checkpoint.writing import removed_on_failure, told, write_json, writ
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.models.bases import model_of
-from zero3d.offload.commit_file import sync
 from zero3d.zero.unit import Unit
 
 FILE_BYTES = 4 * 10**9
+ELSEWHERE = "export to a new directory, so that nothing is lost"
+REPLACING = f"{ELSEWHERE} (engine.export(..., overwrite=True) replaces an earlier export)"
 
 
 class WholeUnits(Protocol):
@@ -65,7 +66,7 @@ def export(
     def on(chosen: bool, action: Callable[[], None]) -> None:
         agree(world, action if chosen else lambda: None)
 
-    on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite))
+    on(world.rank == 0, partial(prepare_export, directory, temporary, overwrite, REPLACING))
     with removed_on_failure(temporary, world):
         agree(world, partial(_add_units, writer, engine, published, whole))
         for stage in range(engine.degrees.pp):
@@ -97,28 +98,30 @@ def export_places(directory: Path) -> tuple[Path, Path]:
     directory = directory.resolve()
     if not directory.name:
         raise CheckpointError(f"{directory} exists and is not empty: export to a new directory.")
+    if step_of(directory) is not None:
+        raise CheckpointError(f"{directory} has the name of a checkpoint: export to {directory.with_name('hf')}.")
     return directory, directory.with_name(f".{directory.name}.tmp")
 
 
-def prepare_export(directory: Path, temporary: Path, overwrite: bool = False) -> None:
-    """Make the folder that is written. Raises CheckpointError where something is in the place of the export."""
-    _check_place(directory, overwrite)
+def prepare_export(directory: Path, temporary: Path, overwrite: bool = False, remedy: str = ELSEWHERE) -> None:
+    """Make the folder that is written. Raises CheckpointError where something is in the place of the export.
+
+    remedy  what the caller's user can do about that
+    """
+    _check_place(directory, overwrite, remedy)
     shutil.rmtree(temporary, ignore_errors=True)
     with told(temporary):
         temporary.mkdir(parents=True)
 
 
-def _check_place(directory: Path, overwrite: bool) -> None:
+def _check_place(directory: Path, overwrite: bool, remedy: str = ELSEWHERE) -> None:
     """Refuse what is in the place of an export, but for an earlier one that may be replaced. Raises CheckpointError."""
     if not directory.exists():
         return
-    if overwrite and not is_export(directory):
-        raise CheckpointError(f"{directory} was not exported by zero3d, and nothing else is replaced: move it.")
+    if overwrite and (foreign := foreign_entry(directory)):
+        raise CheckpointError(f"{foreign} was not exported by zero3d, and nothing else is replaced: move it.")
     if not overwrite and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and is not empty: export to a new directory, so that nothing is lost "
-            "(engine.export(..., overwrite=True) replaces an earlier export)."
-        )
+        raise CheckpointError(f"{directory} exists and is not empty: {remedy}.")
 
 
 class ExportWriter:
@@ -197,4 +200,3 @@ def finish_export(
         beside(temporary)
     _check_place(directory, overwrite)
     put_in_place(temporary, directory)
-    sync(directory.parent)

@@ -5,7 +5,8 @@ step-N          a checkpoint, whole since it was renamed; N without leading zero
 .step-N.old     the one that was there while step N was saved again: the only one, where a process died
                 between the two renames of that
 
-An export is a folder of weights beside them, which its files' metadata name us as the writer of.
+An export is a folder of weights, whose metadata name us as their writer, and of what exports write beside them;
+.NAME.old is the one that was at NAME while it was replaced, as above.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero3d.errors import CheckpointError
+from zero3d.offload.commit_file import sync
 from zero3d.stores.cache import origin
 
 MANIFEST, CHECKSUM = "manifest.json", "manifest.sha256"
 _STEP = re.compile(r"step-([0-9]+)")
 _ASIDE = re.compile(r"\.step-([0-9]+)\.old")
 _UNFINISHED = re.compile(r"\.step-([0-9]+)\.tmp")
+WEIGHTS, INDEX = re.compile(r"(model(-\d+-of-\d+)?|adapter_model|trained)\.safetensors"), "model.safetensors.index.json"
+_BESIDE = re.compile(  # configs, and what transformers saves of a tokenizer and a processor
+    r"((generation_|adapter_|tokenizer_|((video_)?pre)?processor_)?config|special_tokens_map|added_tokens)\.json"
+    r"|(tokenizer|tekken|vocab)\.json|(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece.*)\.model|.*\.tiktoken"
+    r"|chat_template.*"
+)
+_TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer with several
 
 
 def is_complete(folder: Path) -> bool:
@@ -161,26 +170,60 @@ def _entries(directory: Path) -> Iterator[Path]:
         ) from error
 
 
-def is_export(folder: Path) -> bool:
-    """Say whether a folder's weights name zero3d as their writer; an empty folder holds nothing to lose."""
+def foreign_entry(folder: Path) -> Path | None:
+    """Return the first entry of a folder that no export has written, or what is no folder itself; None without one.
+
+    Without weights none of it is an export's; where nothing is, nothing can be lost.
+    """
+    if not folder.is_dir():
+        return folder if folder.exists() else None
+    entries = sorted(folder.iterdir())
+    if not any(WEIGHTS.fullmatch(entry.name) for entry in entries):
+        return entries[0] if entries else None
+    return next((entry for entry in entries if not _is_exported(entry)), None)
+
+
+def _is_exported(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name == _TEMPLATES and all(each.suffix == ".jinja" for each in entry.iterdir())
+    if WEIGHTS.fullmatch(entry.name):
+        return _names_us(entry)
+    return entry.name == INDEX or _BESIDE.fullmatch(entry.name) is not None
+
+
+def _names_us(weights: Path) -> bool:
+    """Return whether the metadata of a file of weights name us as its writer."""
     from safetensors import SafetensorError, safe_open
 
-    if not folder.is_dir():
+    try:
+        with safe_open(weights, framework="np") as file:
+            return (file.metadata() or {}).get("writer") == "zero3d"
+    except (OSError, SafetensorError):
         return False
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="np") as weights:
-                return (weights.metadata() or {}).get("writer") == "zero3d"
-        except (OSError, SafetensorError):
-            return False
-    return not any(folder.iterdir())
 
 
 def put_in_place(fresh: Path, place: Path) -> None:
-    """Rename a complete export to its place; the one before it is there until then, and goes."""
+    """Rename a complete export to its place; the one before it goes once that is on the disk, and stays if it fails.
+
+    One that a process which died between the renames has left aside is put back first. Raises CheckpointError where
+    something else is there, OSError.
+    """
     aside = place.with_name(f".{place.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
+    if foreign := foreign_entry(aside):
+        raise CheckpointError(f"{foreign} was not exported by zero3d, and an export needs {aside.name}: move it.")
+    if place.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside.exists():
+        aside.rename(place)
     if place.exists():
         place.rename(aside)
-    fresh.rename(place)
-    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        fresh.rename(place)
+    except OSError:
+        if aside.exists():
+            aside.rename(place)
+        raise
+    sync(place.parent)
+    if aside.exists():
+        aside.rename(fresh)  # whose name says that it may be half of one
+        shutil.rmtree(fresh, ignore_errors=True)

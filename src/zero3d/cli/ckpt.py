@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from zero3d.checkpoint.copies import Copies, Look, copy_export, find_places, located, told
+from zero3d.checkpoint.copies import Copies, Look, copy_export, find_places, located, refuse_checkpoints, told
 from zero3d.checkpoint.folders import MANIFEST, checkpoints, discard, is_checkpoint, leftovers, remove
 from zero3d.checkpoint.inventory import (
     CHECKPOINTS,
@@ -372,6 +372,7 @@ def _export(arguments: argparse.Namespace) -> int:
     step = step_in(arguments.step)
     if is_url(arguments.folder):
         check_url(arguments.folder)
+        refuse_checkpoints(arguments.folder)
         with TemporaryDirectory() as place:
             data = export(step, Path(place) / "export", asked)
             copy_export(data["folder"], arguments.folder)

@@ -20,7 +20,7 @@ import torch
 
 from zero3d.checkpoint import restore
 from zero3d.checkpoint.background import SaveFigures, Saves
-from zero3d.checkpoint.copies import copy_export
+from zero3d.checkpoint.copies import copy_export, refuse_checkpoints
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.fingerprint import fingerprint
 from zero3d.checkpoint.slots import Note, load_slots
@@ -130,6 +130,8 @@ class Checkpoints:
         self._assembly.runtime.optimizer.flush()
         world = self._assembly.base.axes.world
         with self._mesh.heartbeat.phase("export"), self._unsharded.resharded():
+            if to is not None:
+                agree(world.patient, partial(refuse_checkpoints, to) if world.rank == 0 else lambda: None)
             folder = export(Path(directory), self._state(), self._assembly.whole_parameters, kind, overwrite)
             if to is not None:
                 agree(world.patient, partial(copy_export, folder, to) if world.rank == 0 else lambda: None)

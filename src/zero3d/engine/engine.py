@@ -668,10 +668,11 @@ class Engine:
 
         kind       "whole"; of a model with adapters of PEFT "adapter" (None), for `PeftModel.from_pretrained`,
                    "merged", or "base", the model without them
-        to         a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to
-        overwrite  replace an export that is there, once this one is whole; any other folder is refused
+        to         a URL of an object store, such as s3://bucket/hf, that rank 0 copies the folder to, in the place of
+                   an export that is there
+        overwrite  replace an export that is at `directory`, once this one is whole; any other folder is refused
 
-        Raises CheckpointError.
+        Raises CheckpointError, ConfigError (of URLs), NonFiniteError.
         """
         return self.checkpoints.export(directory, kind, to, overwrite)
 

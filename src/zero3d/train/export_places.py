@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero3d.checkpoint.folders import is_export, put_in_place
+from zero3d.checkpoint.folders import foreign_entry, put_in_place
 from zero3d.errors import ConfigError
 
 HF, ADAPTER = "hf", "adapter"
@@ -49,15 +49,17 @@ class ExportPlace:
         return self.root / f".{self.name}.new"
 
     def refuse(self) -> None:
-        """Refuse to replace a folder that no run has exported. Raises ConfigError."""
-        if self.path.is_symlink() or (self.path.exists() and not is_export(self.path)):
+        """Refuse to replace what no run has exported. Raises ConfigError."""
+        if foreign := self.path if self.path.is_symlink() else foreign_entry(self.path):
             raise ConfigError(
-                f"{self.path} was not exported by a run and would be replaced: move it, or type "
-                "checkpoint.export=false."
+                f"{foreign} was not exported by a run and would be replaced: move it, or type checkpoint.export=false."
             )
 
     def publish(self) -> None:
-        """Put the complete export in the place of the one before, which is there until then. Raises ConfigError."""
+        """Put the complete export in the place of the one before, which is there until then.
+
+        Raises ConfigError, and what `put_in_place` does.
+        """
         self.refuse()
         put_in_place(self.fresh, self.path)
 
