@@ -27,6 +27,7 @@ with mock.patch("torch.compile", lambda function=None, **_: function or (lambda 
 BATCHES = [batch(step) for step in range(3)]
 LORA = {"rank": 4, "targets": ["all-linear"]}
 BNB, BLOCK = {"quant_method": "bitsandbytes"}, 16
+FOUR = {**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def in_four_bits(double, kind="nf4"):
@@ -54,8 +55,8 @@ def in_fp8(name, weight):
 
 
 FOLDERS = {
-    "nf4": (in_four_bits(False), {**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "nf4-double": (in_four_bits(True), {**BNB, "load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
+    "nf4": (in_four_bits(False), FOUR),
+    "nf4-double": (in_four_bits(True), FOUR | {"bnb_4bit_use_double_quant": True}),
     "int8": (in_eight_bits, {**BNB, "load_in_8bit": True}),
     "fp8": (in_fp8, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}),
 }
@@ -162,6 +163,13 @@ def test_what_no_library_here_decodes_is_refused_by_name(tmp_path, method):
     folder = with_settings(base_folder(tmp_path), {"quant_method": method, "bits": 4, "group_size": 64})
     with pytest.raises(zero3d.ConfigError, match=rf"\({method}\), .* bitsandbytes, fp8, mxfp4 .*model\.quantize=nf4"):
         opened_of(folder)
+
+
+@pytest.mark.parametrize("kind", [{"bnb_4bit_quant_type": "fp4"}, {}])
+def test_a_plan_refuses_bitsandbytes_fp4_which_is_its_default(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": BNB | {"load_in_4bit": True} | kind}))
+    with pytest.raises(zero3d.ConfigError, match=r"bitsandbytes' fp4, .* model\.quantize=nf4"):
+        open_spec(str(tmp_path), lora=Lora(rank=4))
 
 
 def test_other_layouts_and_other_formats_are_refused(tmp_path):

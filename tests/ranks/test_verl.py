@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from models import VOCAB, hf
+from safetensors.torch import save_file
 
 from zero3d.errors import ConfigError
 
@@ -269,6 +270,13 @@ REFUSED = (
     ({}, LORA | {"target_modules": ".*_proj"}, r"target_modules='\.\*_proj': name the modules"),
     ({}, LORA | {"exclude_modules": "lm_head"}, "exclude_modules='lm_head': name the modules"),
 )
+
+
+def test_a_saved_adapter_is_refused_where_verls_rollouts_take_none(tmp_path):
+    peft.LoraConfig(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with patch.dict(sys.modules, stand_ins()), pytest.raises(ConfigError, match=r"pass actor\S*\.lora_rank=4\."):
+        engine_of(tmp_path, lora_adapter_path=str(tmp_path))
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_type(tmp_path):

@@ -1,6 +1,7 @@
 """Adapters in PEFT's format and merged into plain weights: others' libraries load them, and compute the same bits."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from safetensors import safe_open
 
 import zero3d
 import zero3d.checkpoint.export
-from zero3d.config import Lora, load
+from zero3d.config import Lora, Model, load
 from zero3d.errors import CheckpointError, ConfigError
+from zero3d.models.adapters import add_adapters
+from zero3d.models.open import open_model
 from zero3d.models.saved_adapters import read_adapter
 from zero3d.models.trained import open_trained
+from zero3d.shards.boxes import whole
 
 CASES = {  # the model, and settings of a file or what PEFT is asked for
     "llama": ("llama", {"lora": {"rank": 4}}),
@@ -192,11 +196,37 @@ def test_a_saved_adapter_says_what_it_is_and_has_matrices_by_the_models_names(tm
 @pytest.mark.parametrize(("options", "said"), [
     ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
     ({"bias": "all"}, "has bias='all', for which section lora has no key"),
+    ({"trainable_token_indices": [1, 2]}, r"has trainable_token_indices=\[1, 2\], .* model\.merge_and_unload\(\)"),
+    ({"lora_bias": True}, "has lora_bias=True"),
+    ({"alora_invocation_tokens": [1]}, r"has alora_invocation_tokens=\[1\]"),
+    ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', .*path_initial_model_for_weight_conversion"),
     (None, "it has no adapter_config.json"),
 ])  # fmt: skip
 def test_a_saved_adapter_that_section_lora_cannot_describe_is_refused(tmp_path, options, said):
     with pytest.raises(ConfigError, match=said):
         read_adapter(tmp_path if options is None else saved_adapter(tmp_path, **options))
+
+
+def test_a_saved_adapter_with_tensors_that_the_model_has_no_parameter_for_is_refused(folders, tmp_path):
+    layers = ("model.layers.0.self_attn.q_proj", "model.layers.7.self_attn.q_proj")
+    saved = read_adapter(saved_adapter(tmp_path, layers))
+    with pytest.raises(
+        ConfigError, match=r"another model's: \S*layers\.7\.self_attn\.q_proj\.lora_A\.weight is in it, one of 1"
+    ):
+        add_adapters(open_model(Model(path=str(folders("llama")))), saved.choice, 0, saved)
+
+
+def test_an_adapter_of_embeddings_goes_on_although_peft_saves_these_beside_it(folders, tmp_path):
+    engine = engine_on(folders("llama"), {"target_modules": ["embed_tokens"]})
+    with engine.full_params(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.module.save_pretrained(tmp_path)
+    saved = read_adapter(tmp_path)
+    base = "base_model.model.model.embed_tokens.base_layer.weight"
+    assert base in saved.matrices
+    opened = add_adapters(open_model(Model(path=str(folders("llama")))), saved.choice, 0, saved)
+    name, p = next((name, p) for name, p in opened.module.named_parameters() if "lora_embedding_A" in name)
+    assert opened.weights(name, whole(tuple(p.shape))).equal(saved.matrix(name, tuple(p.shape)))
 
 
 def test_whole_weights_of_a_model_with_adapters_are_refused(folders, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bases import base_folder
 from models import adamw, batch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import zero3d
@@ -255,6 +256,24 @@ def test_two_ranks_export_what_one_does(folders, ranks, tmp_path, base, kind, op
     (adapter, merged), _ = ranks(2, in_parts, folders[base], tmp_path, kind, options, mesh)
     torch.testing.assert_close(logits(loaded(folders[base], adapter)), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(plain(merged)), expected, rtol=1e-4, atol=1e-5)
+
+
+def base_of_two_stages(base, folder):
+    """The base that ranks export beside a replaced head, which was changed."""
+    model = adapted(base, **TIED["saved head"])
+    with torch.no_grad():
+        for p in model.parameters():
+            p += p.requires_grad
+    engine = zero3d.Engine(model, mesh=zero3d.Mesh(pp=2), stage=1, precision="fp32")
+    return engine.export(folder, "base")
+
+
+def test_a_pipeline_exports_the_base_without_the_head_that_replaced_a_tied_one(folders, ranks, tmp_path):
+    folder, _ = ranks(2, base_of_two_stages, folders["qwen3"], tmp_path / "base")
+    found = [item for part in folder.glob("*.safetensors") for item in load_file(part).items()]
+    came = load_file(folders["qwen3"] / "model.safetensors")
+    assert sorted(name for name, _ in found) == sorted(came)
+    assert all(values.equal(came[name]) for name, values in found)
 
 
 def test_prompts_are_refused_in_pipelines(folders, ranks):

@@ -20,6 +20,8 @@ from zero3d.setup.support import support_of
 from zero3d.spec.formats import FORMATS
 from zero3d.tensor_parallel.parallelize import parallelize
 
+FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
 
 def answers(model):
     return {row.name: row for row in support_of(model).rows}
@@ -130,10 +132,11 @@ def test_what_formats_hold_is_what_an_engine_packs(tmp_path, name):
 
 
 @pytest.mark.parametrize(("settings", "what", "refusal"), [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "kept as nf4-double", ""),
+    ({**FOUR, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "kept as nf4-double", ""),
     ({"quant_method": "gptq", "bits": 4}, "", "(gptq), whose weights no library here decodes"),
-    pytest.param({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "",
-                 "bitsandbytes' fp4, and its nf4 is taken", marks=pytest.mark.long),
+    pytest.param(FOUR | {"bnb_4bit_quant_type": "fp4"}, "", "bitsandbytes' fp4, and its nf4 is taken",
+                 marks=pytest.mark.long),
+    pytest.param(FOUR, "", "bitsandbytes' fp4, and its nf4 is taken", marks=pytest.mark.long),
     pytest.param({"quant_method": "mxfp4"}, "in mxfp4 already, decoded as they are read", "", marks=pytest.mark.long),
     pytest.param({"quant_method": "awq"}, "", "it was made from, with model.quantize=nf4", marks=pytest.mark.long),
 ])  # fmt: skip

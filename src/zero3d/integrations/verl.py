@@ -43,7 +43,7 @@ from zero3d.config.sections import ALL_LINEAR
 from zero3d.distributed.groups import new_group
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, short
 from zero3d.integrations.everywhere import everywhere
 from zero3d.models.adapters import add_adapters, without_adapters
 from zero3d.models.open import open_model
@@ -272,11 +272,16 @@ def _adapters_of(model: Any) -> tuple[Lora, SavedAdapter | None]:
 
     Raises ConfigError.
     """
-    if not model.lora_rank:
-        return Lora(), None
     if model.lora_adapter_path is not None:
         saved = read_adapter(model.lora_adapter_path)
+        if not model.lora_rank:
+            raise ConfigError(
+                f"{short(str(model.lora_adapter_path))} (lora_adapter_path) has an adapter, but lora_rank=0 tells "
+                f"verl's rollouts that there is none: pass actor_rollout_ref.model.lora_rank={saved.choice.rank}."
+            )
         return saved.choice, saved
+    if not model.lora_rank:
+        return Lora(), None
     targets, left_out = model.target_modules, model.exclude_modules
     if left_out or (isinstance(targets, str) and targets != ALL_LINEAR):
         asked = f"exclude_modules={left_out!r}" if left_out else f"target_modules={targets!r}"

@@ -217,7 +217,8 @@ def without_advice() -> Iterator[None]:
 class AdapterWeights:
     """A `Source` of a model with adapters: the model's own values from its source, adapters' made by name.
 
-    saved  has matrices of an adapter that goes on, in the place of new ones
+    saved  has matrices of an adapter that goes on, in the place of new ones. Raises ConfigError where the model has no
+           parameter for one of them
 
     The random stream of a matrix follows from `seed` and its name: equal at every dp, tp and pp. As PEFT initialises:
     A uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), or normal with a `deviation` where one is given; of embeddings
@@ -235,6 +236,8 @@ class AdapterWeights:
         self._source, self._seed = source, seed
         self._deviation, self._saved = deviation, saved
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if saved is not None:
+            saved.check_names(name for name, _ in model.named_parameters(remove_duplicate=False))
         self._transposed = {name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", False)}
         self._latest: tuple[str, Tensor] | None = None
 

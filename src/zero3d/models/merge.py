@@ -76,10 +76,15 @@ def is_of_base(layer: nn.Module, name: str) -> bool:
 def base_of(layer: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the plain tensors of one of PEFT's layers as they are without it: W, or the module that it replaced.
 
-    tensors  of the layer, by their names in it
+    tensors  of the layer, by their names in it; a copy that is tied to another pipeline stage's lacks the module that
+             was replaced, which that stage has
     """
     replaced = {name: values for name, values in tensors.items() if name.startswith(f"{KEPT}.")}
-    own = replaced or {name: values for name, values in tensors.items() if is_of_base(layer, name)}
+    own = replaced or {
+        name: values
+        for name, values in tensors.items()
+        if is_of_base(layer, name) and not name.startswith(f"{REPLACED}.")
+    }
     return {plain_name(name): values for name, values in own.items()}
 
 

@@ -105,7 +105,7 @@ def check_method(settings: Any, file: Path) -> str:
         for key in ("quant_method", "load_in_4bit", "bnb_4bit_quant_type")
     )
     name = str(getattr(method, "value", method))
-    if four and kind == "fp4":
+    if four and kind in (None, "fp4"):  # BitsAndBytesConfig's default
         raise ConfigError(
             f"{file} has a quantization_config of bitsandbytes' fp4, and its nf4 is taken: give the folder that it was "
             "made from, with model.quantize=nf4."
@@ -121,13 +121,17 @@ def check_method(settings: Any, file: Path) -> str:
 
 
 def stored_format(path: Path) -> str | None:
-    """Return the format that a folder's matrices are in, by its config.json alone; None where they are in none."""
+    """Return the format that a folder's matrices are in, by its config.json alone; None where they are in none.
+
+    Raises ConfigError for bitsandbytes' fp4.
+    """
     file = path / CONFIG
     settings = config_json(file).get(SETTINGS) if os.path.isfile(file) else None  # a Path's own raises for long names
     if not isinstance(settings, Mapping):
         return None
     if settings.get("quant_method") != "bitsandbytes":
         return "fp8" if settings.get("quant_method") == "fp8" else None
+    check_method(settings, file)
     four = NF4_DOUBLE if settings.get("bnb_4bit_use_double_quant") else NF4
     return "int8" if settings.get("load_in_8bit") else four.name
 
