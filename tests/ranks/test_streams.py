@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from unittest.mock import patch
 
 import pytest
@@ -768,21 +768,28 @@ def test_the_ledger_has_the_shards_that_rank_0_is_given_and_nothing_that_is_sent
     assert other == ({"gather": shards} if stage == 3 else {})
 
 
-def exported_inside(folder):
-    """Tensors of a stream, between two of whose buckets there is an export; that export's; the weights."""
+def exported_inside(folder, everywhere):
+    """Tensors of a stream, between two of whose buckets there is an export; that export's; the weights.
+
+    everywhere  all ranks gather a unit that is exported or streamed, as on NCCL
+    """
     engine, exports, tensors = engine_on(), {}, {}
     step(engine, 0)
     assembler = Assembler()
-    for bucket in engine.stream_weights(bucket_bytes=SMALL):
-        tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
-        if bucket.number == 2:
-            exports = exported(engine, folder / "hf")
+    with ExitStack() as patches:
+        for module in ("zero3d.zero.gathers", "zero3d.engine.whole_parameters") if everywhere else ():
+            patches.enter_context(patch(f"{module}.goes_to_first", return_value=False))
+        for bucket in engine.stream_weights(bucket_bytes=SMALL):
+            tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+            if bucket.number == 2:
+                exports = exported(engine, folder / "hf")
     weights, held = engine.whole_state_dict(), engine.arena.live("gathered")
     return [name for name in weights if not torch.equal(exports[name], weights[name])], tensors, weights, int(held)
 
 
-def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_path):
-    (different, tensors, weights, held), (others, *_, none) = ranks(2, exported_inside, tmp_path)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_path, everywhere):
+    (different, tensors, weights, held), (others, *_, none) = ranks(2, exported_inside, tmp_path, everywhere)
     assert different == others == []
     assert tensors.keys() == weights.keys()
     assert all(torch.equal(tensors[name], weights[name]) for name in weights)

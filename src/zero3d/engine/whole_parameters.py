@@ -245,13 +245,13 @@ class WholeParameters:
             self._arena.give_back("gathered", buffer.memory)
 
     @contextmanager
-    def on_first(self, unit: Unit) -> Iterator[None]:
+    def on_first(self, unit: Unit, token: object = EXPORT) -> Iterator[None]:
         """Keep one unit whole inside on the first of the ranks that it is cut over; on gloo on no other."""
-        self._gathers.acquire_on_first(unit)
+        self._gathers.acquire_on_first(unit, token)
         try:
             yield
         finally:
-            self._gathers.release(unit, EXPORT)
+            self._gathers.release(unit, token)
 
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:
