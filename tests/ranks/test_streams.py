@@ -20,7 +20,8 @@ from tensors import tiny
 
 import zero3d
 from zero3d.checkpoint.streamed_folder import FolderSender
-from zero3d.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
+from zero3d.distributed.shared_buffer import SharedBuffer
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError, RankError, StreamError
 from zero3d.precision import DTYPES
 from zero3d.watchdog.heartbeat import read_beat
 from zero3d.weights import GroupSender, LocalSender, connect
@@ -794,6 +795,32 @@ def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_pat
     assert tensors.keys() == weights.keys()
     assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     assert (held, none) == (0, 0)
+
+
+def no_room(nbytes, device):
+    if nbytes:
+        raise MemoryError("no room")
+    return SharedBuffer(nbytes, device)
+
+
+def without_room(shape, rank):
+    """What each rank raises where one has no memory to receive units in, and how much of a stream comes afterwards."""
+    engine = engine_on(shape)
+    fails = patch("zero3d.engine.whole_parameters.SharedBuffer", no_room) if engine.mesh.rank == rank else nullcontext()
+    with fails, pytest.raises((MemoryError, RankError)) as failed:
+        list(engine.stream_weights(bucket_bytes=SMALL))
+    tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
+    return str(failed.value), len(tensors)
+
+
+@pytest.mark.parametrize(("shape", "rank"), [
+    ((2, 1, 1), 0), *(pytest.param(*case, marks=pytest.mark.long) for case in (((2, 2, 1), 1), ((2, 1, 2), 2)))
+], ids=str)  # fmt: skip
+def test_a_rank_that_has_no_memory_to_receive_units_in_ends_a_stream_on_all(ranks, shape, rank):
+    found = ranks(world_of(shape), without_room, shape, rank)
+    told = f"rank {rank} failed: MemoryError: no room"
+    assert [said for said, _ in found] == ["no room" if each == rank else told for each in range(len(found))]
+    assert [tensors for _, tensors in found] == [TENSORS] + [0] * (len(found) - 1)
 
 
 def between_buckets(wire):

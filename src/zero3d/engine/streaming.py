@@ -259,7 +259,7 @@ class WeightStreams:
             packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
             here = self._mesh.place.pp == stage
-            with whole.receiving(published.units) if here else nullcontext():
+            with whole.receiving(published.units if here else []):
                 for i in range(counts[head]):
                     unit = published.units[i] if here else None
                     with nullcontext() if unit is None else whole.on_first(unit, STREAM):
