@@ -803,23 +803,27 @@ def no_room(nbytes, device):
     return SharedBuffer(nbytes, device)
 
 
-def without_room(shape, rank):
-    """What each rank raises where one has no memory to receive units in, and how much of a stream comes afterwards."""
-    engine = engine_on(shape)
+def without_room(folder, shape, rank):
+    """What a stream and an export raise where a rank has no memory to receive units in; tensors of a stream after it."""
+    engine, said = engine_on(shape), []
     fails = patch("zero3d.engine.whole_parameters.SharedBuffer", no_room) if engine.mesh.rank == rank else nullcontext()
-    with fails, pytest.raises((MemoryError, RankError)) as failed:
-        list(engine.stream_weights(bucket_bytes=SMALL))
+    for call in (lambda: list(engine.stream_weights(bucket_bytes=SMALL)), lambda: engine.export(folder / "hf")):
+        with fails, pytest.raises((MemoryError, RankError)) as failed:
+            call()
+        said.append(str(failed.value))
     tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
-    return str(failed.value), len(tensors)
+    return said, len(tensors)
 
 
 @pytest.mark.parametrize(("shape", "rank"), [
     ((2, 1, 1), 0), *(pytest.param(*case, marks=pytest.mark.long) for case in (((2, 2, 1), 1), ((2, 1, 2), 2)))
 ], ids=str)  # fmt: skip
-def test_a_rank_that_has_no_memory_to_receive_units_in_ends_a_stream_on_all(ranks, shape, rank):
-    found = ranks(world_of(shape), without_room, shape, rank)
-    told = f"rank {rank} failed: MemoryError: no room"
-    assert [said for said, _ in found] == ["no room" if each == rank else told for each in range(len(found))]
+def test_a_rank_that_has_no_memory_to_receive_units_in_ends_a_stream_and_an_export_on_all(ranks, tmp_path, shape, rank):
+    found = ranks(world_of(shape), without_room, tmp_path, shape, rank)
+    for each, (said, _) in enumerate(found):
+        told = f"rank {rank} failed: MemoryError: no room"
+        assert said[0] == ("no room" if each == rank else told)
+        assert said[1] in (told, said[0])
     assert [tensors for _, tensors in found] == [TENSORS] + [0] * (len(found) - 1)
 
 
