@@ -218,11 +218,12 @@ def is_finite(values: Tensor) -> Tensor:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Tell of each tensor, none of which is empty, whether all its values are finite; waits for a device once."""
-    if not tensors:
-        return []
-    ends = [end for values in tensors for end in torch.aminmax(values.detach())]
-    return torch.stack(ends).isfinite().view(-1, 2).all(1).tolist()
+    """Tell of each tensor, none of which is empty, whether all its values are finite; waits for each device once."""
+    ends: dict[torch.device, list[Tensor]] = {}
+    for values in tensors:
+        ends.setdefault(values.device, []).extend(torch.aminmax(values.detach()))
+    told = {device: iter(torch.stack(pairs).isfinite().view(-1, 2).all(1).tolist()) for device, pairs in ends.items()}
+    return [next(told[values.device]) for values in tensors]
 
 
 class LossScale:

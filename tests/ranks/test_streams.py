@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +20,8 @@ from tensors import tiny
 
 import zero3d
 from zero3d.checkpoint.streamed_folder import FolderSender
-from zero3d.errors import CheckpointError, ConfigError, NonFiniteError, StreamError
+from zero3d.distributed.shared_buffer import SharedBuffer
+from zero3d.errors import CheckpointError, ConfigError, NonFiniteError, RankError, StreamError
 from zero3d.precision import DTYPES
 from zero3d.watchdog.heartbeat import read_beat
 from zero3d.weights import GroupSender, LocalSender, connect
@@ -768,25 +769,62 @@ def test_the_ledger_has_the_shards_that_rank_0_is_given_and_nothing_that_is_sent
     assert other == ({"gather": shards} if stage == 3 else {})
 
 
-def exported_inside(folder):
-    """Tensors of a stream, between two of whose buckets there is an export; that export's; the weights."""
+def exported_inside(folder, everywhere):
+    """Tensors of a stream, between two of whose buckets there is an export; that export's; the weights.
+
+    everywhere  all ranks gather a unit that is exported or streamed, as on NCCL
+    """
     engine, exports, tensors = engine_on(), {}, {}
     step(engine, 0)
     assembler = Assembler()
-    for bucket in engine.stream_weights(bucket_bytes=SMALL):
-        tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
-        if bucket.number == 2:
-            exports = exported(engine, folder / "hf")
+    with ExitStack() as patches:
+        for module in ("zero3d.zero.gathers", "zero3d.engine.whole_parameters") if everywhere else ():
+            patches.enter_context(patch(f"{module}.goes_to_first", return_value=False))
+        for bucket in engine.stream_weights(bucket_bytes=SMALL):
+            tensors |= {name: tensor.clone() for name, tensor in assembler.take(bucket)}
+            if bucket.number == 2:
+                exports = exported(engine, folder / "hf")
     weights, held = engine.whole_state_dict(), engine.arena.live("gathered")
     return [name for name in weights if not torch.equal(exports[name], weights[name])], tensors, weights, int(held)
 
 
-def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_path):
-    (different, tensors, weights, held), (others, *_, none) = ranks(2, exported_inside, tmp_path)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_export_between_two_buckets_has_the_bits_of_the_stream(ranks, tmp_path, everywhere):
+    (different, tensors, weights, held), (others, *_, none) = ranks(2, exported_inside, tmp_path, everywhere)
     assert different == others == []
     assert tensors.keys() == weights.keys()
     assert all(torch.equal(tensors[name], weights[name]) for name in weights)
     assert (held, none) == (0, 0)
+
+
+def no_room(nbytes, device):
+    if nbytes:
+        raise MemoryError("no room")
+    return SharedBuffer(nbytes, device)
+
+
+def without_room(folder, shape, rank):
+    """What a stream and an export raise where a rank has no memory to receive units in; tensors of a stream after it."""
+    engine, said = engine_on(shape), []
+    fails = patch("zero3d.engine.whole_parameters.SharedBuffer", no_room) if engine.mesh.rank == rank else nullcontext()
+    for call in (lambda: list(engine.stream_weights(bucket_bytes=SMALL)), lambda: engine.export(folder / "hf")):
+        with fails, pytest.raises((MemoryError, RankError)) as failed:
+            call()
+        said.append(str(failed.value))
+    tensors, _ = streamed(engine.stream_weights(bucket_bytes=SMALL))
+    return said, len(tensors)
+
+
+@pytest.mark.parametrize(("shape", "rank"), [
+    ((2, 1, 1), 0), *(pytest.param(*case, marks=pytest.mark.long) for case in (((2, 2, 1), 1), ((2, 1, 2), 2)))
+], ids=str)  # fmt: skip
+def test_a_rank_that_has_no_memory_to_receive_units_in_ends_a_stream_and_an_export_on_all(ranks, tmp_path, shape, rank):
+    found = ranks(world_of(shape), without_room, tmp_path, shape, rank)
+    for each, (said, _) in enumerate(found):
+        told = f"rank {rank} failed: MemoryError: no room"
+        assert said[0] == ("no room" if each == rank else told)
+        assert said[1] in (told, said[0])
+    assert [tensors for _, tensors in found] == [TENSORS] + [0] * (len(found) - 1)
 
 
 def between_buckets(wire):

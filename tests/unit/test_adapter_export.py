@@ -165,7 +165,9 @@ def test_a_merge_holds_a_block_and_a_file_and_an_adapter_gathers_nothing_frozen(
     assert waiting[-1] == 0
     assert len(list(whole.glob("model-*.safetensors"))) > 5
     gathered, acquire = [], engine.gathers.acquire_on_first
-    monkeypatch.setattr(engine.gathers, "acquire_on_first", lambda unit: (gathered.append(unit), acquire(unit)))
+    monkeypatch.setattr(
+        engine.gathers, "acquire_on_first", lambda unit, *token: (gathered.append(unit), acquire(unit, *token))
+    )
     engine.export(tmp_path / "adapter")
     assert gathered
     assert all(unit.grads is not None for unit in gathered)

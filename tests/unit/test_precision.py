@@ -276,3 +276,21 @@ def test_finite_values_are_told_by_tensor_whatever_their_dtypes_are():
     assert are_finite([torch.ones(2, 3), infinite, large, lost]) == [True, False, True, False]
     assert are_finite([lost, torch.tensor(3e38)]) == [False, True]
     assert are_finite([]) == []
+
+
+class OnACard(torch.Tensor):
+    """Says that it is on a card, and is in no list with tensors that are not."""
+
+    device = torch.device("cuda")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.stack and len({tensor.device for tensor in args[0]}) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_finite_values_are_told_by_tensor_wherever_they_are():
+    whole, lost = torch.ones(3), torch.tensor([float("nan"), 1.0])
+    card = [tensor.as_subclass(OnACard) for tensor in (whole, lost)]
+    assert are_finite([card[0], lost, card[0], whole, card[1]]) == [True, False, True, True, False]

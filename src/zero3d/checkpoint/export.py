@@ -40,7 +40,7 @@ class WholeUnits(Protocol):
     """Has units whole where they are exported from."""
 
     def receiving(self, units: Sequence[Unit]) -> AbstractContextManager[None]:
-        """Have a receive buffer for the largest of these units inside."""
+        """Have a receive buffer for the largest of these units inside; all ranks of the engine enter it at once."""
 
     def on_first(self, unit: Unit) -> AbstractContextManager[None]:
         """Have one of them gathered on the first of its ranks inside."""

@@ -43,6 +43,7 @@ from zero3d.precision import DTYPES
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.tiers import HOST
 from zero3d.weights.buckets import Bucket, Packer, check_bucket_bytes
+from zero3d.zero.gathers import STREAM
 from zero3d.zero.unit import Unit
 
 ADAPTERS = {"merged": MERGED, "alone": ADAPTER, "none": BASE}
@@ -258,10 +259,10 @@ class WeightStreams:
             packer = self._packers[0] if world.rank == head else None
             hand = partial(self._handed, head, memories)
             here = self._mesh.place.pp == stage
-            with whole.receiving(published.units) if here else nullcontext():
+            with whole.receiving(published.units if here else []):
                 for i in range(counts[head]):
                     unit = published.units[i] if here else None
-                    with nullcontext() if unit is None else whole.on_first(unit):
+                    with nullcontext() if unit is None else whole.on_first(unit, STREAM):
                         number = yield from hand(number, self._packed(published, unit, packer, dtype))
             last = agree(world, partial(_others, published, sent) if packer is not None else dict[str, Tensor])
             names = list(last)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.checkpoint.state import FullModel
+from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.shared_buffer import SharedBuffer
 from zero3d.engine.frozen_originals import FrozenOriginals
@@ -54,7 +56,8 @@ class WholeParameters:
         self, axes: Axes, runtime: Runtime, note_writes: Callable[[Sequence[Unit]], None], originals: FrozenOriginals
     ) -> None:
         self._units, self._gathers = runtime.units, runtime.gathers
-        self._dp, self._group = axes.dp, runtime.model_group
+        self._world, self._dp = axes.world, axes.dp
+        self._group = runtime.model_group
         self._arena = axes.arena
         self._note_writes, self._originals = note_writes, originals
 
@@ -228,30 +231,32 @@ class WholeParameters:
 
     @contextmanager
     def receiving(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Have a receive buffer inside for the largest of the units that `on_first` is to gather to this rank alone."""
+        """Have a receive buffer inside for the largest of the units that `on_first` is to gather to this rank alone.
+
+        All ranks enter this at once, with no units where they gather none: if one has no memory, all raise that.
+        """
         sizes: dict[Comm, int] = {}
         for unit in filter(goes_to_first, units):
             sizes[unit.comm] = max(sizes.get(unit.comm, 0), unit.layout.total * unit.dtype.itemsize)
         nbytes = max((sizes[comm] for comm in sizes if comm.rank == 0), default=0)
-        buffer = SharedBuffer(nbytes, self._arena.device)
-        self._arena.hold("gathered", nbytes, Fraction(1))
-        try:
-            with ExitStack() as stack:
-                with closing(buffer):
-                    for comm, most in sizes.items():
-                        stack.enter_context(comm.receiving(None if comm.rank else buffer, most))
-                yield
-        finally:
-            self._arena.give_back("gathered", buffer.memory)
+        with ExitStack() as stack:
+            with ExitStack() as attaching:
+                allocate = partial(SharedBuffer, nbytes, self._arena.device)
+                buffer = agree(self._world, lambda: attaching.enter_context(closing(allocate())))
+                self._arena.hold("gathered", nbytes, Fraction(1))
+                stack.callback(self._arena.give_back, "gathered", buffer.memory)
+                for comm, most in sizes.items():
+                    stack.enter_context(comm.receiving(None if comm.rank else buffer, most))
+            yield
 
     @contextmanager
-    def on_first(self, unit: Unit) -> Iterator[None]:
+    def on_first(self, unit: Unit, token: object = EXPORT) -> Iterator[None]:
         """Keep one unit whole inside on the first of the ranks that it is cut over; on gloo on no other."""
-        self._gathers.acquire_on_first(unit)
+        self._gathers.acquire_on_first(unit, token)
         try:
             yield
         finally:
-            self._gathers.release(unit, EXPORT)
+            self._gathers.release(unit, token)
 
     @contextmanager
     def of_chunk(self, chunk: nn.Module) -> Iterator[None]:

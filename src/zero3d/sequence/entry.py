@@ -131,7 +131,8 @@ class Entry:
         positions = _of_text(given["position_ids"])
         like = torch.empty(1, dtype=dtype, device=given["position_ids"].device).expand(batch, length, 1)
         make = getattr(decoder, "create_masks_for_generate", create_masks_for_generate)
-        make = partial(make, config, like, mask, None, position_ids=positions)  # the cache's keyword has changed
+        no_cache = None  # by its place: transformers 5.23 calls it past_key_values, and 5.24 otherwise
+        make = partial(make, config, like, mask, no_cache, position_ids=positions)
         try:
             with Within(self._sharing, length):
                 return make(), None

@@ -28,8 +28,9 @@ from zero3d.zero.unit import Unit
 
 OPENED = "full_params"  # inside full_params(): parameters are whole, and may be written
 EXPORT = "export"  # one unit, to be read by others than the model
+STREAM = "stream"  # one unit, to be streamed: an export between two of its buckets leaves it gathered
 STEP = "step"  # release="every_step": from the first use to the end of the step
-EXACT = (OPENED, EXPORT)  # tokens of who needs the weights themselves, however they travel for the model
+EXACT = (OPENED, EXPORT, STREAM)  # tokens of who needs the weights themselves, however they travel for the model
 
 
 def refuse_export(unit: Unit) -> None:
@@ -126,18 +127,18 @@ class Gathers:
         if token in EXACT:
             unit.weights.show(exactly=True)
 
-    def acquire_on_first(self, unit: Unit) -> None:
-        """Gather a unit to be exported: on gloo to the first of its ranks alone, unless all ranks have it anyway."""
+    def acquire_on_first(self, unit: Unit, token: object) -> None:
+        """Gather a unit to be exported or streamed: on gloo to its first rank alone, unless all have it anyway."""
         if unit.users or not goes_to_first(unit) or unit.weights.state is not State.SHARDED:
-            self.acquire(unit, EXPORT)
+            self.acquire(unit, token)
             return
-        self._note(unit, EXPORT, True)
+        self._note(unit, token, True)
         unit.weights.flush()
         with self._side.issue(unit.name):
             unit.weights.gather_to_first()
         self._side.join(unit.name)
         unit.weights.ready()
-        unit.users.add(EXPORT)
+        unit.users.add(token)
         self._known[unit.name] = unit
         self._on_first.add(unit)
 
