@@ -255,6 +255,32 @@ def test_making_groups_holds_no_more_than_a_block_of_weights_in_full_precision(n
     assert 4 * block < tracker.log.peak - 2 * packed.nbytes < 22 * block  # fp32 is 4, and the whole half 16
 
 
+def scratch_of_decoding(packed, shape):
+    """Most bytes alive beside a matrix while it is decoded to bf16."""
+    CODECS["nf4"].decode(packed, shape, torch.bfloat16)  # makes its tables
+    tracker = MemoryTracker(SimpleNamespace(now=lambda: NOWHERE))
+    tracker.leave_out(packed)
+    with tracker:
+        found = CODECS["nf4"].decode(packed, shape, torch.bfloat16)
+    return tracker.log.peak - found.nbytes
+
+
+def test_decoding_by_the_librarys_kernel_holds_no_more_than_in_plain_torch(monkeypatch):
+    shape, group = (256, 300), 1 << 12
+    packed = packed_of("nf4", matrix(shape))
+    with mock.patch.object(codecs, "_kernel", wraps=codecs._kernel) as kernel:
+        assert scratch_of_decoding(packed, shape) == packed.nbytes  # codes and scales, each by itself
+        monkeypatch.setattr(codecs, "group_elements", lambda _: group)
+        monkeypatch.setattr(codecs, "IN_ONE_CALL", 4 * group)
+        kernel.reset_mock()
+        by_kernel = scratch_of_decoding(packed, shape)
+        assert kernel.call_count == 2 * -(-256 * 300 // group)
+    found = CODECS["nf4"].decode(packed, shape, torch.bfloat16)
+    monkeypatch.setattr(codecs, "_has_kernel", lambda *_: False)
+    assert by_kernel < scratch_of_decoding(packed, shape) <= 10 * group
+    assert found.equal(CODECS["nf4"].decode(packed, shape, torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_groups_are_decoded_wherever_their_bytes_lie(name):
     weights = matrix((130, 128))
