@@ -199,6 +199,19 @@ def test_a_dry_run_leaves_no_table_without_values_behind():
     assert found.tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()
 
 
+@pytest.mark.parametrize("levels", [codecs.LEVELS, codecs.LEVELS_OF_MAXIMA], ids=["weights", "maxima"])
+def test_borders_are_counted_as_they_are_searched(levels):
+    levels, inf = torch.tensor(levels), torch.tensor(float("inf"))
+    borders = (levels[:-1] + levels[1:]) / 2
+    around = [torch.nextafter(borders, far) for far in (-inf, inf)]
+    others = torch.tensor([0.0, -0.0, 1e-45, -1e-45, float("inf"), -float("inf"), float("nan")])
+    scaled = torch.cat([levels, borders, *around, others])
+    codes = codecs._nearest_of_few(scaled, levels)
+    assert codes.equal(codecs._nearest(scaled, levels))
+    count = len(borders)
+    assert codes[count + 1 : 2 * count + 1].tolist() == list(range(count))  # a tie is the lower level's
+
+
 def scaled_by(scales, shape):
     """Groups of nf4 with all codes and the scales given, as a matrix of this shape has them."""
     packed = torch.arange(256, dtype=torch.uint8).repeat(-(-FORMATS["nf4"].nbytes(shape) // 256))
