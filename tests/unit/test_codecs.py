@@ -199,6 +199,19 @@ def test_a_dry_run_leaves_no_table_without_values_behind():
     assert found.tolist() == torch.tensor(codecs.LEVELS_OF_MAXIMA).tolist()
 
 
+@pytest.mark.parametrize("levels", [codecs.LEVELS, codecs.LEVELS_OF_MAXIMA], ids=["weights", "maxima"])
+def test_borders_are_counted_as_they_are_searched(levels):
+    levels, inf = torch.tensor(levels), torch.tensor(float("inf"))
+    borders = (levels[:-1] + levels[1:]) / 2
+    around = [torch.nextafter(borders, far) for far in (-inf, inf)]
+    others = torch.tensor([0.0, -0.0, 1e-45, -1e-45, float("inf"), -float("inf"), float("nan")])
+    scaled = torch.cat([levels, borders, *around, others])
+    codes = codecs._nearest_of_few(scaled, levels)
+    assert codes.equal(codecs._nearest(scaled, levels))
+    count = len(borders)
+    assert codes[count + 1 : 2 * count + 1].tolist() == list(range(count))  # a tie is the lower level's
+
+
 def scaled_by(scales, shape):
     """Groups of nf4 with all codes and the scales given, as a matrix of this shape has them."""
     packed = torch.arange(256, dtype=torch.uint8).repeat(-(-FORMATS["nf4"].nbytes(shape) // 256))
@@ -253,6 +266,32 @@ def test_making_groups_holds_no_more_than_a_block_of_weights_in_full_precision(n
         packed = CODECS[name].read(lambda box: weights[slices(box)].clone(), shape, box)
     assert tracker.live == packed.nbytes
     assert 4 * block < tracker.log.peak - 2 * packed.nbytes < 22 * block  # fp32 is 4, and the whole half 16
+
+
+def scratch_of_decoding(packed, shape):
+    """Most bytes alive beside a matrix while it is decoded to bf16."""
+    CODECS["nf4"].decode(packed, shape, torch.bfloat16)  # makes its tables
+    tracker = MemoryTracker(SimpleNamespace(now=lambda: NOWHERE))
+    tracker.leave_out(packed)
+    with tracker:
+        found = CODECS["nf4"].decode(packed, shape, torch.bfloat16)
+    return tracker.log.peak - found.nbytes
+
+
+def test_decoding_by_the_librarys_kernel_holds_no_more_than_in_plain_torch(monkeypatch):
+    shape, group = (256, 300), 1 << 12
+    packed = packed_of("nf4", matrix(shape))
+    with mock.patch.object(codecs, "_kernel", wraps=codecs._kernel) as kernel:
+        assert scratch_of_decoding(packed, shape) == packed.nbytes  # codes and scales, each by itself
+        monkeypatch.setattr(codecs, "group_elements", lambda _: group)
+        monkeypatch.setattr(codecs, "IN_ONE_CALL", 4 * group)
+        kernel.reset_mock()
+        by_kernel = scratch_of_decoding(packed, shape)
+        assert kernel.call_count == 2 * -(-256 * 300 // group)
+    found = CODECS["nf4"].decode(packed, shape, torch.bfloat16)
+    monkeypatch.setattr(codecs, "_has_kernel", lambda *_: False)
+    assert by_kernel < scratch_of_decoding(packed, shape) <= 10 * group
+    assert found.equal(CODECS["nf4"].decode(packed, shape, torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", FORMATS)
