@@ -1,11 +1,13 @@
 """`zero3d calibrate` on two ranks with small sweeps: the file it writes is one that `zero3d plan` reads."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import zero3d
-from zero3d.cli.calibrate import lines
+from zero3d.cli.calibrate import lines, work
 from zero3d.cli.main import main
 from zero3d.plan.calibrate import MEASURED, Sizes, calibrate
 from zero3d.plan.corrected import fitted
@@ -66,12 +68,30 @@ def test_two_ranks_measure_one_cluster_that_plan_reads(ranks, tmp_path, capsys):
     assert "between nodes       1.25 GB/s, 12 us (datasheet)" in text
 
 
+def test_a_profile_takes_the_place_of_the_one_before_when_it_is_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "zero3d.distributed.mesh.Mesh", lambda: SimpleNamespace(world=2, device=SimpleNamespace(type="cpu"))
+    )
+    monkeypatch.setattr("zero3d.plan.calibrate.calibrate", lambda *_: replace(cluster("cpu", 2, 1), provenance={}))
+    monkeypatch.setattr("zero3d.train.small_runs.timed_runs", lambda *_: [])
+    monkeypatch.setattr("zero3d.plan.corrected.fitted", lambda spec, *_: spec)
+    monkeypatch.setenv("RANK", "0")
+    file, link = tmp_path / "cluster.json", tmp_path / "link.json"
+    file.write_text("before")
+    link.symlink_to(file)
+    with file.open() as reader:
+        work(argparse.Namespace(out=str(link), json=True))
+        assert reader.read() == "before"
+    assert json.loads(file.read_text()) == json.loads(capsys.readouterr().out)
+    assert link.is_symlink()
+
+
 def test_a_folder_that_takes_no_file_is_said(ranks, tmp_path):
     ((_, error),) = ranks(1, measure, str(tmp_path / "none"), check=False)
     assert "calibrate writes a file of 1 MB in" in error
 
 
 def test_bad_words_are_refused_in_a_line(capsys):
-    for words in (["--ranks", "0"], ["--out", "nowhere/cluster.json"]):
+    for words in (["--ranks", "0"], ["--out", "nowhere/cluster.json"], ["--out", "/dev/null"], ["--out", "/dev"]):
         assert main(["calibrate", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -132,7 +132,7 @@ def test_a_profile_of_another_machine_is_said_and_not_planned_with(ranks, tmp_pa
     file.write_text('{"gpu": {"name": "h100"}}')
     (note,) = about_plans(ranks(1, said, run_of(tmp_path, 3, plan={"cluster": str(file)}))[0])
     assert note.startswith("no plan to compare this run with: cluster file ")
-    assert note.endswith("describes a h100, and this is a cpu: pass a file of such cards.")
+    assert note.endswith("describes h100, and this machine has cpu: pass a file of such cards.")
 
 
 def reserving(made):

@@ -113,3 +113,10 @@ def test_a_run_that_is_faster_than_its_machine_s_fixed_seconds_explain_has_faste
 def test_products_that_get_faster_with_their_side_give_the_side_of_half_the_rate():
     assert fit_products({side: 2e11 / (1 + 100 / side) for side in (256, 512, 4096)}) == pytest.approx((2e11, 100))
     assert fit_products({256: 3e11, 512: 2e11}) == (3e11, 0.0)  # these get slower
+
+
+def test_a_profile_of_many_nodes_is_planned_as_long_as_its_step_took(tmp_path):
+    place, how = replace(MEASURED, nodes=64, per_node=1, step=MeasuredStep(fixed=0.01)), plan(dp=64)
+    seconds, file = evaluate(model(), place, how).seconds.mid + 1.0, tmp_path / "profile.json"
+    file.write_text(profile(model(), place, how, seconds))
+    assert evaluate(model(), cluster("cpu", 64, 64, file), how).seconds.mid == pytest.approx(seconds)

@@ -119,6 +119,7 @@ def test_json_holds_the_same_text(folder, capsys):
 @pytest.mark.parametrize(("mesh", "asked", "started"), [
     ({}, (None, None), (1, 8)), ({}, (4, 2), (4, 2)), ({"dp": 2}, (None, None), (1, 2)), ({"dp": 4, "tp": 2, "pp": 2}, (None, None), (2, 8)),
     ({"dp": 16}, (4, None), (4, 4)), ({"dp": 16}, (None, 4), (4, 4)), ({"tp": 2}, (None, None), (1, 8)),
+    ({"dp": 12}, (None, None), (2, 6)), ({"dp": 13}, (None, None), (13, 1)), ({"dp": 12}, (3, None), (3, 4)),
 ])  # fmt: skip
 def test_a_mesh_that_says_its_dp_says_how_many_processes_there_are(mesh, asked, started):
     assert sizes(Mesh(**mesh), *asked) == started

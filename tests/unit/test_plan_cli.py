@@ -84,7 +84,7 @@ def test_a_file_of_another_card_than_gpu_says_is_refused_and_one_of_its_kind_is_
     file = tmp_path / "profile.json"
     file.write_text('{"gpu": {"name": "h100-96", "matrix": 0.6, "flash": 0.4}}')
     words = ["--params", "1e8", "--gpus", 2, "--seq", 512, "--tokens-per-batch", 1024, "--cluster", file]
-    assert "describes a h100-96, and this is a a6000" in refused(plan, *words, "--gpu", "a6000")
+    assert "describes h100-96, and --gpu says a6000" in refused(plan, *words, "--gpu", "a6000")
     assert plan(*words, "--gpu", "h100")[0] == 0
 
 
@@ -150,6 +150,8 @@ def test_explain_refuses_what_it_would_not_heed(plan, config, words, why):
     (["--goal", "cheapest"], "pass one of fastest, fewest-gpus, largest-batch"),
     (["--top", "0"], "--top 0"),
     (["--price", "-1"], "--price -1"),
+    (["--price", "1e9"], "--price 1e+09: a GPU-hour costs 0 or more, and less than 1e+09"),
+    (["--tokens", "1e40"], "--tokens '1e40' is not a whole number from 1 to 1e+18"),
     (["--watts", "0"], "--watts 0: type the watts of a GPU"),
     (["--cluster", "nowhere.yaml"], "cluster file nowhere.yaml"),
     (["--emit", "nowhere/train.yaml"], "cannot be written"),
@@ -228,7 +230,7 @@ def test_hours_are_energy_and_money_where_watts_and_a_price_are_known(plan):
     assert training["kwh"] == pytest.approx(training["hours"] * 0.3)
     assert training["money"] == pytest.approx(training["hours"] * 3)
     assert re.search(
-        r"GPU-hours per billion tokens, [\d.]+ kWh at most \(300 W a card, datasheet\), [\d,]+ at 3 each", text
+        r"GPU-hours per billion tokens, [\d.]+ kWh at full power \(300 W a card, datasheet\), [\d,]+ at 3 each", text
     )
     less = json.loads(plan(*words, "--watts", "150", "--json")[1])["cost"]
     assert (less["training"]["kwh"], less["watts_from"]) == (pytest.approx(training["kwh"] / 2), "--watts")

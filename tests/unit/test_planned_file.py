@@ -65,3 +65,9 @@ def test_an_emitted_file_has_the_output_that_a_launcher_asks_for(file, capsys):
     capsys.readouterr()
     assert main(["launch", "torchrun", "emitted.yaml"]) == 0
     assert "--nproc-per-node=2" in capsys.readouterr().out
+
+
+def test_a_loss_that_the_file_keeps_whole_stays_so(file, capsys):
+    file.write_text(yaml.safe_dump({**FILE, "train": {**FILE["train"], "tiled_loss": False}}))
+    assert main(["plan", "train.yaml", *WORDS, "--emit", "planned.yaml"]) == 0
+    assert load("planned.yaml").train.tiled_loss is False

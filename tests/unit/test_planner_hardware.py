@@ -56,13 +56,23 @@ def test_a_file_overrides_fields_and_says_who_knows_them(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [("gpu: {memry: 1}", "Did you mean 'memory'"), ("- 1", "expected fields"), ("nodes: many", "a whole number"),
-     ("{", "cluster file")],
+     ("{", "cluster file"), ("step: {fixed: 0.01, hide_dp: 1.5}", r"step\.hide_dp is 1\.5: it is a share, at most 1")],
 )  # fmt: skip
 def test_a_misfit_file_is_refused(tmp_path, text, said):
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         cluster("a100", 8, file=file)
+
+
+@pytest.mark.parametrize(("gpu", "watts"), [
+    ("{name: my-card, memory: 48e9, flops: 100e12, bandwidth: 900e9}", None), ("{name: my-card, power: 250}", 250),
+    ("{memory: 79.1e9}", 400), ("{name: A100, memory: 79.1e9}", 400),
+])  # fmt: skip
+def test_a_card_of_one_s_own_has_the_watts_that_its_file_says(tmp_path, gpu, watts):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"gpu: {gpu}")
+    assert cluster("a100", 8, file=file).gpu.power == watts
 
 
 def test_planner_data_survives_json():
@@ -89,5 +99,7 @@ def test_misfit_trees_are_refused_with_their_path(cls, tree, said):
 def test_rates_are_written_into_a_file_that_only_names_its_card(tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("gpu: a100\n")
-    write_rates(file, cluster("a100", 8).gpu, "datasheet")
+    with file.open() as reader:
+        write_rates(file, cluster("a100", 8).gpu, "datasheet")
+        assert reader.read() == "gpu: a100\n"  # what is open stays as it was: the new file is put in its place whole
     assert cluster("a100", 8, file=file).gpu.name == base_of(read_file(file)) == "a100-80"

@@ -642,6 +642,10 @@ def test_chunks_of_an_interleaved_pipeline_halve_its_bubble():
     assert (one, two) == pytest.approx((2 * (23 + 35), 23 + 35))
 
 
+def test_a_model_without_attention_has_no_heads_and_is_timed():
+    assert evaluate(replace(gpt(2, 64, 4, 100, 32), heads=0, kv_heads=0), HOST, ParallelPlan()).seconds.mid > 0
+
+
 def test_a_step_waits_for_the_slowest_of_many_nodes():
     one, many = milliseconds(), milliseconds(dp=4, spec=replace(HOST, nodes=4, per_node=1))
     assert "stragglers" not in one

@@ -1,6 +1,7 @@
 """A step of reinforcement learning by formula: what is streamed, by which link, and what the step is split into."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_sampling_reads_weights_for_every_token_and_grows_with_completions_once_
     sequences = plan.rows * plan.micro_batch * plan.accumulate
     assert many.steps == -(-80_000 // sequences)
     assert many.training == many.steps * estimate.seconds.mid
+
+
+def test_a_model_without_attention_samples_without_a_cache():
+    plan, machine = planned()
+    bare, estimate = replace(MODEL, heads=0, kv_heads=0), evaluate(MODEL, machine, plan)
+    rollout = Rollout(1, 8, 100)
+    assert (
+        split(bare, plan, machine, estimate, rollout).sampling < split(MODEL, plan, machine, estimate, rollout).sampling
+    )
 
 
 @pytest.mark.parametrize("text", ["", "prompts=64", "prompts=64,samples=0,new=3", "prompts=64,samples=16,new=x", "prompts=1,samples=1,new=1,more=1"])  # fmt: skip

@@ -14,6 +14,8 @@ from zero3d.cli.workers import launch, ranks_here
 from zero3d.config import Config
 from zero3d.errors import ConfigError, remedy_of
 from zero3d.plan.spec import ClusterSpec
+from zero3d.reading import what_it_is
+from zero3d.watchdog.own_files import write_whole
 
 DEFAULT = "cluster.json"
 
@@ -29,9 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Join a launcher's workers or start workers; rank 0 writes and prints. Raises ConfigError."""
     quiet_environment()
     check_ranks(arguments.ranks)
-    folder = Path(arguments.out).resolve().parent
+    path = Path(arguments.out)
+    folder = path.resolve().parent
     if not folder.is_dir():
-        raise ConfigError(f"--out {arguments.out}: there is no folder {folder}.")
+        raise ConfigError(f"--out {path}: there is no folder {folder}.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--out {path}: this is {what_it_is(path.stat().st_mode)}, name a file.")
     if join_environment():
         as_worker(lambda: work(arguments))
     words = ["calibrate", f"--out={arguments.out}"] + ["--json"] * arguments.json
@@ -55,7 +60,7 @@ def work(arguments: argparse.Namespace) -> None:
         return
     text = json.dumps(to_json(spec), indent=2)
     try:
-        path.write_text(text + "\n")
+        write_whole(path.resolve(), text + "\n")
     except OSError as error:
         raise ConfigError(
             f"--out {path}: cannot be written ({error.strerror}): {remedy_of(error)}, or name another file."

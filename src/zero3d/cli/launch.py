@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, help="machines (default: as many as a mesh with a dp fills, else 1)")
     parser.add_argument(
-        "--gpus-per-node", type=int, help=f"processes on each (default: {GPUS}, or all of a smaller mesh)"
+        "--gpus-per-node",
+        type=int,
+        help=f"processes on each (default: {GPUS}, or the most below that fill whole nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text in it")
 
@@ -96,7 +98,8 @@ def sizes(mesh: Mesh, nodes: int | None, gpus: int | None) -> tuple[int, int]:
     if not world:
         return 1 if nodes is None else nodes, GPUS if gpus is None else gpus
     if gpus is None:
-        gpus = min(GPUS, max(1, world // max(1, nodes or 1)))
+        most = min(GPUS, world // max(1, nodes or 1))
+        gpus = max((count for count in range(1, most + 1) if world % count == 0), default=1)
     return max(1, world // max(1, gpus)) if nodes is None else nodes, gpus
 
 

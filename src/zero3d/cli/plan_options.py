@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from zero3d.cli.plan_theory import parse_gpus, parse_params
+from zero3d.cli.plan_theory import MOST_PARAMS, parse_gpus, parse_params
 from zero3d.config import Lora
 from zero3d.config.sections import ALL_LINEAR
 from zero3d.errors import ConfigError, short
@@ -15,6 +15,7 @@ from zero3d.plan.spec import ClusterSpec
 from zero3d.spec.formats import FORMATS
 
 GPU, GPUS = "a100-80", 64  # where nothing is said
+MOST_PRICE = 1e9  # of a GPU-hour; more is a typing error
 BINARY = {"k": 1 << 10, "m": 1 << 20}
 UNITS = {"GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20, "TB": 1e12}
 
@@ -27,7 +28,7 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
     name = arguments.gpu or base_of(known) or GPU
     if arguments.gpu:
         card(arguments.gpu)
-        check_card(arguments.cluster, known, arguments.gpu)
+        check_card(arguments.cluster, known, arguments.gpu, "--gpu says")
     if gpus is None and nodes is None and "per_node" in known:
         nodes = int(known.get("nodes", 1))
         gpus = nodes * int(known["per_node"])
@@ -45,8 +46,8 @@ def open_cluster(arguments: argparse.Namespace) -> ClusterSpec:
 def price_of(arguments: argparse.Namespace) -> float | None:
     """Return the price of a GPU-hour. Raises ConfigError for one that nobody asks."""
     price: float | None = arguments.price
-    if price is not None and not 0 <= price < 1e9:
-        raise ConfigError(f"--price {price:g}: a GPU-hour costs 0 or more.")
+    if price is not None and not 0 <= price < MOST_PRICE:
+        raise ConfigError(f"--price {price:g}: a GPU-hour costs 0 or more, and less than {MOST_PRICE:g}.")
     return price
 
 
@@ -57,7 +58,9 @@ def number(text: str | None, option: str) -> float | None:
     try:
         return float(parse_params(text))
     except ConfigError as error:
-        raise ConfigError(f"{option} {short(text)!r} is not a whole number from 1: type 4096, 4e6 or 4M.") from error
+        raise ConfigError(
+            f"{option} {short(text)!r} is not a whole number from 1 to {MOST_PARAMS:.0e}: type 4096, 4e6 or 4M."
+        ) from error
 
 
 def tokens_of(text: str) -> int:

@@ -1,7 +1,7 @@
 """`zero3d plan train.yaml`: plans for the model, the data and the batch of a run's own file, and that file with a plan.
 
     of the file     model, lora, freeze, data.length, data.packing, train.batch, train.steps (how long), optimizer.name
-    of the plan     mesh, zero, offload, activations, train.micro_batch, train.accumulate, train.tiled_loss
+    of the plan     mesh, zero, offload, activations, train.micro_batch, train.accumulate; train.tiled_loss if it says
     stays           everything else: data, output, learning rates, ...
 
 What a command says (--seq, --lora, --tokens-per-batch, ...) is taken in place of the file's.
@@ -25,7 +25,8 @@ from zero3d.spec.zero import Zero
 
 ENDINGS = (".yaml", ".yml")
 PLANNED = {"mesh": Mesh, "zero": Zero, "offload": Offload}  # sections whose keys a plan has
-PORTIONS = ("batch", "micro_batch", "accumulate", "tiled_loss")  # of train
+REPLACED = ("batch", "micro_batch", "accumulate")  # of train, whatever a plan says
+PORTIONS = (*REPLACED, "tiled_loss")  # of train that a plan may say
 
 
 class RunFile(NamedTuple):
@@ -73,7 +74,7 @@ class RunFile(NamedTuple):
             own = {key: value for key, value in (self.tree.get(name) or {}).items() if key not in known}
             if merged := {**own, **planned.get(name, {})}:
                 tree[name] = merged
-        train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in PORTIONS}
+        train = {key: value for key, value in (self.tree.get("train") or {}).items() if key not in REPLACED}
         tree["train"] = {**train, **{key: value for key, value in planned["train"].items() if key in PORTIONS}}
         tree["data"] = {**(self.tree.get("data") or {}), "length": planned["data"]["length"]}
         if "packing" in planned["data"]:

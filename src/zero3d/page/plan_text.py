@@ -380,7 +380,7 @@ def power_from(cluster: ClusterSpec) -> str:
 
 
 def _energy(bill: Bill) -> str:
-    return "" if bill.kwh is None else f", {figure(bill.kwh)} kWh at most"
+    return "" if bill.kwh is None else f", {figure(bill.kwh)} kWh at full power"
 
 
 def _money(bill: Bill, price: float | None) -> str:

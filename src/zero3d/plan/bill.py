@@ -2,7 +2,8 @@
 
     hours    tokens / tokens of a step x seconds of a step x GPUs
     days     hours / GPUs / 24
-    energy   hours x the watts that a card takes at most: an upper bound, for cards that wait or copy take less
+    energy   hours x the watts that a card takes at most: at this step time an upper bound, for cards that wait or copy
+             take less
     money    hours x the price of one
 
 Watts are the catalogue's, gpu.power of a cluster file, or --watts; where nobody knows them there is no energy.
@@ -18,7 +19,7 @@ HOUR, DAY, KILO = 3600, 24, 1000
 
 
 class Bill(NamedTuple):
-    """Holds hours of all GPUs together, days, kWh at most, and money. None: no watts, no price."""
+    """Holds hours of all GPUs together, days, kWh at full power, and money. None: no watts, no price."""
 
     hours: float
     days: float

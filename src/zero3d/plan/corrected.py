@@ -30,6 +30,8 @@ from zero3d.plan.hardware import base_of, read_file
 from zero3d.plan.kernels import KERNELS
 from zero3d.plan.spec import ClusterSpec, Gpu, Link, MeasuredStep, ModelSpec, ParallelPlan
 from zero3d.plan.spec_json import to_json
+from zero3d.plan.time import straggling
+from zero3d.watchdog.own_files import write_whole
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
 
@@ -173,7 +175,8 @@ def _explained(
 ) -> tuple[ClusterSpec, Sequence[str]]:
     """Return a cluster on which the step takes what it took, and the names of what is not as before."""
     if cluster.step is not None:
-        fixed = cluster.step.fixed + seconds - evaluate(model, cluster, plan).seconds.mid
+        more = seconds - evaluate(model, cluster, plan).seconds.mid
+        fixed = cluster.step.fixed + more / (1 + straggling(plan, cluster))
         if fixed >= 0:
             return replace(cluster, step=replace(cluster.step, fixed=fixed)), ["step.fixed"]
     return corrected(model, cluster, plan, seconds), ["gpu.matrix", "gpu.flash"]
@@ -193,6 +196,6 @@ def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:
     as_json = path.suffix == ".json"
     text = json.dumps(tree, indent=2) + "\n" if as_json else yaml.safe_dump(tree, sort_keys=False)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path.resolve(), text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error

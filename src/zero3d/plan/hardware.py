@@ -27,6 +27,7 @@ from zero3d.plan.spec import ClusterSpec, Gpu, Link
 from zero3d.plan.spec_json import from_json, to_json
 
 GIB, GB, TFLOP = 2.0**30, 1e9, 1e12
+SHARES = ("step.hide_dp",)  # fields of a cluster that cannot be above 1
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,14 @@ def base_of(tree: Mapping[str, Any]) -> str | None:
     return name if name in CATALOGUE else None
 
 
-def check_card(file: Path | str, known: Mapping[str, Any], name: str) -> None:
-    """Refuse a cluster file of another card; h100-96 is a kind of h100. Raises ConfigError."""
+def check_card(file: Path | str, known: Mapping[str, Any], name: str, source: str) -> None:
+    """Refuse a cluster file of another card; h100-96 is a kind of h100. Raises ConfigError.
+
+    source  who names the card: "--gpu says"
+    """
     described, here = base_of(known), _key(name)
     if described is not None and not (described.startswith(here) or here.startswith(described)):
-        raise ConfigError(
-            f"cluster file {file} describes a {described}, and this is a {here}: pass a file of such cards."
-        )
+        raise ConfigError(f"cluster file {file} describes {described}, and {source} {here}: pass a file of such cards.")
 
 
 def _key(name: str) -> str:
@@ -166,11 +168,14 @@ def _link(gb: float, where: str) -> Link:
 def _override(spec: ClusterSpec, file: Path | str) -> ClusterSpec:
     """Return the spec with a file's fields in place of its own; their provenance is "user" if the file names none.
 
-    How many GPUs and nodes there are is the caller's to say.
+    How many GPUs and nodes there are is the caller's to say. A card that is not in the catalogue has no watts but the
+    file's.
     """
     given = read_file(file)
     if isinstance(given.get("gpu"), str):  # `cluster` has begun with that card
         del given["gpu"]
+    elif "name" in given.get("gpu", {}) and _key(given["gpu"]["name"]) not in CATALOGUE:
+        spec = replace(spec, gpu=replace(spec.gpu, power=None))
     named = dict(given.get("provenance") or {})
     dotted = _dotted_names({key: value for key, value in given.items() if key != "provenance"})
     sources = {field: str(named.get(field, named.get(field.partition(".")[0], "user"))) for field in dotted}
@@ -220,6 +225,8 @@ def _check_number(name: str, fields: Mapping[str, Any]) -> None:
         not 0 <= value < 1e30 or (value == 0 and not name.endswith((".latency", ".half")) and "step." not in name)
     ):
         raise ConfigError(f"{name} is {value:g}: give a number above 0, or leave it out.")
+    if name in SHARES and value > 1:
+        raise ConfigError(f"{name} is {value:g}: it is a share, at most 1.")
 
 
 def _dotted_names(tree: Mapping[str, Any], path: str = "") -> list[str]:

@@ -186,7 +186,7 @@ def digest(model: ModelSpec) -> Digest:
     """Digest a model's parts, alike ones as one object."""
     alike: dict[Shape, Shape] = {}
     met = model.chosen / model.experts if model.experts else 0.0
-    listed = [_shape(part, model.hidden // model.heads, met) for part in model.parts]
+    listed = [_shape(part, model.hidden // max(1, model.heads), met) for part in model.parts]
     shapes = tuple(alike.setdefault(shape, shape) for shape in listed)
     numels = tuple(part.numel for part in model.parts)
     weights = [weight for part in model.parts for unit in part.units if not unit.copy_of for weight in unit.weights]

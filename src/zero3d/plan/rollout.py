@@ -99,7 +99,7 @@ def split(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, estimate: 
     weights = float(SAMPLED * model.params)
     sampler = max(1, ceil(weights / (ROOM * gpu.memory)))
     together = ceil(rollout.sequences / max(1, plan.world // sampler))
-    cache = SAMPLED * 2 * len(model.blocks) * model.kv_heads * model.hidden / model.heads * rollout.new / 2
+    cache = SAMPLED * 2 * len(model.blocks) * model.kv_heads * model.hidden / max(1, model.heads) * rollout.new / 2
     read = (weights + together * cache) / gpu.bandwidth
     met = sum(part.numel if part.active is None else part.active for part in model.parts)
     computed = 2.0 * together * met / gpu.flops

@@ -204,10 +204,16 @@ def step_seconds(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec, pac
         once = pipeline_seconds(kind, *passes.by_chunk, 1, plan.pp, passes.hop)
         parts["replay"] = (once + _besides_replay(step, sum(share), once)) / plan.replay
     parts["fixed"] = pace.fixed
-    if others := ceil(plan.world / cluster.per_node) - 1:
-        parts["stragglers"] = SLOWER * (1 - (1 - SLOW) ** others) * sum(parts.values())
+    if waits := straggling(plan, cluster):
+        parts["stragglers"] = waits * sum(parts.values())
     mid = sum(parts.values())
     return Seconds(UNCERTAIN[0] * mid, mid, UNCERTAIN[1] * mid, parts)
+
+
+def straggling(plan: ParallelPlan, cluster: ClusterSpec) -> float:
+    """Return what a step waits for the slowest of its nodes, as a share of what it takes beside; 0 on one node."""
+    others = ceil(plan.world / cluster.per_node) - 1
+    return SLOWER * (1 - (1 - SLOW) ** others)
 
 
 @lru_cache(maxsize=64)

@@ -108,7 +108,7 @@ def run_cluster(config: Config, mesh: Mesh) -> ClusterSpec:
     here = CPU if where.type == "cpu" else named(device)
     known = {} if file is None else read_file(file)
     if file is not None and here is not None:
-        check_card(file, known, here)
+        check_card(file, known, here, "this machine has")
     name = base_of(known) or here
     if name is None:
         raise ConfigError(f"{device} is not in the catalogue: pass plan.cluster=FILE, as zero3d calibrate writes it.")
