@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zero3d.config import Lora
 from zero3d.errors import ConfigError, short
+from zero3d.models.foreign_code import no_foreign_code
 
 ADAPTER = "default"  # PEFT's name of the one adapter; those of its files leave it out
 BEFORE = "base_model.model."  # the model's own names in its files
@@ -72,7 +73,8 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     if not (Path(folder) / "adapter_config.json").is_file():  # PEFT would look for it on a hub
         raise ConfigError(f"{place} is not an adapter's folder: it has no adapter_config.json.")
     try:
-        config: Any = PeftConfig.from_pretrained(str(folder))
+        with no_foreign_code():
+            config: Any = PeftConfig.from_pretrained(str(folder))
         matrices = load_file(Path(folder) / "adapter_model.safetensors")
     except Exception as error:  # whatever PEFT and safetensors say of odd files
         raise ConfigError(f"{place} cannot be read as an adapter: {short(str(error))}") from error
