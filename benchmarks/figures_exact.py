@@ -281,7 +281,7 @@ def counts() -> str:
     return (
         f"{len(PROFILES) - 1} systems beside zero3d share {len(own)} fitted constants, which saw {len(sets)} sets; "
         f"{alone} of them have rows in one set alone. zero3d has none of its own: what it hides of communication is "
-        f"torchtitan's. {sum(bool(each.fitted_on) for each in JUDGING)} more serves to judge tables alone."
+        f"torchtitan's. Judging tables takes {sum(bool(each.fitted_on) for each in JUDGING)} more."
     )
 
 
