@@ -11,7 +11,7 @@ from zero3d.models.chain import find_chain
 
 REFUSED = {
     "gemma4": "block 0 takes a second tensor with a gradient",
-    "llava_next": "image_newline belongs to LlavaNextModel itself",
+    "llava_next": "image_newline is a parameter of LlavaNextModel itself",
     "qwen2_vl": "its blocks get different masks or positions",
     "qwen2_5_vl": "its blocks get different masks or positions",
 }

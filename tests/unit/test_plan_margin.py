@@ -51,6 +51,22 @@ def test_the_next_longer_sequence_and_the_next_larger_micro_batch_do_not_fit(act
     assert device(2048, found.micro_batch) <= limit < device(2048, found.micro_batch + 1)
 
 
+@pytest.mark.parametrize("part", [0.9, 1.5, 2.5])
+def test_ends_are_those_with_the_loss_in_tiles_where_a_run_may_have_them(part):
+    """Logits of 4 GB begin at a micro-batch of 8: from there on a plan takes less memory than just below."""
+    words, place = gpt(2, 256, 4, 70_000, 512), cluster("a100-80", 1, 1)
+
+    def device(micro_batch, tiled):
+        plan = ParallelPlan(activations="full", micro_batch=micro_batch, tiled_loss=tiled)
+        return evaluate(words, place, plan).memory.device
+
+    assert device(8, "auto") == device(8, True) < device(7, "auto") == device(7, False)
+    limit = device(1, False) + part * (device(2, False) - device(1, False))
+    found = ends(words, place, ParallelPlan(activations="full", tiled_loss="auto"), limit, evaluate)
+    most = max(each for each in range(1, 65) if min(device(each, True), device(each, False)) <= limit)
+    assert found.micro_batch == (most if most < 64 else None)
+
+
 def test_no_end_is_told_where_none_is_near_nor_a_length_where_scores_are_kept():
     assert ends(MODEL, PLACE, ParallelPlan(), 1e18, evaluate) == (None, None)
     eager = gpt(8, 1024, 16, 50304, 512, flash=False)

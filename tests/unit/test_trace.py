@@ -189,3 +189,18 @@ def test_attention_of_shared_sequences_keeps_its_output_twice_by_hand():
     rows, heads, width, two_bytes = 32 // 2, 4, 16, 2
     assert kept_more(model, ParallelPlan(dp=2, sp=2, stage=3)) == rows * heads * width * two_bytes
     assert kept_more(model, ParallelPlan(dp=2, stage=3)) == 0
+
+
+def test_a_spec_says_whether_a_loss_can_be_computed_in_tiles():
+    from models import net
+
+    head = tiny("llama", lora={"target_modules": ["q_proj", "lm_head"]})
+    models = {
+        "llama": tiny("llama"),
+        "head": head,
+        "q": tiny("llama", lora={"target_modules": ["q_proj"]}),
+        "net": net(),
+    }
+    assert {name: outline(model, 8).tiles for name, model in models.items()} == {
+        "llama": True, "head": False, "q": True, "net": False,
+    }  # fmt: skip

@@ -131,7 +131,7 @@ def check_activations(model: nn.Module, mesh: Mesh, partition: bool, host: bool,
         warnings.warn(
             "partition_activations has no effect: sequence_parallel already cuts the hidden states between blocks over "
             "tp. Leave one of them out.",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

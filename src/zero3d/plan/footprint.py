@@ -71,7 +71,11 @@ def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = N
     if plan.tiled_loss != AUTO:
         return plan.tiled_loss is True
     tokens = (micro_batch or plan.micro_batch) * model.length
-    return plan.tp == 1 and logits_bytes(tokens, model.vocab, WIDTHS[plan.precision].weight) > LOGITS_BUDGET
+    return (
+        model.tiles
+        and plan.tp == 1
+        and logits_bytes(tokens, model.vocab, WIDTHS[plan.precision].weight) > LOGITS_BUDGET
+    )
 
 
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:

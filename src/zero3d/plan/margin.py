@@ -18,6 +18,7 @@ from typing import NamedTuple
 from zero3d.plan.constants import constant, source_of
 from zero3d.plan.search import Evaluate
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
+from zero3d.spec.offload import AUTO
 
 MARGIN = constant("plan", "margin")
 ORIGIN = source_of("plan", "margin")
@@ -54,13 +55,16 @@ def ends(model: ModelSpec, cluster: ClusterSpec, plan: ParallelPlan, limit: floa
     """Find what would end a plan that fits. limit: bytes of a device that may be planned.
 
     Lengths are multiples of a sixteenth of the model's, or of 256 tokens. Where attention keeps its scores, whose
-    bytes grow with the square of the length, no length is told.
+    bytes grow with the square of the length, no length is told. A plan that leaves tiles of the loss to the run may
+    have them sooner (train.tiled_loss=true): what fits with them fits.
     """
+    tiled = plan.tiled_loss == AUTO and plan.tp == 1 and model.tiles
+    plans = (plan, plan.replace(tiled_loss=True)) if tiled else (plan,)
 
     def fits(length: int, micro_batch: int) -> bool:
         longer = model if length == model.length else replace(model, length=length)
-        memory = evaluate(longer, cluster, plan.replace(micro_batch=micro_batch)).memory
-        return memory.device <= limit and not memory.lacks(cluster)
+        memories = (evaluate(longer, cluster, each.replace(micro_batch=micro_batch)).memory for each in plans)
+        return any(memory.device <= limit and not memory.lacks(cluster) for memory in memories)
 
     step = lcm(max(GRAIN, model.length // PARTS // GRAIN * GRAIN), plan.tp * plan.sp)
     eager = any(part.operations.eager for part in model.blocks)

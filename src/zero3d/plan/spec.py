@@ -188,6 +188,7 @@ class ModelSpec:
     routers layers whose experts a loss balances (output_router_logits), 0 where none does
     chain   pipelines can cut it
     mixing  kinds of layers that mix the tokens of a sequence outside of attention: sp cannot cut it
+    tiles   its loss can be computed in tiles (train.tiled_loss)
     """
 
     name: str
@@ -203,6 +204,7 @@ class ModelSpec:
     provenance: str = "closed form"
     chain: bool = True
     mixing: str | None = None
+    tiles: bool = True
 
     def __hash__(self) -> int:
         """Return the hash, computed once: plans by the thousand are priced for one model."""

@@ -35,6 +35,15 @@ def own_loss(model: nn.Module) -> Callable[..., Any] | None:
     return None if "labels" in inspect.signature(model.forward).parameters else next_token_loss
 
 
+def tiles_refused(model: nn.Module) -> str | None:
+    """Return why a model's loss cannot be computed in tiles; None where it can."""
+    try:
+        check_tiled_loss(model, own_loss(model))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 class LossChoice(NamedTuple):
     """Whether a model's loss is computed in tiles, and why in a line; "" where logits are small or it was asked for."""
 
@@ -58,8 +67,6 @@ def choose_loss(config: Config, model: nn.Module, mesh: Mesh) -> LossChoice:
             f"train.tiled_loss=auto: not in tiles: {told}, but mesh.tp is {mesh.tp}: type train.tiled_loss=true for "
             "tiles",
         )
-    try:
-        check_tiled_loss(model, own_loss(model))
-    except ConfigError as error:
-        return LossChoice(False, f"train.tiled_loss=auto: not in tiles: {told}, but {error}")
+    if (why := tiles_refused(model)) is not None:
+        return LossChoice(False, f"train.tiled_loss=auto: not in tiles: {told}, but {why}")
     return LossChoice(True, f"train.tiled_loss=auto: in tiles: {told}; equal to a whole loss up to rounding")

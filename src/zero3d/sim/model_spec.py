@@ -30,6 +30,7 @@ from zero3d.pipeline.split import active_weights
 from zero3d.plan.search import LONG
 from zero3d.plan.spec import Instant, ModelSpec, Operations, Part
 from zero3d.sequence.trial import mixing_layers
+from zero3d.setup.losses import tiles_refused
 from zero3d.shards.cuts import Cut
 from zero3d.sim.figures import EMBEDDING, HEAD, Curve, Figures, kinds_of, measure, reduce_model
 from zero3d.sim.images import find_images, said_of
@@ -104,6 +105,7 @@ def _outline(model: nn.Module, part_names: PartNames, length: int, name: str) ->
         provenance="outline",
         chain=part_names.chain,
         mixing=None if (decoder := decoder_of(model)) is None else mixing_layers(decoder),
+        tiles=tiles_refused(model) is None,
     )
 
 
