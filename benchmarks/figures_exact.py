@@ -125,13 +125,17 @@ def theory() -> str:
 
 
 def plan_72b() -> str:
-    """The first three plans, and what was left out first."""
+    """The command, and the beginning of its answer."""
     [run] = load("plan-72b")["runs"]
-    lines = run["result"].splitlines()
+    return block("\n".join([run["command"], "", *first_plans(run["result"])]))
+
+
+def first_plans(text: str) -> list[str]:
+    """The first three plans of an answer, and what was left out first."""
+    lines = text.splitlines()
     head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["mesh", "ZeRO"])
-    left = next(i for i, line in enumerate(lines) if " plans: " in line)
-    shown = [run["command"], "", *(line[3:] for line in lines[head : head + 4]), "", *lines[left : left + 2], "   ..."]
-    return block("\n".join(shown))
+    left = next(i for i, line in enumerate(lines) if " plans, of which " in line)
+    return [*(line[3:] for line in lines[head : head + 4]), "", *lines[left : left + 2], "   ..."]
 
 
 def families() -> str:
@@ -281,7 +285,7 @@ def counts() -> str:
     return (
         f"{len(PROFILES) - 1} systems beside zero3d share {len(own)} fitted constants, which saw {len(sets)} sets; "
         f"{alone} of them have rows in one set alone. zero3d has none of its own: what it hides of communication is "
-        f"torchtitan's. {sum(bool(each.fitted_on) for each in JUDGING)} more serves to judge tables alone."
+        f"torchtitan's. Judging tables takes {sum(bool(each.fitted_on) for each in JUDGING)} more."
     )
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_constants import Planner
 from planner_left_out import accounts, fitted_on, without
-from planner_tables import READERS, Point, Row, Unknown
+from planner_tables import READERS, Point, Row, Unknown, with_settings
 from planner_tables_other import OTHER
 from planner_tables_recent import RECENT
 
@@ -67,7 +67,7 @@ class Tables:
         points: list[Point] = []
         for row in self.rows[stem]:
             try:
-                points += self.readers[stem](row, planner)
+                points += [with_settings(row, point) for point in self.readers[stem](row, planner)]
             except Unknown as reason:
                 self.untold[row["id"]] = str(reason)
             except (LookupError, ValueError, TypeError):
@@ -123,7 +123,8 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
     """Return the mean of the groups' Kendall's tau, and their mean and worst regret.
 
     tau counts the pairs whose seconds differ by more than those of one configuration that ran several times do
-    (repeats), plain_tau all pairs; None where no pair of any group differs.
+    (repeats), plain_tau all pairs; None where no pair of any group differs. A pair of equal predictions adds nothing to
+    the sum, and counts in the number of pairs.
     """
     groups: dict[str, list[Point]] = defaultdict(list)
     for point in points:
@@ -148,18 +149,16 @@ def ranking(points: Sequence[Point]) -> dict[str, Any] | None:
 
 def _repeats(group: Sequence[Point]) -> float:
     """Return by how much the slowest and the fastest run of one configuration differ at most."""
-    runs: dict[float, list[float]] = defaultdict(list)
+    runs: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for point in group:
-        runs[point.predicted].append(point.actual)
+        runs[point.settings].append(point.actual)
     return max(max(actual) / min(actual) - 1 for actual in runs.values())
 
 
 def _pairs(group: Sequence[Point], least: float) -> list[tuple[Point, Point]]:
     """Return the pairs of configurations whose runs differ by more than `least`, the faster one first."""
     ordered = sorted(group, key=lambda point: point.actual)
-    return [
-        (a, b) for a, b in combinations(ordered, 2) if b.actual / a.actual - 1 > least and a.predicted != b.predicted
-    ]
+    return [(a, b) for a, b in combinations(ordered, 2) if b.actual / a.actual - 1 > least and a.settings != b.settings]
 
 
 def _mean_tau(groups: Iterable[Sequence[Point]], least: float) -> float | None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zero3d.plan.constants import CONSTANTS, Key, Rows, Values, assumed, fitted
+from zero3d.plan.constants import CONSTANTS, Key, Rows, Values, fitted
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.kernels import Kernels
 from zero3d.plan.profiles import Profile, profiles
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 
 JUDGING = (
-    assumed("galvatron", "gathered", 4.0, "bytes of a hidden element in the buffer of gathered inputs",
-            "rows of tp 2, 4 and 8 beside those of tp 1"),
+    fitted("galvatron", "gathered", 4.0, "bytes of a hidden element in the buffer of gathered inputs", 2.0,
+           Rows("galvatron_states", "memory", "tp 2, 4 and 8")),
     fitted("nanotron", "across above 256", 25e9, "bytes/s and GPU between nodes, above 256 GPUs", 50e9,
            Rows("nanotron", "time", "64 nodes")),
 )  # fmt: skip

@@ -31,7 +31,8 @@ class Unknown(Exception):
 class Point(NamedTuple):
     """kind: formula, memory, time or fits (planned: share of the card; actual 1: ran, 0: out of memory).
 
-    group  of one model's configurations
+    group     of one model's configurations
+    settings  what was run; points of equal settings repeat each other
     """
 
     set: str
@@ -41,6 +42,23 @@ class Point(NamedTuple):
     actual: float
     group: str = ""
     unit: str = ""
+    settings: tuple[str, ...] = ()
+
+
+MEASURED = {"mem_gb_nvidia_smi", "oom", "sec_per_iter", "tflops_per_gpu", "tps_per_gpu", "days_300b_tokens",
+            "days_eq4_check", "mem_gib_max_reserved_over_ranks", "fwd_ms", "bwd_ms", "combined_ms", "overhead_pct",
+            "iter_s_full_recompute", "iter_s_seqpar_selective", "thr_gain_pct", "mfu_paper", "hfu_paper",
+            "mfu_calc_present", "mfu_calc_full"}  # fmt: skip
+ORIGIN = {"id", "date_mmdd_2022", "section", "source", "status", "duplicate_of", "exclude"}
+
+
+def with_settings(row: Row, point: Point) -> Point:
+    """Give a point its row's cells that are neither measured nor of its origin, and which of the row's runs it is.
+
+    A column that neither set names is taken for a setting: then fewer points repeat each other, never more.
+    """
+    cells = (value for name, value in row.items() if name not in MEASURED | ORIGIN)
+    return point._replace(settings=(point.id.removeprefix(row["id"]).strip(), *cells))
 
 
 def number(row: Row, name: str) -> float:

@@ -3,7 +3,7 @@
     profile    zero3d calibrate --ranks R, once for each number of ranks
     plan       zero3d plan explain run.yaml --cluster profile.json, of models and lengths that calibrate does not run
     run        zero3d train run.yaml, STEPS steps, in each round once; the median of its steps
-    by a run   the same plan by the profile.json that the first run of so many ranks left, which is of another model
+    by a run   the same plan by the profile.json that a run of another model on so many ranks left
 
 A plan's error is its seconds over the median of the rounds' medians, less 1. Rounds differ, too: `spread` is the
 largest of their medians over the smallest, less 1, and no plan can be surer than that. Cases take turns in a round.
@@ -91,8 +91,13 @@ def measure(place: Path, cases: Sequence[Case], rounds: int) -> list[dict[str, A
     for number in range(rounds):
         for case in cases:
             medians[case].append(run(place / case.folder, case, number))
-    first = {case.ranks: place / case.folder / "out-0" / "profile.json" for case in reversed(cases)}
-    return [row(place, case, medians[case], profiles[case.ranks], first[case.ranks]) for case in cases]
+    of_runs = {case: place / another(case, cases).folder / "out-0" / "profile.json" for case in cases}
+    return [row(place, case, medians[case], profiles[case.ranks], of_runs[case]) for case in cases]
+
+
+def another(case: Case, cases: Sequence[Case]) -> Case:
+    """Return the first case of another model on as many ranks."""
+    return next(each for each in cases if each.ranks == case.ranks and each.name != case.name)
 
 
 def row(place: Path, case: Case, medians: Sequence[float], profile: Path, of_run: Path) -> dict[str, Any]:

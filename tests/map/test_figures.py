@@ -11,8 +11,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import tables  # noqa: E402
 from demo_curves import digest  # noqa: E402
+from figures_exact import first_plans  # noqa: E402
 from recorded import RECIPES, RESULTS  # noqa: E402
 from stage_picture import drawn_from, gigabytes  # noqa: E402
+
+from zero3d.cli.main import main  # noqa: E402
 
 CHECKED_ELSEWHERE = ("zero-and-3d.md", "zero-and-3d.zh.md", "config.md")  # their own tests write or check them
 DOCUMENTS = [path for path in tables.DOCUMENTS if path.name not in CHECKED_ELSEWHERE]
@@ -98,6 +101,14 @@ def test_a_missed_target_is_said():
     assert verdict([1.1, 1.2], 1.0) == "missed"
     assert verdict([0.9, 1.1, 1.2], 1.0) == "missed in 2 of 3"
     assert verdict([0.7], 0.8, at_least=True) == "missed"
+
+
+def test_a_search_as_the_command_prints_it_has_the_lines_that_documents_quote(capsys):
+    main(["plan", "--params", "3e9", "--gpus", "2", "--tokens-per-batch", "8192"])
+    head, *plans, empty, left, why, more = first_plans(capsys.readouterr().out)
+    assert (head.split()[0], [plan.split()[0] for plan in plans]) == ("mesh", ["1", "2", "3"])
+    assert (empty, left.endswith("fit. Why the others do not:"), more) == ("", True, "   ...")
+    assert re.match(r"   [\d,]+: \w", why)
 
 
 def test_a_folder_without_published_tables_is_refused_before_anything_runs(tmp_path, capsys):

@@ -206,6 +206,30 @@ def test_a_part_has_its_colour_in_every_chart_and_no_other_has_it():
     assert {class_ for name, class_ in listed if name.startswith("ZeRO stage")} == {"z0", "z1", "z2", "z3"}
 
 
+def test_of_more_parts_than_the_palette_has_colours_each_has_its_own():
+    """As many as a mixture of experts has, with its optimizer on the host and sequences of 32,768 tokens."""
+    held, spent = ([f"{what} {i}" for i in range(10)] for what in ("memory", "step"))
+
+    def in_parts(row):
+        memory, seconds = row.estimate.memory, row.estimate.seconds
+        memory = replace(memory, parts=dict.fromkeys(held, memory.allocated / 10))
+        seconds = replace(seconds, parts=dict.fromkeys(spent, seconds.mid / 10))
+        return row._replace(estimate=replace(row.estimate, memory=memory, seconds=seconds))
+
+    found = answer(3)
+    page = plan_page(found._replace(result=found.result._replace(rows=[*map(in_parts, found.result.rows)])), 10)
+    root = ElementTree.fromstring(page)
+    listed = {item[0].get("class") for item in root.iter("li")} - {"z0", "z1", "z2"}
+    assert listed == {f"c{i}" for i in range(21)}
+    more = re.findall(r"rect\.(c\d+), .*? (#\w{6});", page)
+    for dark in (False, True):
+        own = colours(page, dark) | dict(more)
+        series = [own[f"c{i}"] for i in range(21)]
+        assert len(set(series)) == 21
+        assert all(contrast(one, after) >= 1.25 for one, after in pairwise(series[11:]))
+        assert all(contrast(one, own["card"]) >= 1.25 for one in series[12:])
+
+
 def test_plan_writes_the_page_and_refuses_what_is_no_search(tmp_path, capsys):
     file = tmp_path / "plan.html"
     target = ["plan", "--params", "1e8", "--gpus", "1", "--tokens-per-batch", "4096", "--html"]

@@ -7,7 +7,10 @@ import pytest
 import yaml
 
 from zero3d.cli.main import main
+from zero3d.cli.planned_file import RunFile
 from zero3d.config import load
+from zero3d.plan.footprint import tiles_loss
+from zero3d.plan.spec import ParallelPlan
 from zero3d.sim import model_spec
 
 FILE = {
@@ -71,3 +74,5 @@ def test_a_loss_that_the_file_keeps_whole_stays_so(file, capsys):
     file.write_text(yaml.safe_dump({**FILE, "train": {**FILE["train"], "tiled_loss": False}}))
     assert main(["plan", "train.yaml", *WORDS, "--emit", "planned.yaml"]) == 0
     assert load("planned.yaml").train.tiled_loss is False
+    kept = RunFile.of("train.yaml").model(None, None)
+    assert not tiles_loss(kept, ParallelPlan(micro_batch=10**6, tiled_loss="auto"))

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from planner_accuracy import PUBLISHED, Tables, as_text, beside, labels, labels_text, margin_of, means, ranking, score
-from planner_tables import Point
+from planner_tables import Point, with_settings
 from planner_tables_recent import MIXTURES, mixture, model_of
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_memory_meets_the_target(found):
 
 
 def test_a_group_of_equal_times_has_no_ranking_and_every_table_of_one_row_is_scored():
-    equal = [Point("set", f"run {i}", "time", 1.0 + i, 2.0, "model") for i in range(3)]
+    equal = [Point("set", f"run {i}", "time", 1.0 + i, 2.0, "model", "s", (f"{i}",)) for i in range(3)]
     none = {"tau": None, "pairs": 0, "repeats": 0.0, "plain_tau": None, "all_pairs": 0}
     assert ranking(equal) == {"groups": 1, **none, "regret": 0.0, "worst_regret": 0.0}
     assert "Kendall tau - of 0 pairs, regret 0.0 %" in as_text(beside(score(equal), []), {}, [])
@@ -114,8 +114,8 @@ def test_the_margin_is_the_error_within_which_nine_in_ten_memories_lie():
 
 
 def test_each_group_of_runs_counts_alike_in_the_ranking():
-    right = [Point("s", str(i), "time", float(i), float(i), "right") for i in range(1, 5)]
-    wrong = [Point("s", str(i), "time", float(i), -float(i), "wrong") for i in range(1, 4)]
+    right = [Point("s", str(i), "time", float(i), float(i), "right", "s", (f"{i}",)) for i in range(1, 5)]
+    wrong = [Point("s", str(i), "time", float(i), -float(i), "wrong", "s", (f"{i}",)) for i in range(1, 4)]
     wrong = [point._replace(actual=10 + point.actual) for point in wrong]
     assert ranking(right)["tau"] == 1
     assert ranking([*right, *wrong])["tau"] == 0
@@ -123,13 +123,33 @@ def test_each_group_of_runs_counts_alike_in_the_ranking():
 
 def test_pairs_count_that_differ_by_more_than_runs_of_one_configuration():
     """The same one took 100 and 104 s: that another took 103 says nothing, that a third took 110 does."""
-    runs = [(1.0, 100.0), (1.0, 104.0), (0.9, 103.0), (2.0, 110.0)]
-    points = [Point("s", str(i), "time", *run, "model") for i, run in enumerate(runs)]
+    runs = [("same", 1.0, 100.0), ("same", 1.0, 104.0), ("another", 0.9, 103.0), ("a third", 2.0, 110.0)]
+    points = [Point("s", str(i), "time", *run, "model", "s", (name,)) for i, (name, *run) in enumerate(runs)]
     found = ranking(points)
     assert (found["repeats"], found["pairs"], found["all_pairs"]) == (pytest.approx(0.04), 3, 5)
     assert (found["tau"], found["plain_tau"]) == (1, pytest.approx((3 + 1 - 1) / 5))
     told = "Kendall tau 1.00 of 3 pairs beyond repeats' 4.0 % (0.60 of all 5)"
     assert told in as_text(beside(score(points), []), {}, [])
+
+
+def test_settings_that_the_planner_cannot_tell_apart_are_no_repeats_and_their_pair_counts():
+    runs = [("op", 1.0, 100.0), ("layer", 1.0, 107.0), ("full", 2.0, 120.0)]
+    found = ranking([Point("s", name, "time", *run, "model", "s", (name,)) for name, *run in runs])
+    assert (found["repeats"], found["pairs"], found["tau"]) == (0, 3, pytest.approx(2 / 3))
+
+
+def test_rows_repeat_each_other_that_differ_in_what_was_measured_and_where_it_stands_alone():
+    point = Point("s", "a full", "time", 1.0, 2.0, "model")
+    row = {"id": "a", "tp": "8", "ac": "selective-op", "tps_per_gpu": "5", "source": "table 1"}
+
+    def settings(**cells):
+        return with_settings({**row, **cells}, point).settings
+
+    assert settings() == ("full", "8", "selective-op") == settings(tps_per_gpu="6", source="table 2")
+    assert len({settings(), settings(ac="selective-layer"), settings(tp="4")}) == 3
+    assert with_settings(row, point._replace(id="a none")).settings != settings()
+    titan = [point for point in Tables(DATA).points if (point.set, point.kind) == ("torchtitan", "time")]
+    assert len({point.settings for point in titan}) == len(titan)
 
 
 def test_false_alarms_are_told_with_the_margin_and_without():

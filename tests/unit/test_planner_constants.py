@@ -113,6 +113,13 @@ def test_without_a_set_constants_are_fitted_on_others_or_are_their_default():
     assert ("zero3d", "hide_dp") not in found  # lent: it follows
 
 
+def test_what_is_read_off_the_rows_of_a_set_is_left_out_with_it():
+    def predict(planner, sets):
+        return [Point(name, "", "memory", planner.value("galvatron", "gathered"), 1.0) for name in sets]
+
+    assert without("galvatron_states", predict)["galvatron", "gathered"] == 2
+
+
 def test_every_set_counts_alike_in_a_fit_however_many_rows_it_has():
     """Two sets ask for 2 and one, of many rows, for 4: what most sets ask for is taken, not what most rows do."""
     wanted = {"megatron2021_table1": 4.0, "megatron2021_table2": 2.0, "korthikanti_table5": 2.0}

@@ -37,5 +37,11 @@ def test_plans_are_held_against_the_median_round_by_the_profile_and_by_that_of_a
     assert first["error"] == pytest.approx(1.0)
     assert second["error_by_run"] == pytest.approx(1.1 / 2.1 - 1)
     assert first["spread"] == pytest.approx(0.2)
-    of_run = [words[4] for words in asked if words[0] == "plan" and "out-0" in words[4]]
-    assert set(of_run) == {str(tmp_path / cases[0].folder / "out-0" / "profile.json")}
+    of_runs = [words[4] for words in asked if words[0] == "plan" and "out-0" in words[4]]
+    assert of_runs == [str(tmp_path / case.folder / "out-0" / "profile.json") for case in reversed(cases)]
+
+
+@pytest.mark.parametrize("case", profile_accuracy.CASES, ids=lambda case: case.folder)
+def test_the_run_whose_profile_plans_a_case_is_of_another_model_on_as_many_ranks(case):
+    other = profile_accuracy.another(case, profile_accuracy.CASES)
+    assert (other.name != case.name, other.ranks) == (True, case.ranks)

@@ -10,7 +10,7 @@ What a command says (--seq, --lora, --tokens-per-batch, ...) is taken in place o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +49,12 @@ class RunFile(NamedTuple):
         return cls(read_yaml(Path(words), "model: {path: demo}"), config)
 
     def model(self, length: int | None, lora: Lora | None) -> ModelSpec:
-        """Trace the model. length, lora: instead of the file's. Raises ConfigError."""
+        """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.
+
+        length, lora  instead of the file's
+        """
         config = self.config
-        return open_spec(
+        model = open_spec(
             config.model.path,
             length or config.data.length,
             attn=config.model.attn,
@@ -60,6 +63,7 @@ class RunFile(NamedTuple):
             freeze=config.freeze,
             quantize=config.model.quantize,
         )
+        return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 
     def tokens(self, model: ModelSpec) -> float | None:
         """Return the tokens of the whole training, where the file says how many steps and sequences it has."""

@@ -8,14 +8,14 @@ from importlib.resources import files
 from markupsafe import Markup
 
 from zero3d.page.markup import join, tag
-from zero3d.page.svg import colour
+from zero3d.page.svg import COLOURS, colour, more_colours
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(title: str, *body: Markup) -> str:
-    """Write the whole file."""
-    style = Markup((files("zero3d.page") / "style.css").read_text(encoding="utf-8"))
+def page(title: str, *body: Markup, series: int = COLOURS) -> str:
+    """Write the whole file. series: how many have a colour each."""
+    style = Markup((files("zero3d.page") / "style.css").read_text(encoding="utf-8") + more_colours(series))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -52,6 +52,8 @@ BEYOND = "allocator and contexts"  # what a device holds beyond what is allocate
 def plan_page(answer: Answer, top: int) -> str:
     """Write the page, with `top` plans in its table."""
     shown = distinct(answer.result.rows)[:top]
+    memory, step = _memory_bars(shown[:BARS]), _step_bars(shown[:BARS])
+    classes, limit = _classes(memory, step), answer.target.limit / GIB
     return frame.page(
         f"{answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}",
         tag("h1", f"How to train {answer.model.name} on {answer.cluster.gpus} x {answer.cluster.gpu.name}"),
@@ -61,9 +63,13 @@ def plan_page(answer: Answer, top: int) -> str:
         _ranked(answer, shown),
         *_ways(answer),
         _pareto(answer),
-        _parts(answer, shown[:BARS]),
+        frame.pair(
+            _stacked("memory", "Memory of the fullest GPU at its peak", memory, classes, "GiB", limit),
+            _stacked("step", "What a step's seconds go into", step, classes, "s"),
+        ),
         frame.pair(_ladder(answer), _what_if(answer)),
         frame.pair(_left_out(answer), _costs(answer)),
+        series=len(classes),
     )
 
 
@@ -189,22 +195,22 @@ def _figures_of(row: Row) -> str:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _parts(answer: Answer, rows: Sequence[Row]) -> Markup:
-    """Draw memory and step of plans by parts. A part has its colour in both charts, and no other has it."""
-    memory = [
+def _memory_bars(rows: Sequence[Row]) -> list[Bar]:
+    return [
         Bar(_name(i, row), _held(row.estimate), f"{gib(row.estimate.memory.device)} GiB") for i, row in _numbered(rows)
     ]
-    step = [
+
+
+def _step_bars(rows: Sequence[Row]) -> list[Bar]:
+    return [
         Bar(_name(i, row), row.estimate.seconds.parts, f"{_digits(row.estimate.seconds.mid)} s")
         for i, row in _numbered(rows)
     ]
-    known = dict.fromkeys([*_series(memory), *_series(step)])
-    classes = {name: colour(i) for i, name in enumerate(known)}
-    limit = answer.target.limit / GIB
-    return frame.pair(
-        _stacked("memory", "Memory of the fullest GPU at its peak", memory, classes, "GiB", limit),
-        _stacked("step", "What a step's seconds go into", step, classes, "s"),
-    )
+
+
+def _classes(memory: Sequence[Bar], step: Sequence[Bar]) -> dict[str, str]:
+    """Return the class of each part's colour: the same in both charts, and no other part's."""
+    return {name: colour(i) for i, name in enumerate(dict.fromkeys([*_series(memory), *_series(step)]))}
 
 
 def _stacked(

@@ -276,7 +276,8 @@ def figure(value: float) -> str:
 
 
 def _rejected(result: SearchResult) -> Iterator[str]:
-    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit. Why the others do not:"
+    others = " Why the others do not:" if result.rejected else ""
+    yield f"{result.tried:,} plans, of which {len(result.rows):,} fit.{others}"
     for rejection in result.rejected:
         near = f"; the nearest needs {missed(rejection)} more: {short(rejection.nearest)}" if rejection.nearest else ""
         yield f"   {rejection.plans:,}: {rejection.reason}{near}" + (f", {rejection.sum}" if rejection.sum else "")

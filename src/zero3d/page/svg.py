@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from math import ceil, floor, log10
 
@@ -20,7 +21,10 @@ from zero3d.page.markup import tag
 
 WIDTH = 480.0
 LETTER = 7.2  # units of an average letter at the size of a chart's text
-COLOURS, SHADES = 12, 4  # classes c0 ... and z0 ... of the page's style
+COLOURS, SHADES = 12, 4  # classes c0 ... and z0 ... of style.css
+GOLDEN = 0.618  # of the colour wheel, from a hue to the next one: none comes close to another soon
+LIGHTNESS = 0.75, 0.35  # in turns, so that neighbours differ in brightness, and both schemes show both
+SATURATION = 0.6
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,18 @@ def y_axis(scale: Scale, left: float, right: float, title: str) -> Iterator[Mark
 
 def colour(i: int) -> str:
     """Return the class of the i-th series."""
-    return f"c{i % COLOURS}"
+    return f"c{i}"
+
+
+def more_colours(series: int) -> str:
+    """Write the style of the classes of so many series that style.css has not."""
+    return "".join(map(_style, range(COLOURS, series)))
+
+
+def _style(i: int) -> str:
+    parts = hls_to_rgb(i * GOLDEN % 1, LIGHTNESS[i % 2], SATURATION)
+    value, name = "".join(f"{round(255 * part):02x}" for part in parts), colour(i)
+    return f"rect.{name}, path.{name}.area, i.{name} {{ fill: #{value}; background: #{value}; }}\n"
 
 
 def shade(i: int) -> str:

@@ -1,8 +1,9 @@
 """The planner's figures of a run, checked by its third step.
 
     before parameters are cut    rank 0 traces the model and prices the configuration on this cluster
-    step 3                       plan 61.4 GB / actual 61.9 GB allocated (+0.8 %), 63.0 GB reserved, step 97 s / 103 s
-                                 by the rates of cluster.json (measured); largest planned part: ...
+    step 3                       allocated memory: planned 61.4 GB, measured 61.9 GB (+0.8 %), 63.0 GB reserved; a step:
+                                 planned 97 s by the rates of cluster.json (measured), measured 103 s; largest planned
+                                 part: matrices
     step 10                      profile.json in the output folder: the cluster with rates of this run's steps
 
     compared   on a GPU                                       on a CPU
