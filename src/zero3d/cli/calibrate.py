@@ -69,9 +69,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def lines(spec: ClusterSpec, path: Path, off: float) -> list[str]:
-    """Say what was measured, and how to use it.
+    """Return lines with the measured rates and the options that use them.
 
-    off  how far a step that was measured is from its plan, at most
+    off  the largest difference between a measured step and its plan
     """
     gpu = spec.gpu
     text = [

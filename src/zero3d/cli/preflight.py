@@ -85,7 +85,7 @@ def check_chats(config: Config) -> None:
 
 
 def _begins_with_chats(part: Part) -> bool:
-    """Say whether a part's first file here begins with a chat; those in stores are left to the ranks."""
+    """Return whether a part's first local file begins with a chat; ranks look at files in object stores."""
     if function_of(part) or any(map(is_url, part.paths)):
         return False
     return has_chats(find_sources(part.paths[:1], part.format, part.split)[0])

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def starting(ranks: int, cores: int) -> str:
-    """Say what happens in the seconds before the first line of a run."""
+    """Return the line printed while ranks start, some seconds before a run's first line."""
     many = f"starting {ranks} rank{'' if ranks == 1 else 's'}: torch is imported, model and data are read"
     return f"{many}; this machine has {cores} CPU cores, which they share" if ranks > cores else many
 

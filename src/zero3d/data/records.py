@@ -110,7 +110,7 @@ def has_pictures(source: Source) -> bool:
 
 
 def has_chats(source: Source) -> bool:
-    """Say whether the first record of a file of records is a conversation without images."""
+    """Return whether the first record of a file is a conversation without images."""
     return _begins_with(source, Chat)
 
 

@@ -329,7 +329,7 @@ def _by_library(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor | N
 
 
 def _give_normal_numbers(scales: Tensor) -> bool:
-    """Say whether no product of a scale is a subnormal number. Most matrices have no group of zeros: looked at once."""
+    """Return whether products of all scales but 0 are normal numbers. A second look is only needed where one is 0."""
     least = float(scales.min())
     if least == 0:
         least = float(scales.where(scales != 0, 1.0).min())
@@ -345,7 +345,7 @@ def _kernel(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether bitsandbytes is installed and decodes all codes on a device with the bits that this module has."""
+    """Return whether bitsandbytes is installed and decodes every code on a device to the same bits as this module."""
     codes = torch.arange(1 << 8, dtype=torch.uint8, device=device).view(-1, NF4_DOUBLE.columns // 2)
     scales = torch.linspace(0.5, 1.0, len(codes), device=device)[:, None]
     try:

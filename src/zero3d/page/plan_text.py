@@ -376,7 +376,7 @@ def cost_lines(estimate: Estimate, cluster: ClusterSpec, tokens: float | None, p
 
 
 def power_from(cluster: ClusterSpec) -> str:
-    """Say where the watts of a card are from."""
+    """Return the source of a card's watts."""
     return cluster.provenance.get("gpu.power", cluster.provenance.get("gpu", "user"))
 
 

@@ -1,4 +1,4 @@
-"""What a training costs: hours of GPUs, days, energy, money.
+"""The cost of a training run: GPU-hours, days, energy and money.
 
     hours    tokens / tokens of a step x seconds of a step x GPUs
     days     hours / GPUs / 24

@@ -293,7 +293,10 @@ def _part_work(shape: Shape, run: _Run) -> PartWork:
 
 
 class _Products(NamedTuple):
-    """What bounds products: operations and bytes per second, seconds of a kernel, the side that halves the first."""
+    """Bounds the time of matrix products: by operations and bytes per second, a kernel's launch, and small sides.
+
+    half  the side of a square product at which a card reaches half of `peak`
+    """
 
     peak: float
     bandwidth: float

@@ -71,7 +71,7 @@ UNCERTAIN = constant("step", "low"), constant("step", "high")  # of mid
 
 
 class Cut(NamedTuple):
-    """How a pipeline is cut into chunks.
+    """Cuts a pipeline into chunks.
 
     embedding, head  what these count for, in blocks; None: the head for its product over those of a block
     filled           all chunks but the last are as long as the longest; else they are as even as can be

@@ -149,7 +149,7 @@ def _lora(model: nn.Module) -> Row:
 
 
 def _quantize(model: nn.Module, folder: Path | None) -> Row:
-    """Say how much of a model formats hold, and in how many bytes; of a folder in few bits, in which it is."""
+    """Return the row of `model.quantize`: how much of a model each format packs, its bytes, a folder's own format."""
     shapes = _packed_shapes(model)
     everything = sum(prod(shape) * many for shape, many in shapes.items())
     if not everything:

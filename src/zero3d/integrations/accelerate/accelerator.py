@@ -451,7 +451,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def introduced(engine: Engine) -> str:
-    """Say which engine trains, and how many bytes of the model's states this rank has."""
+    """Return a line with the ZeRO stage, the number of ranks and the bytes of model states on this rank."""
     world, states = engine.mesh.world, sum(entry.measured for entry in engine.memory if entry.planned is not None)
     ranks = f"{world} rank{'' if world == 1 else 's'}"
     return (
