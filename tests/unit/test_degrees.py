@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 import zero3d
-from zero3d.checkpoint.resume_contract import EXACT, FREE, PLAIN, USUAL
+from zero3d.checkpoint.resume_contract import ROWS, USUAL
 from zero3d.config import Mesh, Train, degrees_of, load
 from zero3d.config.batch import resolve_batch
 from zero3d.config.keys import KEYS
 from zero3d.distributed.degrees import AXES, FOLDS, Degrees, Place, least_dp
 from zero3d.errors import MeshError
 from zero3d.setup.build import _axis_options
+from zero3d.spec.bits import ALWAYS, PLAIN
 
 
 def test_64_ranks_as_8_pipeline_stages_of_8_tensor_ranks_are_one_replica():
@@ -195,9 +196,10 @@ def test_an_axis_that_folds_dp_is_known_wherever_degrees_are(fold):
     assert f"mesh.{fold.name}" in KEYS
     assert fold.name in inspect.signature(zero3d.Mesh).parameters
     assert USUAL[fold.name] == fold.usual, "of a checkpoint that is older than the axis"
-    assert fold.name in FREE
-    assert PLAIN[fold.name].endswith("zero.exact=true would be bitwise") == fold.exact
-    assert (fold.name in EXACT) != fold.exact
+    row = ROWS[fold.name]
+    assert row.told, "a run names another degree also where no bit changes with it"
+    assert row.why.endswith("zero.exact=true would be bitwise") == fold.exact
+    assert row.when == (PLAIN if fold.exact else ALWAYS)
 
 
 def test_axes_have_names_of_their_own_in_groups_and_ledger():

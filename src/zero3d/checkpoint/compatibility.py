@@ -21,6 +21,7 @@ from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manife
 from zero3d.checkpoint.resume_contract import EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
+from zero3d.models.written_numbers import WrittenNumber
 from zero3d.precision import dtype_name
 from zero3d.spec.optimizer import OPTIMIZERS
 
@@ -120,6 +121,23 @@ def buffer_problem(name: str, saved: TensorSpec, live: Tensor) -> str | None:
         f"buffer {quote(name)} is {saved.dtype} {saved.shape} in the checkpoint, and {dtype_name(live.dtype)} "
         f"{tuple(live.shape)} in the model: build the model the checkpoint was saved from."
     )
+
+
+def number_problem(name: str, saved: TensorSpec) -> str | None:
+    """Return why what is saved is no number that a forward has written, or None."""
+    if saved.shape == () and saved.dtype in ("int64", "float64"):
+        return None
+    return f"{quote(name)} is {saved.dtype} {saved.shape}, and a number of the model has this name. {USE_ANOTHER}"
+
+
+def fill_named(
+    name: str, values: Tensor, buffers: Mapping[str, Sequence[Tensor]], numbers: Mapping[str, WrittenNumber]
+) -> None:
+    """Copy a saved buffer into those of this name, or set the number."""
+    for buffer in buffers.get(name, ()):
+        fill_buffer(buffer, values)
+    if name not in buffers:
+        numbers[name].write(values)
 
 
 def fill_buffer(live: Tensor, values: Tensor) -> None:

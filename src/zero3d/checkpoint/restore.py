@@ -21,7 +21,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_compatible, check_states, check_streams, fill_buffer
+from zero3d.checkpoint.compatibility import (
+    buffer_problem,
+    check_compatible,
+    check_states,
+    check_streams,
+    fill_named,
+    number_problem,
+)
 from zero3d.checkpoint.copies import located
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import present
@@ -42,9 +49,10 @@ from zero3d.checkpoint.manifest import (
     TensorSpec,
 )
 from zero3d.checkpoint.manifest_parser import open_manifest, part_of_rank, read_contents
-from zero3d.checkpoint.resume_contract import EMA, resume_guarantee
+from zero3d.checkpoint.resume_contract import EMA, OPTIONS
 from zero3d.checkpoint.save import STEP_OF
 from zero3d.checkpoint.state import EngineState, StatePiece
+from zero3d.checkpoint.update_settings import options_of
 from zero3d.distributed.agreement import agree
 from zero3d.errors import CheckpointError
 from zero3d.precision import joined, to_compute
@@ -134,16 +142,17 @@ def check(directory: str | Path, engine: EngineState) -> VerifiedCheckpoint:
     return agree(world, lambda: _verify(manifest, found, engine))
 
 
-def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, str]:
+def load(checkpoint: VerifiedCheckpoint, engine: EngineState) -> tuple[int, Any, Mapping[str, Any]]:
     """Restore states from a checkpoint of any mesh and stage.
 
-    Returns its step, what the training loop had saved, and whether the run goes on bitwise (`resume_guarantee`).
+    Returns its step, what the training loop had saved, and what the bits of its run depended on (`resume_contract`).
     """
     manifest = checkpoint.manifest
     world = engine.world.patient
     agree(world, lambda: _restore(checkpoint, engine))  # as long as each rank's disk takes: nothing is gathered yet
     agree(world, lambda: refresh(engine))
-    return manifest.step, manifest.value("loop"), resume_guarantee(manifest.about, engine.about)
+    about = {**manifest.about, OPTIONS: options_of(manifest.value("optimizer")["groups"])}
+    return manifest.step, manifest.value("loop"), about
 
 
 # --- checking -----------------------------------------------------------------------------------
@@ -166,7 +175,7 @@ class _Found:
         self._needed: dict[str, list[Box]] = {}
         for name, piece in _pieces(engine):
             self._needed.setdefault(name, []).extend(box for box, _ in piece.boxes())
-        self._live = engine.buffers.keys()
+        self._live = engine.buffers.keys() | engine.numbers.keys()
         self.states = read_contents(manifest, self._look).states
 
     def _look(self, rank: int, part: Part) -> None:
@@ -221,7 +230,8 @@ def _check_buffers(found: _Found) -> dict[str, str]:
     """Return the file of each buffer of this rank. Raises CheckpointError where one is missing or another's."""
     manifest, live = found.manifest, found.engine.buffers
     for name, (file, saved) in found.buffers.items():
-        if problem := buffer_problem(name, saved, live[name][0]):
+        problem = buffer_problem(name, saved, live[name][0]) if name in live else number_problem(name, saved)
+        if problem:
             raise CheckpointError(f"{manifest.folder / file}: {problem}")
     missing = sorted(found.engine.persistent_buffers - found.buffers.keys())
     if missing and manifest.format > OLDEST:
@@ -278,8 +288,7 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
         engine.summands.restore(manifest.value("exact"))
     live = engine.buffers
     for name, file in checkpoint.buffers.items():
-        for buffer in live[name]:
-            fill_buffer(buffer, reader.tensor(file, f"{BUFFER}{name}"))
+        fill_named(name, reader.tensor(file, f"{BUFFER}{name}"), live, engine.numbers)
     if checkpoint.streams is not None:
         set_rng_state(*checkpoint.streams, engine.world.device)
 

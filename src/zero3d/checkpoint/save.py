@@ -50,6 +50,7 @@ from zero3d.checkpoint.manifest import (
     part_of,
 )
 from zero3d.checkpoint.manifest_parser import Contents, check_tiling, parse_manifest, parse_part, read_part
+from zero3d.checkpoint.resume_contract import OPTIONS
 from zero3d.checkpoint.state import EngineState, state_pieces
 from zero3d.checkpoint.writing import Unsynced, json_text, removed_on_failure, told, write_tensors, write_text
 from zero3d.distributed.agreement import agree
@@ -227,9 +228,10 @@ def _write_rank(temporary: Path, captured: Captured, files: Unsynced) -> tuple[s
 def own_state(engine: EngineState) -> tuple[dict[str, Tensor], Any]:
     """Return what a rank saves for itself: buffers and random states as tensors, those of Python and numpy as JSON.
 
-    Every rank saves its buffers: running statistics may differ.
+    Every rank saves its buffers, and the numbers that forwards have written beside them: ranks may differ in both.
     """
     own = {f"{BUFFER}{name}": same[0] for name, same in engine.buffers.items()}
+    own |= {f"{BUFFER}{name}": number.tensor for name, number in engine.numbers.items() if number.is_written}
     rng, python_rng = rng_state(engine.world.device)
     return own | {f"{STREAM}{name}": value for name, value in rng.items()}, python_rng
 
@@ -289,7 +291,7 @@ def run_state(engine: EngineState) -> dict[str, Any]:
     optimizer = engine.optimizer.torch
     return {
         "step": engine.step,
-        "about": dict(engine.about),
+        "about": {name: fact for name, fact in engine.about.items() if name != OPTIONS},  # which the optimizer's are
         "exact": engine.summands.state(engine.degrees.tp, engine.degrees.pp) if engine.summands is not None else None,
         "optimizer": {
             "class": type(optimizer).__name__,

@@ -30,16 +30,17 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams, fill_buffer
+from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams, fill_named, number_problem
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.files import has_checksum
 from zero3d.checkpoint.integrity import header
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import BUFFER, FORMAT, STREAM, Manifest
 from zero3d.checkpoint.restore import refresh
-from zero3d.checkpoint.resume_contract import resume_guarantee
+from zero3d.checkpoint.resume_contract import OPTIONS
 from zero3d.checkpoint.save import own_state, run_state
 from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.update_settings import options_of
 from zero3d.checkpoint.writing import json_text, write_tensors, write_text
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
@@ -139,8 +140,8 @@ def remove_notes(stem: Path, but: Note | None) -> None:
             _path(stem, step).unlink(missing_ok=True)
 
 
-def load_slots(note: Note, engine: EngineState, records: Committed) -> str:
-    """Go on from the step of a note and its records; return whether that is bitwise.
+def load_slots(note: Note, engine: EngineState, records: Committed) -> Mapping[str, Any]:
+    """Go on from the step of a note and its records; return what the bits of its run depended on (`resume_contract`).
 
     Raises CheckpointError on all ranks: before anything is changed where the run is another one, or a record damaged.
     """
@@ -149,7 +150,7 @@ def load_slots(note: Note, engine: EngineState, records: Committed) -> str:
     _warn_of_unverified(note, world, agree(world, records.verify))
     agree(world, lambda: _restore(note, engine, records))
     agree(world, lambda: refresh(engine))
-    return resume_guarantee(note.entries["about"], engine.about)
+    return {**note.entries["about"], OPTIONS: options_of(note.entries["optimizer"]["groups"])}
 
 
 def _warn_of_unverified(note: Note, world: Comm, verified: bool) -> None:
@@ -176,10 +177,11 @@ def _check(note: Note, engine: EngineState) -> None:
     check_run(manifest, engine)
     live, saved = engine.buffers, header(note.tensors)
     names = {key.removeprefix(BUFFER) for key in saved if key.startswith(BUFFER)}
-    if names != live.keys():
+    if names - engine.numbers.keys() != live.keys():
         raise CheckpointError(f"{note.tensors} has other buffers than the model: {_remedy(note)}")
     for name in names:
-        if problem := buffer_problem(name, saved[f"{BUFFER}{name}"], live[name][0]):
+        spec = saved[f"{BUFFER}{name}"]
+        if problem := buffer_problem(name, spec, live[name][0]) if name in live else number_problem(name, spec):
             raise CheckpointError(f"{note.tensors}: {problem}")
     with safe_open(note.tensors, framework="pt") as file:
         streams = {key.removeprefix(STREAM): file.get_tensor(key) for key in saved if key.startswith(STREAM)}
@@ -210,8 +212,8 @@ def _restore(note: Note, engine: EngineState, records: Committed) -> None:
     with safe_open(note.tensors, framework="pt") as file:
         own = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for key, values in own.items():
-        for buffer in live[key.removeprefix(BUFFER)] if key.startswith(BUFFER) else ():
-            fill_buffer(buffer, values)
+        if key.startswith(BUFFER):
+            fill_named(key.removeprefix(BUFFER), values, live, engine.numbers)
     streams = {key.removeprefix(STREAM): values for key, values in own.items() if key.startswith(STREAM)}
     set_rng_state(streams, entries["python_rng"], engine.world.device)
 

@@ -14,6 +14,7 @@ from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import Degrees
 from zero3d.models.names import persistent_buffers
+from zero3d.models.written_numbers import WrittenNumber
 from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, Tile, cover
@@ -63,6 +64,7 @@ class EngineState:
     cuts      how tp and the axes that fold dp cut parameters, by name in the full model; all others are whole
     summands  of exact mode
     base      the folder whose values frozen weights have
+    numbers   which forwards may write beside buffers, by name
     """
 
     modules: Sequence[nn.Module]
@@ -82,6 +84,7 @@ class EngineState:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     summands: Summands | None = None
     base: FrozenBase | None = None
+    numbers: Mapping[str, WrittenNumber] = field(default_factory=dict)
 
     def cut(self, name: str) -> Cut | None:
         """Return how a parameter of this rank is cut over tp, or what folds dp; None where it is not."""

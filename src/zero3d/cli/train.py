@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="auto|PATH", help="go on from the output's newest checkpoint, or from this one"
     )
     parser.add_argument(
+        "--resume-settings",
+        choices=("given", "saved"),
+        help="whose optimizer.* and schedule.* count in a run that goes on: given, the file's, or saved, the "
+        "checkpoint's (default: given)",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="remove what an earlier run wrote to the output folder"
     )
     parser.add_argument("--ranks", type=int, help="processes to start on this machine (default: one per GPU; CPU: 2)")
@@ -200,9 +206,9 @@ def config_source(file: str | None, overrides: Sequence[str]) -> tuple[str, Path
 def as_words(arguments: argparse.Namespace) -> list[str]:
     """Return the command line of a worker."""
     words = list(arguments.words)
-    for option in ("deepspeed", "ranks", *SHORT, "resume"):
+    for option in ("deepspeed", "ranks", *SHORT, "resume", "resume_settings"):
         value = getattr(arguments, option)
-        words += [] if value is None else [f"--{option}={value}"]
+        words += [] if value is None else [f"--{option.replace('_', '-')}={value}"]
     return words + ["--overwrite"] * arguments.overwrite + ["--json"] * arguments.json
 
 
@@ -212,6 +218,11 @@ def check(arguments: argparse.Namespace, config: Config, world: int | None) -> N
     check_restarts(arguments.max_restarts, world)
     if world is not None and arguments.ranks not in (None, world):
         raise ConfigError(f"--ranks {arguments.ranks}: the launcher has started {world} already; leave --ranks out.")
+    if arguments.resume_settings is not None and arguments.resume is None:
+        raise ConfigError(
+            f"--resume-settings {arguments.resume_settings} is about a run that goes on: give --resume auto or a "
+            "checkpoint, too."
+        )
     if arguments.overwrite and arguments.resume is not None:
         raise ConfigError("--overwrite removes what --resume goes on from: give one of them.")
     check_transformers(config.model)
@@ -246,7 +257,8 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     quiet_libraries(any(url.startswith("hf://") for _, url in urls_of(config, arguments.resume)))
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with)
+    settings = arguments.resume_settings or "given"
+    start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with, settings)
     with FolderLock() as lock:
         result = run_training(config, start, Progress(console, config.log.every), lock)
         if first:

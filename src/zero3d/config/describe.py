@@ -23,7 +23,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     for name in KEYS:
         section, _, field = name.rpartition(".")
         branch = tree.setdefault(section, {}) if section else tree
-        branch[field] = _plain(value_of(config, name))
+        branch[field] = plain(value_of(config, name))
     return tree
 
 
@@ -50,15 +50,16 @@ def scalar(value: Any) -> str:
     quoted = any(isinstance(text, str) and not text.isprintable() for text in texts)
     style = '"' if quoted else None  # the other styles fold lines
     text: str = yaml.safe_dump(
-        [_plain(value)], default_flow_style=True, default_style=style, allow_unicode=True, width=2**31
+        [plain(value)], default_flow_style=True, default_style=style, allow_unicode=True, width=2**31
     )
     return text.strip()[1:-1]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a key's value as YAML and JSON have it: tuples are lists, sources mappings."""
     if isinstance(value, DataSource):
         return {name: entry for name, entry in asdict(value).items() if entry is not None}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def key_schema(key: Key) -> dict[str, Any]:
     """Return the JSON Schema of one key."""
     forms = [_form(key, kind) for kind in key.types]
     form = forms[0] if len(forms) == 1 else {"anyOf": forms}
-    return {"description": key.text, "default": _plain(key.default), **form}
+    return {"description": key.text, "default": plain(key.default), **form}
 
 
 def _form(key: Key, kind: Any) -> dict[str, Any]:

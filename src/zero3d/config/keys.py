@@ -14,6 +14,7 @@ from zero3d.config.hints import nearest
 from zero3d.config.kinds import KINDS, NULLS, convert, describe_value, number_meant
 from zero3d.config.sections import Config
 from zero3d.config.sources import Refused
+from zero3d.spec.bits import Bits
 
 NUMBERS = (int, float, tuple[float, float])  # what bounds are about
 
@@ -26,6 +27,7 @@ class Key:
     types: tuple[Any, ...]  # the members of its union, rows of KINDS or NoneType
     default: Any
     text: str
+    bits: Bits | None
     choices: tuple[str, ...]
     least: float | None
     most: float | None

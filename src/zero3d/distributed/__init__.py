@@ -16,4 +16,5 @@ coded_sums    sums over slow links, of terms in a narrow form
 ledger        the traffic of every operation, by axis and unit (no torch)
 agreement     all ranks go on, or all raise the same error
 determinism   deterministic algorithms on accelerators, and what bits depend on there
+kernels       the CPU's kernels, named by the bits of a trial
 """

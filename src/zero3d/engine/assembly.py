@@ -214,7 +214,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         offload=_chosen(base, tiers, why),
         frozen_base=frozen_base,
         originals=originals,
-        notes=(*base.notes, *filter(None, [compiled_note(module)])),
+        notes=(*base.notes, *filter(None, [compiled_note(module), *(feature.note for feature in features)])),
         changes=before.changes(),
     )
 

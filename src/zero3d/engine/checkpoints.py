@@ -23,8 +23,10 @@ from zero3d.checkpoint.background import SaveFigures, Saves
 from zero3d.checkpoint.copies import copy_export, refuse_checkpoints
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.fingerprint import fingerprint
+from zero3d.checkpoint.resume_contract import Change, changes, resume_guarantee
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.update_settings import GIVEN, SAVED, SETTINGS, Given
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -37,6 +39,7 @@ from zero3d.engine.state import engine_state
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.models.written_numbers import numbers_of
 from zero3d.offload.tiered_records import TieredRecords
 from zero3d.spec.tiers import HOST
 from zero3d.stores.urls import check_url, is_url
@@ -48,16 +51,19 @@ class Checkpoints:
     """Owns how an engine's states leave it and come back; what a step needs of that is `await_copy`.
 
     resumed  whether the run goes on bitwise since the last load, and if not, why; empty before one
+    loaded   what the run that saved it noted its bits to depend on; None before a load
     """
 
     def __init__(self, assembly: Assembly, unsharded: Unsharded, saves: Saves) -> None:
         self._assembly = assembly
         self._unsharded, self._saves = unsharded, saves
         self._mesh = assembly.base.resolved.mesh
+        self._numbers = numbers_of(assembly.base.partition.chunks.values())
         self.resumed = ""
+        self.loaded: Mapping[str, Any] | None = None
 
     def _state(self, loop: Mapping[str, Any] | None = None) -> EngineState:
-        return engine_state(self._assembly, loop)
+        return engine_state(self._assembly, loop, self._numbers)
 
     def _refuse(self, call: str) -> None:
         for feature in self._assembly.features:
@@ -139,33 +145,60 @@ class Checkpoints:
 
     # --- from files -----------------------------------------------------------------------------
 
-    def load(self, directory: str | Path) -> Any:
+    def load(self, directory: str | Path, settings: str = SAVED) -> Any:
         """Continue from a checkpoint, as `Engine.load` says; where that is refused what was open is open again."""
+        if settings not in SETTINGS:
+            raise ConfigError(f"load(settings={settings!r}): pass {' or '.join(map(repr, SETTINGS))}.")
         before = self._unsharded.now
         try:
             with self._mesh.heartbeat.phase("load"), self._unsharded.resharded():
-                return self._load(directory)
+                return self._load(directory, settings)
         except CheckpointError:  # of all ranks
             self._unsharded.again(*before)
             raise
 
-    def _load(self, directory: str | Path) -> Any:
+    def _load(self, directory: str | Path, settings: str) -> Any:
         self._unsharded.refuse_open("load()")
         self._refuse("load()")
         with self._mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = self._state()
         checked = restore.check(directory, state)
+        own = self._given(checked.manifest.step) if settings == GIVEN else None
         self._assembly.runtime.optimizer.flush()  # it writes masters, which may be what is sent
         self._assembly.stepper.reset()
-        step, loop, self.resumed = restore.load(checked, state)
-        self._go_on_from(step)
+        step, loop, saved = restore.load(checked, state)
+        if own is not None:
+            own.put_back()
+        self._go_on_from(step, saved, state.about)
         return loop
 
-    def _go_on_from(self, step: int) -> None:
+    def _given(self, step: int) -> Given:
+        """Return the settings that the engine was built with. Raises ConfigError where they are not there any more."""
+        stepper, optimizer = self._assembly.stepper, self._assembly.runtime.optimizer
+        if stepper.count or self.loaded is not None:
+            raise ConfigError(
+                "load(settings='given'): this engine has trained or loaded, and its schedule is not where it began: "
+                "build a new Engine with the settings that should count."
+            )
+        return Given(optimizer.torch, stepper.scheduler, step)
+
+    def _go_on_from(self, step: int, saved: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         self._assembly.stepper.count = step
         for feature in self._assembly.features:
             feature.loaded()
+        self.loaded = saved
+        self.resumed = resume_guarantee(saved, self._state().about, before)
+
+    def changes(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
+        """Return what changes bits since the last load, with what a training loop notes beside the engine.
+
+        saved, live  of the loop, when it saved and now; `resumed` then says what is returned
+        """
+        assert self.loaded is not None, "nothing was loaded"
+        was, now = {**saved, **self.loaded}, {**live, **self._state().about}  # the engine knows what values came to
+        self.resumed = resume_guarantee(was, now)
+        return changes(was, now)
 
     # --- slots of a disk ------------------------------------------------------------------------
 
@@ -180,8 +213,8 @@ class Checkpoints:
         self._saves.wait()
         note, store = agree(self._assembly.base.axes.world.patient, self._left)
         self._assembly.stepper.reset()
-        self.resumed = load_slots(note, self._state(), store)
-        self._go_on_from(note.step)
+        state = self._state()
+        self._go_on_from(note.step, load_slots(note, state, store), state.about)
         return note.loop
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:

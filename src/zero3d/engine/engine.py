@@ -623,13 +623,20 @@ class Engine:
         """Take the memory of saves with `wait=False` now rather than at the first of them. Raises OutOfBudget."""
         self.checkpoints.reserve_saves()
 
-    def load(self, directory: str | Path) -> Any:
+    def load(self, directory: str | Path, settings: str = "saved") -> Any:
         """Continue from a checkpoint (or the newest in a directory of them, or below a URL), on any mesh, at any stage.
 
-        Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why.
+        settings  "saved": options of the optimizer's groups (lr, betas, weight decay, ...) and the schedule's state are
+                  the checkpoint's, as torch's load_state_dict has it. "given": they stay those that this engine was
+                  built with, and the schedule is where it would be if it had been there from the first step; for an
+                  engine that has not trained yet. Keywords such as clip_norm are always this engine's
+
+        Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why, and which of
+        this engine's values the checkpoint's have replaced.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
+        Raises ConfigError where "given" cannot be.
         """
-        return self.checkpoints.load(directory)
+        return self.checkpoints.load(directory, settings)
 
     @property
     def resumed(self) -> str:

@@ -108,6 +108,11 @@ class Feature:
         """Go on from the states of a checkpoint, or of slots."""
 
     @property
+    def note(self) -> str | None:
+        """Return a line for people about what it cannot do here, or None."""
+        return None
+
+    @property
     def scratch(self) -> int:
         """Return the most bytes of buffers that it borrows at once in a step."""
         return 0

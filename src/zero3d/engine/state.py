@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
+from types import CodeType
 from typing import Any
 
 import torch
 
 from zero3d.activations.compilation import is_compiled
-from zero3d.checkpoint.resume_contract import BACKEND, USUAL
+from zero3d.checkpoint.resume_contract import BACKEND, LEAVES, MICRO_BATCHES, OPTIONS, SCHEDULER, USUAL
 from zero3d.checkpoint.state import EngineState
+from zero3d.checkpoint.update_settings import factors_of, options_of, schedule_of
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
+from zero3d.distributed.kernels import capability, products
+from zero3d.distributed.mesh import Mesh
 from zero3d.engine.assembly import Assembly
+from zero3d.engine.options import Options, Resolved
 from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
-from zero3d.precision import dtype_name
+from zero3d.models.written_numbers import WrittenNumber
+from zero3d.pipeline.schedules import Schedule
+from zero3d.precision import Precision, dtype_name
+from zero3d.spec.declaring import as_noted, noted_as
 from zero3d.spec.tiers import HOST
 from zero3d.zero.layout import GROUP
 
 RANKS, TREE = "in rank order", "in exact mode's tree"
 
 
-def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> EngineState:
-    """Return what a checkpoint is made of; `loop` is what the training loop wants back.
+def engine_state(
+    assembly: Assembly, loop: Mapping[str, Any] | None = None, numbers: Mapping[str, WrittenNumber] | None = None
+) -> EngineState:
+    """Return what a checkpoint is made of; `loop` is what the training loop wants back, `numbers` those of forwards.
 
     Raises Zero3dError where an earlier failure left the ranks of a pipeline apart.
     """
@@ -50,47 +62,106 @@ def engine_state(assembly: Assembly, loop: Mapping[str, Any] | None = None) -> E
         cuts={partition.full_model.owner(name): cut for name, cut in partition.cuts.items()},
         summands=base.order.summands,
         base=assembly.frozen_base,
+        numbers=numbers or {},
     )
 
 
 def _about(assembly: Assembly) -> dict[str, Any]:
-    """Return what the bits of a run depend on, beside its data and settings (`checkpoint/resume_contract.py`)."""
-    base, policy = assembly.base, assembly.base.resolved.policy
+    """Return the facts and the values of keys that the bits of a run depend on (`spec/bits.py`), beside its data."""
+    base, policy, options = assembly.base, assembly.base.resolved.policy, assembly.base.options
     device, mesh = base.axes.arena.device, base.resolved.mesh
     cpu = device.type == "cpu"
-    summands = base.order.summands
+    summands, optimizer = base.order.summands, assembly.runtime.optimizer
     about: dict[str, Any] = {
         "stage": policy.stage.number,
         "reduce": policy.reduce,
-        "accumulate": assembly.runtime.accumulation.usual,
+        "accumulate": options.step.accumulate,
+        MICRO_BATCHES: assembly.runtime.accumulation.usual,
         **mesh.degrees._asdict(),
-        "experts": base.options.mesh.experts if mesh.ep > 1 else "exact",
+        "chunks": _chunks(base.resolved.schedule, mesh.pp),
+        "units": None if options.model.units is None else ", ".join(sorted(map(name_of, options.model.units))),
         "precision": base.resolved.precision.name,
         "wire": dtype_name(policy.wire),
         "algorithm": base.axes.dp.algorithm,
         "torch": torch.__version__,
-        "kernels": torch.backends.cpu.get_cpu_capability()
-        if cpu
-        else torch.get_device_module(device).get_device_name(device),
+        "kernels": capability() if cpu else torch.get_device_module(device).get_device_name(device),
+        **({"products": products()} if cpu else {}),
         "threads": torch.get_num_threads() if cpu else 1,
-        "leaves": None if summands is None else summands.per_batch,
-        "gradient_dtype": base.options.offload.gradient_dtype,
-        "moments": base.options.offload.moments if base.resolved.groups.block == GROUP else "int8",
+        LEAVES: None if summands is None else summands.per_batch,
+        "moments": options.offload.moments if base.resolved.groups.block == GROUP else "int8",
         "updates": _updates(assembly),
-        "tiled_loss": base.options.step.tiled_loss,
-        "gather_budget": base.options.gather_budget,
-        "gather_wire": base.options.zero.gather_wire,
-        "slow_wire": base.options.zero.slow_wire,
-        "slow_rounding": base.options.zero.slow_rounding,
+        "tiled_loss": options.step.tiled_loss,
+        "gather_budget": options.gather_budget,
         "attention": _attention(assembly),
         "sp_kind": "heads" if base.sequence is None or base.sequence.by_heads(mesh.tp) else "gather",
         "sp_masks": USUAL["sp_masks"] if base.sequence is None else base.sequence.masks,
-        "linear": base.options.model.linear,
         "compiled": any(map(is_compiled, base.partition.module.modules())),
+        "groups": _groups(base.resolved),
+        "loss": None if options.step.loss is None else name_of(options.step.loss),
+        "loss_scale": _loss_scaling(base.resolved.precision),
+        OPTIONS: options_of(optimizer.torch.param_groups),
+        SCHEDULER: schedule_of(assembly.stepper.scheduler),
+        "factors": factors_of(assembly.stepper.scheduler),
+        **_values(options, mesh, optimizer.clip_norm),
     }
     for feature in assembly.features:
         about |= feature.about()
     return about | ({} if cpu else who_adds(assembly)) | device_facts(device, mesh.everyone.backend, mesh.local_world)
+
+
+def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, Any]:
+    """Return the values of keys that change bits by themselves; of an axis that the mesh has not, their defaults."""
+    values: dict[str, Any] = {}
+    for section, record in (("zero", options.zero), ("offload", options.offload), ("mesh", options.mesh)):
+        for each in fields(record):
+            bits, axis = each.metadata["bits"], each.metadata["axis"]
+            if bits is not None and not bits.fact:
+                there = not axis or mesh.degrees.size(axis) > 1
+                values[noted_as(section, each.name)] = getattr(record, each.name) if there else each.default
+    if mesh.ep == 1:
+        values["experts"] = USUAL["experts"]
+    rate = options.optimizer.expert_bias_rate
+    values |= {"clip_norm": clip_norm, "linear": options.model.linear, "expert_bias_rate": rate}
+    return {name: as_noted(value) for name, value in values.items()}
+
+
+def _chunks(schedule: Schedule, pp: int) -> str:
+    """Return how a schedule deals model chunks out to the stages of a pipeline."""
+    if pp == 1 or schedule.chunks_per_rank == 1:
+        return str(USUAL["chunks"])
+    return "in a V" if schedule.in_a_v else f"{schedule.chunks_per_rank} a rank, in turn"
+
+
+def _groups(resolved: Resolved) -> str:
+    """Return how many groups there are, and a hash of which parameters are in each and which are seen as matrices."""
+    group_of = sorted(resolved.groups.group_of.items())
+    said = repr((group_of, sorted((name, repr(form)) for name, form in resolved.matrices.items())))
+    return f"{resolved.groups.groups} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
+
+
+def _loss_scaling(precision: Precision) -> str | None:
+    """Return the rule by which fp16's scale changes, without its first value, which states of a checkpoint replace."""
+    if not precision.scales_loss:
+        return None
+    rule = precision.loss_scaling
+    return f"window {rule.window}, hysteresis {rule.hysteresis}, minimum {rule.minimum:g}"
+
+
+def name_of(function: Any) -> str:
+    """Return a name of a pattern, a class or a function, which has a hash of its code: all lambdas have one name."""
+    if isinstance(function, str):
+        return function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name, code = f"{named.__module__}.{named.__qualname__}", getattr(function, "__code__", None)
+    if code is None:
+        return name
+    constants = [
+        sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)  # in one order in every process
+        for each in code.co_consts
+        if not isinstance(each, CodeType) and each != function.__doc__
+    ]
+    said = repr((code.co_code, constants, code.co_names))
+    return f"{name} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
 
 
 def _attention(assembly: Assembly) -> str:
@@ -107,7 +178,10 @@ def _updates(assembly: Assembly) -> str:
     """Return whose kernels update: an accelerator's bits and those of its host differ."""
     tiers, device = assembly.runtime.tiers, assembly.base.axes.arena.device
     on_host = tiers is not None and tiers.executor == HOST and device.type != "cpu"
-    return f"host ({torch.backends.cpu.get_cpu_capability()})" if on_host else "device"
+    if not on_host:
+        return "device"
+    share = assembly.base.options.offload.fraction
+    return f"host ({capability()})" if share == 1 else f"host ({capability()}), {share:g} of all records"
 
 
 def who_adds(assembly: Assembly) -> dict[str, str]:

@@ -8,6 +8,7 @@ rules     what settings cannot be together, once for files, engines and plans
 tiers     a row for each place off the device: what may be kept there, its records, where it counts, how fast it is
 optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it
 declaring how a key says its default, meaning and range
+bits      why the bits of a run change with a key, or with what several keys come to
 sizes     bytes as people write them
 """
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from typing import Any
 
 from zero3d.errors import ConfigError, short
+from zero3d.spec.bits import Bits
 
 Write = Callable[[str, Any], str]  # how the caller types a setting
 KEYWORDS = {  # of keys outside of zero, offload and mesh
     "optimizer.name": "optimizer",
+    "optimizer.clip_norm": "clip_norm",
+    "train.expert_bias_rate": "expert_bias_rate",
     "health.replay": "replay",
     "train.accumulate": "accumulate",
     "train.ema": "ema",
@@ -25,14 +29,17 @@ def key(
     default: Any,
     text: str,
     *,
+    bits: str | Bits | None,
     choices: tuple[str, ...] = (),
     axis: str = "",
     in_plan: bool | str = True,
     said: str = "",
     **bounds: float,
 ) -> Any:
-    """Declare a field: its default, what it means, and what is allowed.
+    """Declare a field: its default, what it means, what is allowed, and whether bits change with it.
 
+    bits        why the bits of a run change with its value, or with a fact that it decides (`spec/bits.py`); None where
+                they do not
     choices     the allowed words; K in "every:K" stands for a whole number from 1
     axis        without which (degree 1) it has no effect
     in_plan     whether a plan has it, or its keyword there if that is not the field's name
@@ -41,8 +48,23 @@ def key(
     """
     assert bounds.keys() <= set(BOUNDS), f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}"
     limits = dict.fromkeys(BOUNDS) | bounds
-    metadata = {"text": text, "choices": choices, **limits, "axis": axis, "in_plan": in_plan, "said": said}
+    reason = Bits(bits, usual=default) if isinstance(bits, str) else bits
+    metadata = {"text": text, "bits": reason, "choices": choices, **limits}
+    metadata |= {"axis": axis, "in_plan": in_plan, "said": said}
     return field(default=default, metadata=metadata)
+
+
+def noted_as(section: str, name: str) -> str:
+    """Return the name under which checkpoints note a key's value: of an Engine's keyword that, else as in a file."""
+    dotted = f"{section}.{name}" if section else name
+    return name if section in ("zero", "offload", "mesh") else KEYWORDS.get(dotted, dotted)
+
+
+def as_noted(value: Any) -> str | int | None:
+    """Return a key's value as a checkpoint notes it: a text, a whole number or nothing."""
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return json.dumps(dict(value), sort_keys=True, default=str) if isinstance(value, Mapping) else repr(value)
 
 
 def check_choices(section: str, record: Any, write: Write) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from zero3d.spec.bits import FACTS, PLAIN, Bits
 from zero3d.spec.declaring import key
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
@@ -18,14 +19,17 @@ SP_KINDS = ("auto", "heads", "gather")
 class Mesh:
     """Degrees; their product is the number of ranks."""
 
-    dp: int | None = key(None, "data-parallel degree; computed if left out", least=1)
-    tp: int | None = key(None, "tensor-parallel degree", least=1)
-    pp: int | None = key(None, "pipeline-parallel degree", least=1)
-    ep: int | None = key(None, "neighbours on dp over which a mixture's experts are distributed; divides dp", least=1)
+    dp: int | None = key(None, "data-parallel degree; computed if left out", bits=FACTS["dp"], least=1)
+    tp: int | None = key(None, "tensor-parallel degree", bits=FACTS["tp"], least=1)
+    pp: int | None = key(None, "pipeline-parallel degree", bits=FACTS["pp"], least=1)
+    ep: int | None = key(
+        None, "neighbours on dp over which a mixture's experts are distributed; divides dp", bits=FACTS["fold"], least=1
+    )
     sp: int | None = key(
         None,
         "neighbours on dp that share each sequence, for contexts too long for one rank; divides dp (not "
         "mesh.sequence_parallel, which is Megatron's method over tp)",
+        bits=FACTS["fold"],
         least=1,
     )
     shard: int | None = key(
@@ -33,12 +37,14 @@ class Mesh:
         "neighbours on dp over which states are sharded, with a copy of all shards on every such group: if these are "
         "the ranks of a host, parameters are gathered inside it, and only sums of gradients pass between hosts; "
         "divides dp; by default all of dp",
+        bits=FACTS["fold"],
         least=1,
     )
     sp_kind: str = key(
         "auto",
         "how sp divides attention: by heads of whole sequences, or by rows, for which keys and values are gathered "
         "(gather); auto: heads if that gives the bits of one rank, else what sends less",
+        bits=FACTS["sp_kind"],
         choices=SP_KINDS,
         axis="sp",
         said="attention by {}",
@@ -49,6 +55,7 @@ class Mesh:
         "packing or a window need one; above it, flash attention computes without a mask if it is installed and "
         "nothing is padded, else flex attention with masks in blocks on devices that have it, and elsewhere the "
         "micro-batch is refused",
+        bits=FACTS["sp_masks"],
         axis="sp",
         in_plan=False,
     )
@@ -56,41 +63,48 @@ class Mesh:
         "exact",
         "how a rank computes its experts under ep: exact, the tokens of each source rank in a product of their own, "
         "with the bits of ep 1; fast, all in one product",
+        bits=Bits("one product of all sources sums in another order", PLAIN, usual=EXACT),
         choices=EXPERTS,
         said="sources in one product",
     )
     ep_plan: Mapping[str, str] | None = key(
         None,
         "which modules and parameters are experts, as names and styles that override the model's own plan",
+        bits="other modules are experts",
         axis="ep",
         in_plan=False,
     )
     schedule: str | None = key(
         None,
         "order of a pipeline's forwards and backwards, by default 1f1b (the learning rate has the section schedule)",
+        bits=FACTS["chunks"],
         choices=SCHEDULES,
         axis="pp",
     )
     tp_plan: Mapping[str, str] | None = key(
         None,
         "tensor-parallel styles by module name pattern, which override the model's own plan",
+        bits="matrix products have other shapes",
         axis="tp",
         in_plan=False,
     )
     sequence_parallel: bool = key(
         False,
         "cut activations between blocks along the sequence over tp, too (mesh.sp cuts them everywhere, over dp)",
+        bits="matrix products have other shapes",
         axis="tp",
         said="sequence parallel",
     )
     partition_activations: bool = key(
         False,
         "keep the inputs of recomputed blocks in parts over tp, and gather them before recomputation",
+        bits=None,
         said="inputs over tp",
     )
     blocks: str | None = key(
         None,
         "the list of blocks that a pipeline cuts, such as model.layers; by default it is found",
+        bits="a rank sums other terms",
         axis="pp",
         in_plan=False,
     )

@@ -27,6 +27,7 @@ from types import NoneType
 from typing import Any
 
 from zero3d.errors import ConfigError, short
+from zero3d.spec.bits import FACTS
 from zero3d.spec.declaring import check_choices, in_file, key
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.tiers import ACTIVATIONS, DEVICE, GRADIENTS, HOST, OPTIMIZER, PARAMS, TIERS, tiers_of
@@ -43,6 +44,7 @@ class Offload:
         "none",
         "where masters and optimizer states are; auto: on the device as much as fits, the rest "
         f"{', or else '.join(TIERS[name].where for name in tiers_of(OPTIMIZER))}, as a run says with the arithmetic",
+        bits=FACTS["updates"],
         choices=("none", *tiers_of(OPTIMIZER), AUTO),
         in_plan="offload",
         said="optimizer on {}",
@@ -50,18 +52,21 @@ class Offload:
     params: str = key(
         "none",
         "where weights are while nothing uses them (stage 3)",
+        bits=None,
         choices=("none", *tiers_of(PARAMS)),
         said="parameters on {}",
     )
     gradients: str = key(
         "auto",
         "where reduced gradients wait for the update; host at stages 2 and 3 only",
+        bits=None,
         choices=(AUTO, DEVICE, *tiers_of(GRADIENTS)),
         said="gradients on {}",
     )
     activations: str = key(
         "none",
         "where inputs of recomputed blocks are",
+        bits=None,
         choices=("none", *tiers_of(ACTIVATIONS)),
         in_plan="offload_activations",
         said="inputs on {}",
@@ -69,15 +74,17 @@ class Offload:
     fraction: float = key(
         1.0,
         "share of the optimizer states' bytes that leaves the device: whole records, those needed last first",
+        bits=FACTS["updates"],
         above=0,
         most=1,
     )
     directory: str | None = key(
-        None, "a folder on a local disk for what is kept on a disk; by default OUTPUT/offload", in_plan=False
+        None, "a folder on a local disk for what is kept on a disk; by default OUTPUT/offload", bits=None, in_plan=False
     )
     moments: str = key(
         "fp32",
         "dtype of Adam's moments off the device; bf16 ones are rounded at random, and training is not bitwise the same",
+        bits=FACTS["moments"],
         choices=("fp32", "bf16"),
         said="{} moments",
     )
@@ -85,18 +92,21 @@ class Offload:
         "fp32",
         "dtype of gradients that wait on the host; bf16 ones are rounded after every micro-batch, and training is not "
         "bitwise the same",
+        bits="gradients are rounded differently on the host",
         choices=("fp32", "bf16"),
         said="{} gradients",
     )
     executor: str = key(
         "auto",
         "where offloaded states are updated: on the device, through which they pass, or on the host",
+        bits=FACTS["updates"],
         choices=(AUTO, DEVICE, HOST),
     )
     host_budget: int | str | None = key(
         None,
         "bytes that all ranks of a host may use together, or a text such as 64GB (decimal units); by default what is "
         "available",
+        bits=None,
         in_plan=False,
     )
 

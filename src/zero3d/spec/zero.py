@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero3d.spec.bits import FACTS
 from zero3d.spec.declaring import key
 
 SAME = "same"
@@ -16,33 +17,45 @@ class Zero:
     """What the data-parallel ranks shard."""
 
     stage: int = key(
-        3, "what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters", least=0, most=3
+        3,
+        "what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters",
+        bits=FACTS["stage"],
+        least=0,
+        most=3,
     )
-    reduce_dtype: str = key("fp32", "dtype in which gradients are reduced", choices=PRECISIONS)
-    release: str = key("auto", "when gathered parameters are released", choices=("auto", "every_use", "every_step"))
-    reduce: str = key("auto", "when gradients are reduced", choices=("auto", "every_micro_batch", "every_step"))
+    reduce_dtype: str = key("fp32", "dtype in which gradients are reduced", bits=FACTS["wire"], choices=PRECISIONS)
+    release: str = key(
+        "auto", "when gathered parameters are released", bits=None, choices=("auto", "every_use", "every_step")
+    )
+    reduce: str = key(
+        "auto", "when gradients are reduced", bits=FACTS["reduce"], choices=("auto", "every_micro_batch", "every_step")
+    )
     reduce_scatter: str = key(
         "auto",
         "how gradients are summed: all-to-all sends the 16-bit terms and adds them in rank order, native leaves it to "
         "the backend; auto: all-to-all if it sends no more bytes between hosts",
+        bits=FACTS["algorithm"],
         choices=("auto", "native", "all-to-all"),
     )
     master: str = key(
         "fp32",
         "how masters of bf16 weights are stored: fp32, or split, as a 16-bit remainder beside the weight: 2 bytes "
         "less per parameter, the same bits",
+        bits=None,
         choices=("fp32", "split"),
     )
     gather_budget: int | str | None = key(
         None,
         "bytes, or a text such as 64MB (decimal units): linear layers and embeddings whose weights take more are "
         "gathered and multiplied in tiles; by default none",
+        bits=FACTS["gather_budget"],
         in_plan=False,
     )
     gather_wire: str = key(
         "same",
         "how weights travel in gathers (stage 3): same, unchanged, or int8, in blocks of 256 with a scale each, 0.51 "
         "of bf16's bytes; the model then computes with the decoded weights, and masters stay exact",
+        bits="weights are rounded differently on their way",
         choices=("same", "int8"),
         said="{} gathers",
     )
@@ -50,6 +63,7 @@ class Zero:
         None,
         "neighbours on dp that together keep a second shard of gathered weights (stage 3): a number of ranks, or "
         "node, the ranks of a host; only the first gather after an update then leaves the group",
+        bits=None,
         said="second shard on {}",
     )
     slow_wire: str = key(
@@ -57,16 +71,20 @@ class Zero:
         "how sums of gradients travel between copies of shards (mesh.shard), which are on different hosts: same, in "
         "zero.reduce_dtype, or each rank's term encoded once, as bf16 or in blocks of 256 with a scale each (int8, "
         "int4); sums are computed in fp32, and are equal on all ranks",
+        bits="sums of gradients are rounded differently between copies of shards",
         choices=(SAME, "bf16", "int8", "int4"),
     )
     slow_rounding: str = key(
         "nearest",
         "rounding of int8 and int4 sums: to the nearest code, or up or down by chance, so that the mean of many is "
         "right (stochastic)",
+        bits="sums of gradients are rounded differently between copies of shards",
         choices=("nearest", "stochastic"),
     )
     exact: bool = key(
-        False, "the same bits at every dp that is a power of two up to 64; needs train.batch and train.micro_batch"
+        False,
+        "the same bits at every dp that is a power of two up to 64; needs train.batch and train.micro_batch",
+        bits=FACTS["leaves"],
     )
 
     @property

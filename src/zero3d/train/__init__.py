@@ -5,6 +5,7 @@ start              how a run begins, and what is refused before it does
 folder             the output folder: what lies where, claimed once, pruned
 lock               one run per output folder
 resume             the checkpoint that a run goes on from, loaded into engine and data
+resume_settings    what differs between a run and the one that it goes on from, and whose values count
 loop               steps, evaluations, checkpoints, stops
 loop_state         how far a run is, as a checkpoint keeps it
 criterion          which evaluation is the best one, and when a run ends early

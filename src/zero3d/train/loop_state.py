@@ -13,6 +13,7 @@ from zero3d.errors import ConfigError
 from zero3d.offload.auto_place import PLACES
 from zero3d.spec.tiers import DEVICE, HOST
 from zero3d.train.criterion import Criterion, Waiting
+from zero3d.train.resume_settings import check_batches, check_settings
 
 RUN = "run"  # beside the loop's state in a note: the number of the run that wrote it
 
@@ -27,6 +28,7 @@ class LoopState:
     chosen_by  what the best is: "lowest validation_loss"
     waiting  how long a better evaluation has been waited for; None before the first one
     offload  what `auto` has become (offload.py), or None
+    settings, batches  keys and sizes that the bits of the run depend on (resume_settings.py)
     """
 
     step: int = 0
@@ -38,6 +40,8 @@ class LoopState:
     offload: Mapping[str, Any] | None = None
     chosen_by: str = str(Criterion())
     waiting: Waiting | None = None
+    settings: Mapping[str, Any] = stored(default_factory=dict)
+    batches: Mapping[str, int] = stored(default_factory=dict)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LoopState:
@@ -81,6 +85,10 @@ def check_loop_state(checkpoint: Path, saved: Mapping[str, Any] | None, applied:
         loop.entry("chosen_by").text()
     if loop.has("waiting"):
         check_waiting(loop.entry("waiting"))
+    if loop.has("settings"):
+        check_settings(loop.entry("settings"))
+    if loop.has("batches"):
+        check_batches(loop.entry("batches"))
     position = loop.entry("position")
     if position.value is None:  # of a checkpoint that was imported
         return saved

@@ -50,6 +50,7 @@ from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_ru
 from zero3d.train.post_mortem import PostMortem
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
+from zero3d.train.resume_settings import batches_of, describe, settings_of, with_saved
 from zero3d.train.sample import sample
 from zero3d.train.start import Start, check_start
 from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
@@ -135,10 +136,11 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     if config.data.packing:
         options |= row_options(module, config.data.length)
     flops = flops_per_token(module, config.data.length)  # before parameters are cut
-    plan = plan_run(config, module, inputs.mesh, inputs.steps)
     with inputs.mesh.waiting_room() as axis:
         everyone = Comm(axis, Arena(torch.device("cpu")), Ledger())
         checkpoint = find_checkpoint(config, start, everyone)
+        config = agree(everyone, partial(with_saved, config, start.settings, checkpoint))
+        plan = plan_run(config, module, inputs.mesh, inputs.steps)
         built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
         fresh = _first_free(start, everyone) if config.output is None and may_use_folder(built) else None
     if fresh is not None:
@@ -180,10 +182,11 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         newer = f"newer than {loop.checkpoint.name if checkpoint else 'no checkpoint'}"
         source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else shown(loop.checkpoint)
         progress.say(f"going on from {source}, after step {loop.state.step}")
-        progress.say(engine.resumed)
+        progress.say(describe(config, start.settings, engine, saved, batches_of(inputs.batch, steps)))
         if (before := saved.get("chosen_by", loop.state.chosen_by)) != loop.state.chosen_by:
             progress.say(f"the best so far was the {before}; from here on it is the {loop.state.chosen_by}")
-    loop.state = replace(loop.state, offload=choice_of(config, engine))
+    chosen_places, sizes = choice_of(config, engine), batches_of(inputs.batch, steps)
+    loop.state = replace(loop.state, offload=chosen_places, settings=settings_of(config), batches=sizes)
     earlier = folder.keep_metrics(loop.state.step) if engine.world.rank == 0 else []
     activations = Activations(engine)
     any_left = loop.state.step < steps and loop.why_over is None

@@ -23,6 +23,7 @@ class Start:
     name       of the output folder where the configuration gives none: zero3d-NAME, zero3d-NAME-2, ...
     resume     a checkpoint, or `auto`: the newest of the output folder, if there is one
     overwrite  remove what an earlier run wrote there
+    settings   whose settings of the update count in a run that goes on: the file's (given), the checkpoint's (saved)
     report_output  is given the output folder where the configuration names none
     end        ends this process with an error, from any thread; without it nobody watches the host's memory
     """
@@ -32,6 +33,7 @@ class Start:
     overwrite: bool = False
     report_output: Callable[[Path], None] = lambda _: None
     end: Callable[[Zero3dError], None] | None = None
+    settings: str = "given"
 
 
 def check_start(config: Config, start: Start, alone: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from zero3d.activations.compilation import is_compiled
 from zero3d.distributed.agreement import agree, exchange_texts
 from zero3d.distributed.degrees import Place
+from zero3d.distributed.kernels import capability, products
 from zero3d.engine.checks import check_replay
 from zero3d.engine.feature import Built, Feature
 from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parameter, digest
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NEVER = 1 << 62  # the place of no gradient
 PLACES = 1 << 32  # of a model chunk: more than it has gradients
+COMPILED = ", compiled"
 
 
 class Round(NamedTuple):
@@ -56,9 +57,18 @@ class Finding(NamedTuple):
     owner: int
 
 
+def machine_of(device: torch.device) -> str:
+    """Return what the bits of a product depend on here, on one line: devices of one text check each other."""
+    if device.type == "cpu":
+        return f"{capability()} {products()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    name = torch.get_device_module(device).get_device_name(device)
+    return f"{name}, {capability()}, torch {torch.__version__}"
+
+
 class Replay(Feature):
     """Owns the comparison of gradients in every K-th step of `train_batch`.
 
+    unlike     why ranks cannot check each other, or None
     clean      applied steps before the last comparison in which nothing differed; None before the first one
     count      comparisons so far
     recording  looks at the micro-batch of this step that is computed twice, on its way through the model
@@ -81,7 +91,7 @@ class Replay(Feature):
         self._hashed: list[Hashed] = [*self._parameters]
         if self._last:
             self._hashed += [Boundary(chunk, way) for chunk in self._base.partition.chunks for way in (False, True)]
-        self._with_partner = self._all_alike()
+        self.unlike = self._unlike()
         self._round: Round | None = None
         self.clean: int | None = None
         self.count = 0
@@ -95,16 +105,28 @@ class Replay(Feature):
         every = built.base.options.step.replay
         return cls(every, built) if every else None
 
-    def _all_alike(self) -> bool:
-        """Return whether ranks give the same bits: machines are alike, and no kernel was chosen by its time on one."""
-        device, world = self._device, self._base.axes.world
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        kind = f"{device.type} {name} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-        compiled = device.type != "cpu" and any(
-            is_compiled(inner) for chunk in self._base.partition.chunks.values() for inner in chunk.modules()
+    def _unlike(self) -> str | None:
+        """Return why ranks need not give the same bits, so that none may check another one; None where they do.
+
+        Machines must be alike, and no kernel chosen by its time on one.
+        """
+        device = self._device
+        modules = (inner for chunk in self._base.partition.chunks.values() for inner in chunk.modules())
+        compiled = device.type != "cpu" and any(map(is_compiled, modules))
+        kinds = exchange_texts(self._base.axes.world, f"{machine_of(device)}{COMPILED * compiled}")
+        if other := next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), 0):
+            return f"rank 0 computes on {kinds[0]}, rank {other} on {kinds[other]}"
+        return "compiled kernels are chosen by their time on each machine" if COMPILED in kinds[0] else None
+
+    @property
+    def note(self) -> str | None:
+        """Return what replays cannot do on these ranks, as a line; None where they do all of it."""
+        if self.unlike is None:
+            return None
+        return (
+            f"health.replay: {self.unlike}: the same values may have other bits there without a fault, so each rank "
+            "computes its own micro-batch twice; a fault that a rank repeats each time is not seen."
         )
-        kinds = world.exchange(torch.tensor([zlib.crc32(f"{kind} {torch.__version__}".encode()), compiled]))
-        return bool((kinds == kinds[0]).all()) and not compiled
 
     # --- in a step ----------------------------------------------------------------------------------
 
@@ -134,7 +156,7 @@ class Replay(Feature):
         """Compute a partner's micro-batch, which computes this rank's. first: no unit is held for the step yet."""
         rows, given = self._rows, None
         turn = (self._applied() + 1) // self._every
-        partner = partner_of(rows.rank, rows.size, turn) if self._with_partner else rows.rank
+        partner = partner_of(rows.rank, rows.size, turn) if self.unlike is None else rows.rank
         if partner != rows.rank:
             with self._base.axes.ledger.apart():
                 given = self._trade(watched.began, partner)

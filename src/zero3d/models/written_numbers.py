@@ -1,0 +1,56 @@
+"""Numbers that forwards write beside a buffer outside of the state dict, such as how far a rotary table has grown.
+
+transformers' dynamic NTK keeps `inv_freq`, a buffer, for the longest sequence so far, and its length as an attribute.
+A run that goes on needs both: with the table alone it would be grown again by a shorter sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class WrittenNumber:
+    """Names a number of a module: an attribute, and its value before the first forward."""
+
+    module: nn.Module
+    attribute: str
+    initial: float
+
+    @property
+    def value(self) -> float:
+        """Return what it is now; where it is a tensor, that is read."""
+        value = getattr(self.module, self.attribute)
+        number: float = value.item() if isinstance(value, Tensor) else value
+        return number
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether a forward has changed it."""
+        return self.value != self.initial
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return it as a tensor [] of int64 or float64."""
+        value = self.value
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+    def write(self, value: Tensor) -> None:
+        """Set it to a value that was saved."""
+        setattr(self.module, self.attribute, value.item())
+
+
+def numbers_of(modules: Iterable[nn.Module]) -> dict[str, WrittenNumber]:
+    """Return the numbers of modules that have a buffer outside of the state dict, by their names in the model."""
+    return {
+        f"{prefix}.{name}" if prefix else name: WrittenNumber(inner, name, value)
+        for module in modules
+        for prefix, inner in module.named_modules()
+        if inner._non_persistent_buffers_set
+        for name, value in vars(inner).items()
+        if not name.startswith("_") and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

@@ -1,0 +1,135 @@
+"""Settings of a run that goes on: what a checkpoint notes of them, what differs, whose values count, what to type.
+
+    --resume-settings given   the file's, as for everything else: a learning rate that it changes counts from here on
+    --resume-settings saved   sections `optimizer` and `schedule` are the checkpoint's, whatever the file says
+
+An engine notes by itself what it knows (`engine/state.py`). A run adds what its engine does not see: the size of
+batches, values of other keys that change bits, and every such key as its file had it, for what to type.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero3d.checkpoint.fields import Field
+from zero3d.checkpoint.folders import MANIFEST
+from zero3d.checkpoint.manifest_parser import open_manifest
+from zero3d.checkpoint.resume_contract import BITWISE
+from zero3d.config import Batch, Config
+from zero3d.config.describe import plain, scalar
+from zero3d.config.keys import KEYS, value_of
+from zero3d.engine.engine import Engine
+from zero3d.errors import CheckpointError
+from zero3d.setup.schedule import rate
+from zero3d.spec.declaring import as_noted, noted_as
+
+GIVEN, SAVED = CHOICES = ("given", "saved")
+OF_UPDATE = ("optimizer.", "schedule.")
+RATES = ("scheduler", "factors")  # what is noted of a schedule
+NOT_TYPED = ("model", "data")  # facts of keys that a run refuses to change
+OPTION = "--resume-settings"
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the keys that bits depend on, as a checkpoint keeps them; not those whose change it refuses."""
+    return {name: plain(value_of(config, name)) for name in _kept()}
+
+
+def batches_of(batch: Batch, steps: int) -> dict[str, int]:
+    """Return sequences of a step and of a micro-batch, and the steps that the schedule is made for."""
+    return {"batch": batch.batch, "micro_batch": batch.micro_batch, "steps": steps}
+
+
+def _kept() -> Iterator[str]:
+    return (name for name, key in KEYS.items() if key.bits is not None and key.bits.fact not in NOT_TYPED)
+
+
+def check_settings(settings: Field) -> None:
+    """Refuse values that no file can have. Raises CheckpointError."""
+    for name, field in settings.items():
+        _read(name, field)
+
+
+def check_batches(batches: Field) -> None:
+    """Refuse sizes that no batch can have. Raises CheckpointError."""
+    for _, field in batches.items():
+        field.integer(0)
+
+
+def _read(name: str, field: Field) -> Any:
+    """Return a key's value that was saved, as a Config has it; of a key that there is no more, None."""
+    if name not in KEYS:
+        return None
+    try:
+        return KEYS[name].read(field.value)
+    except ValueError:
+        field.refuse(f"a value of {name}")
+
+
+def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
+    """Return a configuration whose update is the checkpoint's, where that is asked for. Raises CheckpointError."""
+    if choice != SAVED or checkpoint is None:
+        return config
+    manifest = open_manifest(checkpoint)
+    loop = manifest.value("loop") or {}
+    if not loop.get("settings"):
+        raise CheckpointError(
+            f"{OPTION} {SAVED}: {checkpoint} does not say which settings its run had; an older zero3d wrote it, or "
+            f"engine.save: leave {OPTION} out, and give the settings."
+        )
+    settings = Field(str(checkpoint / MANIFEST), "loop.settings", loop["settings"])
+    for name in filter(lambda name: name.startswith(OF_UPDATE), _kept()):
+        if settings.has(name):
+            section, _, key = name.partition(".")
+            value = _read(name, settings.entry(name))
+            config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def describe(config: Config, choice: str, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:
+    """Say whether the run goes on bitwise, and if not, why and what to type to go on as before; all ranks call it.
+
+    saved    what the loop had saved
+    batches  `batches_of` the run that goes on
+    """
+    then, was = saved.get("settings") or {}, saved.get("batches") or {}
+    now = settings_of(config)
+    changed = engine.checkpoints.changes(_noted(then, was), _noted(now, batches))
+    line = engine.resumed
+    different = [name for name, value in then.items() if name in now and now[name] != value]
+    if line.startswith(BITWISE) or not different:
+        return line
+    if all(each.name in RATES for each in changed) and _began_alike(config, engine.steps, then, was, batches):
+        line += "; rates up to here are those of a run that began with these settings"
+    typed = " ".join(shlex.quote(f"{name}={scalar(KEYS[name].read(then[name]))}") for name in different)
+    update = any(name.startswith(OF_UPDATE) for name in different) and choice == GIVEN
+    return f"{line}. To go on as before, type {typed}{f', or {OPTION} {SAVED}' if update else ''}"
+
+
+def _noted(settings: Mapping[str, Any], batches: Mapping[str, int]) -> dict[str, Any]:
+    """Return values of keys by themselves, and batches, as the resume contract compares them."""
+    values = {}
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        bits = KEYS[name].bits if name in KEYS else None
+        if bits is not None and not bits.fact:
+            values[noted_as(section, key)] = as_noted(value)
+    return values | {name: batches[name] for name in ("batch", "micro_batch") if name in batches}
+
+
+def _began_alike(
+    config: Config, done: int, then: Mapping[str, Any], was: Mapping[str, int], batches: Mapping[str, int]
+) -> bool:
+    """Return whether the steps that are done had the rates that they would have now."""
+    if "steps" not in was:
+        return False
+    values = {
+        name.partition(".")[2]: KEYS[name].read(value) for name, value in then.items() if name.startswith("sched")
+    }
+    before = rate(replace(config.schedule, **values), was["steps"], config.optimizer.lr)
+    now = rate(config.schedule, batches["steps"], config.optimizer.lr)
+    return all(before(step) == now(step) for step in range(done))
