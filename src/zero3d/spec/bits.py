@@ -69,7 +69,7 @@ FACTS = _named(
         "sp_masks": Bits("other kernels attend where a mask would be larger", usual="dense"),
         "chunks": Bits("a rank sums norms of other parameters", usual="one a rank"),
         "units": Bits("a rank sums norms of other pieces of parameters", usual=None),
-        "groups": Bits("parameters are in other groups", words="groups of parameters"),
+        "groups": Bits("other options apply to them", words="groups of parameters"),
         "scheduler": Bits("learning rates are others from here on"),
         "factors": Bits("learning rates are others from here on", usual=None, words="functions of the scheduler"),
         "loss": Bits("another function computes it", usual=None),

@@ -1,0 +1,143 @@
+"""A run that goes on says "bitwise" only where it has the bits of one that was not interrupted, whatever was changed."""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, step_lr
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
+
+import zero3d
+from zero3d.errors import ConfigError
+
+
+def test_every_keyword_of_an_engine_is_changed_or_excused():
+    keywords = set(inspect.signature(zero3d.Engine).parameters)
+    assert {change.keyword for change in CHANGES} | EXCUSED.keys() == keywords
+    assert {change.base for change in CHANGES} == BASES.keys()
+
+
+def of_base(base):
+    return [number for number, change in enumerate(CHANGES) if change.base == base]
+
+
+def checked(ranks, base, numbers, folder):
+    """Hold the lines of all ranks to the bits that they had."""
+    for of_rank in ranks(2, changed, base, numbers, str(folder)):
+        for number, (same, line) in zip(numbers, of_rank, strict=True):
+            change = CHANGES[number]
+            if same is None:
+                assert not change.keeps, line
+                continue
+            assert line.startswith(("bitwise: ", "not bitwise: ")), change.id
+            named = (change.says or change.keyword) in line
+            assert same or (line.startswith("not bitwise: ") and named), f"{change.id}: {line}"
+            assert line.startswith("bitwise: ") or not change.keeps, f"{change.id}: {line}"
+            assert named or change.keyword != "optimizer", f"{change.id}: {line}"
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.long
+def test_where_a_changed_keyword_moves_the_curve_the_line_names_it(ranks, tmp_path, base):
+    checked(ranks, base, of_base(base), tmp_path)
+
+
+def test_a_tenth_of_all_changed_keywords_is_named_where_it_moves_the_curve(ranks, tmp_path):
+    numbers = [number for number, change in enumerate(CHANGES) if drawn(change.id)]
+    for base in {CHANGES[number].base for number in numbers}:
+        checked(ranks, base, [number for number in numbers if CHANGES[number].base == base], tmp_path / base)
+
+
+# --- whose settings count -------------------------------------------------------------------------
+
+
+def engine_of(scheduler=None, **options):
+    torch.manual_seed(0)
+    return zero3d.Engine(Rows(), precision="fp32", optimizer=adamw(**options), scheduler=scheduler)
+
+
+def trained(engine, first, last):
+    losses = []
+    for step in range(first, last):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+        losses.append(engine(x).pow(2).mean())
+        engine.backward(losses[-1])
+        engine.step()
+    return [loss.item() for loss in losses]
+
+
+def saved(tmp_path, steps=3, **options):
+    engine = engine_of(**options)
+    trained(engine, 0, steps)
+    engine.save(tmp_path)
+    return engine
+
+
+def rates(engine):
+    return [group["lr"] for group in engine.optimizer.torch.param_groups]
+
+
+def test_given_settings_go_on_where_their_schedule_would_be(tmp_path):
+    saved(tmp_path, scheduler=step_lr(0.5))
+    engine = engine_of(step_lr(0.1), lr=0.3, weight_decay=0.0)
+    engine.load(tmp_path, settings="given")
+    assert rates(engine) == pytest.approx([0.3 * 0.1])
+    assert engine.optimizer.torch.param_groups[0]["weight_decay"] == 0.0
+    assert engine.resumed.startswith("not bitwise: scheduler StepLR(gamma=0.5, step_size=2) -> StepLR(gamma=0.1, ")
+    assert "; lr 0.01 -> 0.3 (the update uses it); weight_decay 0.1 -> 0.0 (the update uses it)" in engine.resumed
+    trained(engine, 3, 4)
+    assert rates(engine) == pytest.approx([0.3 * 0.1 * 0.1]), "the fourth step ends the second two"
+
+
+def test_a_schedule_that_is_given_to_a_run_without_one_begins_at_its_step(tmp_path):
+    saved(tmp_path)
+    engine = engine_of(step_lr(0.5))
+    engine.load(tmp_path, settings="given")
+    assert rates(engine) == pytest.approx([0.01 * 0.5])
+    assert engine.resumed.startswith("not bitwise: scheduler none -> StepLR(gamma=0.5, step_size=2) (learning rates")
+
+
+@pytest.mark.parametrize("settings", ["saved", "given"])
+def test_where_settings_are_the_same_it_does_not_matter_whose_count(tmp_path, settings):
+    first = saved(tmp_path, scheduler=step_lr(0.5))
+    engine = engine_of(step_lr(0.5))
+    engine.load(tmp_path, settings=settings)
+    assert engine.resumed == "bitwise: as if it had not been interrupted, in batches and micro-batches of the same size"
+    assert trained(engine, 3, 6) == trained(first, 3, 6)
+
+
+def of_two(first, second):
+    return lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, first), LambdaLR(optimizer, second)], milestones=[2]
+    )
+
+
+def test_functions_of_schedules_within_schedules_are_compared_by_what_they_give(tmp_path):
+    saved(tmp_path, scheduler=of_two(lambda step: 1.0, lambda step: 0.5**step))
+    engine = engine_of(of_two(lambda step: 1.0, lambda step: 2.0**-step))
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("bitwise: "), "other functions of the same values"
+    engine = engine_of(of_two(lambda step: 1.0, lambda step: 0.5**step if step < 20 else 0.0))
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("not bitwise: other functions of the scheduler (learning rates are others from")
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "message"),
+    [
+        (0, "file", "settings='file'): pass 'saved' or 'given'"),
+        (1, "given", "this engine has trained or loaded"),
+        (0, "given", "OneCycleLR cannot be moved to the checkpoint's step (ValueError: Tried to step 3 times"),
+    ],
+)
+def test_a_load_that_cannot_have_its_settings_is_refused_and_changes_nothing(tmp_path, before, settings, message):
+    saved(tmp_path, steps=4)
+    engine = engine_of(partial(OneCycleLR, max_lr=0.1, total_steps=2))
+    trained(engine, 0, before)
+    print_before, rate = engine.fingerprint(), rates(engine)
+    with pytest.raises(ConfigError) as error:
+        engine.load(tmp_path, settings=settings)
+    assert message in str(error.value)
+    assert (engine.fingerprint(), rates(engine), engine.steps) == (print_before, rate, before)
+    assert engine.resumed == ""
