@@ -91,6 +91,7 @@ class Mesh:
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
         self._node = 1  # ranks of the axis "node"
+        self._earlier_nodes: list[Axis] = []  # of other engines, with another number of ranks
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
@@ -98,12 +99,13 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
-        for axis in self._axes.values():
+        for axis in (*self._axes.values(), *self._earlier_nodes):
             groups = {axis.gathers, axis.reductions} - {None, dist.group.WORLD}
             axis.close()
             for group in groups:
                 dist.destroy_process_group(group)
         self._axes.clear()
+        self._earlier_nodes.clear()
         if self in _of_one_process:
             _of_one_process.discard(self)
             if not _of_one_process:
@@ -165,7 +167,8 @@ class Mesh:
     def node(self, ranks: int) -> Axis:
         """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group."""
         if ranks != self._node:
-            self._axes.pop("node", None)
+            if (earlier := self._axes.pop("node", None)) is not None:
+                self._earlier_nodes.append(earlier)
             self._node = ranks
         return self.axis("node")
 
