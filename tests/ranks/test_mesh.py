@@ -70,15 +70,18 @@ def test_axes_of_several_meshes_that_begin_at_one_rank_meet_apart(ranks, name, d
 
 
 def neighbours_of_several_sizes(*sizes):
-    """The sums of ranks over groups of so many neighbours, made in this order; how many groups a closed mesh leaves."""
+    """The sums of ranks over groups of so many neighbours, asked for in this order; how many groups there are then.
+
+    And how many a closed mesh leaves.
+    """
     groups = dist.distributed_c10d._world.pg_map
     before, mesh = len(groups), zero3d.Mesh(dp=4)
     axes = [mesh.node(size) for size in sizes]
-    sums = [summed(mesh.rank, axis.gathers) for axis in axes]
+    sums, made = [summed(mesh.rank, axis.gathers) for axis in axes], len(groups) - before
     mesh.close()
-    return sums, len(groups) - before
+    return sums, made, len(groups) - before
 
 
 def test_groups_of_neighbours_of_several_sizes_live_beside_each_other_and_end_with_their_mesh(ranks):
-    first, second = ([1, 6, 1], 0), ([5, 6, 5], 0)
+    first, second = ([1, 6, 1], 2, 0), ([5, 6, 5], 2, 0)
     assert ranks(4, neighbours_of_several_sizes, 2, 4, 2) == [first, first, second, second]

@@ -91,7 +91,6 @@ class Mesh:
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
         self._node = 1  # ranks of the axis "node"
-        self._earlier_nodes: list[Axis] = []  # of other engines, with another number of ranks
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
@@ -99,13 +98,12 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
-        for axis in (*self._axes.values(), *self._earlier_nodes):
+        for axis in self._axes.values():
             groups = {axis.gathers, axis.reductions} - {None, dist.group.WORLD}
             axis.close()
             for group in groups:
                 dist.destroy_process_group(group)
         self._axes.clear()
-        self._earlier_nodes.clear()
         if self in _of_one_process:
             _of_one_process.discard(self)
             if not _of_one_process:
@@ -165,10 +163,14 @@ class Mesh:
         return self._axes[name]
 
     def node(self, ranks: int) -> Axis:
-        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group."""
+        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group.
+
+        One of another number of ranks, which an engine may still use, is kept as "node/RANKS".
+        """
         if ranks != self._node:
-            if (earlier := self._axes.pop("node", None)) is not None:
-                self._earlier_nodes.append(earlier)
+            for name, becomes in (("node", f"node/{self._node}"), (f"node/{ranks}", "node")):
+                if name in self._axes:
+                    self._axes[becomes] = self._axes.pop(name)
             self._node = ranks
         return self.axis("node")
 
@@ -198,8 +200,8 @@ class Mesh:
         """Return the ranks of this rank's axis, in its order."""
         if name == "world":
             return range(self.world)
-        if name == "node":
-            return self.degrees.neighbours(self.rank, self._node)
+        if name.startswith("node"):
+            return self.degrees.neighbours(self.rank, int(name.removeprefix("node/")) if "/" in name else self._node)
         return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
