@@ -7,7 +7,8 @@ broken    no test was run: the fault ends in an error of import or collection, o
 results.json and TABLE.md keep what came of it, and of the first time. Exit code 1 where a fault survives that is not said to be equivalent.
 
 A fault is {name, kind, file, text, replacement, fault, tests}: `text` stands once in src/zero3d/`file`; `tests` are files
-or cases of `make test`, the likeliest first; `equivalent` says why nobody can see it.
+or cases of `make test`, the likeliest first; `equivalent` says why nobody can see it. `long: true` stands where no short
+case finds it: the cases of `tests` that are marked long are run for it, too (-m "long or not long").
 """
 
 import argparse
@@ -61,8 +62,14 @@ def copy_of(root, folder):
     return folder
 
 
-def run_tests(folder, tests, log):
-    """Run these tests of the copy as a process that has imported nothing of zero3d; never returns."""
+def arguments_of(fault):
+    """Return the arguments with which pytest runs the tests of a fault."""
+    marked = ["-m", "long or not long"] if fault.get("long") else []
+    return ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *marked, *fault["tests"]]
+
+
+def run_tests(folder, arguments, log):
+    """Run pytest in the copy as a process that has imported nothing of zero3d; never returns."""
     os.setsid()
     os.chdir(folder)
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -72,7 +79,7 @@ def run_tests(folder, tests, log):
     sys.path[:0] = [str(folder / "src")]
     import pytest
 
-    code = pytest.main(["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(arguments)
     sys.stdout.flush()
     os._exit(code)
 
@@ -86,7 +93,7 @@ def tried(fault, folder, context):
     began = time.monotonic()
     path.write_text(whole.replace(fault["text"], fault["replacement"]))
     try:
-        process = context.Process(target=run_tests, args=(folder, fault["tests"], log))
+        process = context.Process(target=run_tests, args=(folder, arguments_of(fault), log))
         process.start()
         process.join(TIMEOUT)
         hangs = process.exitcode is None

@@ -1,7 +1,9 @@
 """Weights that are gathered in blocks of 8 bits, and second shards of gathered weights: bits, bytes, what others see."""
 
 import math
+from contextlib import contextmanager
 from math import ceil
+from unittest.mock import patch
 
 import meshes
 import mixtures
@@ -18,6 +20,7 @@ from zero3d.distributed.block_codec import BlockCodec
 from zero3d.errors import ConfigError, MeshError
 from zero3d.precision import to_compute
 from zero3d.train.traffic import SessionCounts, TrainingTraffic, traffic_rows
+from zero3d.zero.buckets import InRecord
 from zero3d.zero.tokens import count_gathers
 
 CODED, SECOND = {"gather_wire": "int8"}, {"second_shard": 2}
@@ -75,7 +78,8 @@ def course(folder, options):
     engine.load(saved)
     evaluate()
     step(1)
-    engine.unfreeze("embed.weight")
+    if "offload" not in options:  # what has no states there cannot get them
+        engine.unfreeze("embed.weight")
     step(2)
     evaluate()
     with engine.full_params():
@@ -84,10 +88,15 @@ def course(folder, options):
     return seen, calls
 
 
-@pytest.mark.parametrize("wire", ["same", pytest.param("int8", marks=pytest.mark.long)])
-def test_a_second_shard_changes_no_bit_of_a_course(ranks, tmp_path, wire):
-    plain = ranks(4, course, tmp_path / "plain", {"gather_wire": wire})
-    second = ranks(4, course, tmp_path / "second", {"gather_wire": wire, **SECOND})
+AWAY = {"offload": {"params": "host", "optimizer": "host"}}  # updates are due until weights are used
+
+
+@pytest.mark.parametrize("options", [
+    {}, *(pytest.param(options, marks=pytest.mark.long) for options in (CODED, AWAY, CODED | AWAY)),
+], ids=["same", "int8", "away", "int8-away"])  # fmt: skip
+def test_a_second_shard_changes_no_bit_of_a_course(ranks, tmp_path, options):
+    plain = ranks(4, course, tmp_path / "plain", dict(options))
+    second = ranks(4, course, tmp_path / "second", options | SECOND)
     for (seen, _), (found, calls) in zip(plain, second, strict=True):
         assert found == seen
         assert calls["node", "layers.0"] > calls["dp", "layers.0"]
@@ -156,6 +165,36 @@ def test_what_a_second_shard_generates_and_exports_is_what_weights_are_now(ranks
     plain, second = (ranks(4, served, tmp_path / name, options) for name, options in (("a", {}), ("b", SECOND)))
     assert plain == second
     assert plain[0][1] != plain[0][3]
+
+
+def begun_before_an_update():
+    """Whether a second shard is kept of a gather that began before weights changed and ended after; and of one behind."""
+    engine, found = engine_of(**SECOND), []
+    weights = next(unit.weights for unit in engine.units if unit.name == "layers.0")
+    for changes in (True, False):
+        weights.gather()
+        if changes:
+            weights.changed()
+        weights.release()
+        found.append(weights._wire.second.kept)
+    return found
+
+
+def test_a_gather_that_began_before_an_update_is_not_kept_as_of_after_it(ranks):
+    assert ranks(4, begun_before_an_update) == [[False, True]] * 4
+
+
+def two_on_a_mesh():
+    """How many ranks keep second shards of two engines on one mesh, and their losses beside those without."""
+    rank, mesh = torch.distributed.get_rank(), zero3d.Mesh()
+    engines = [engine_of(mesh=mesh, **options) for options in ({}, {"second_shard": 2}, {"second_shard": 4})]
+    found = [train_engine(engine, [batch(step, rank) for step in range(2)]) for engine in engines]
+    return [engine.second_shard_ranks for engine in engines], [each == found[0] for each in found]
+
+
+@pytest.mark.long
+def test_two_engines_on_a_mesh_have_second_shards_of_their_own_numbers_of_ranks(ranks):
+    assert ranks(8, two_on_a_mesh) == [([1, 2, 4], [True] * 3)] * 8
 
 
 # --- what is computed with -----------------------------------------------------------------------
@@ -312,6 +351,42 @@ def on_host(options):
 def test_weights_that_leave_the_device_have_the_same_blocks(ranks, world, options):
     for here, there in ranks(world, on_host, options):
         assert here == there
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that claims to be on a device which this machine may lack; what is made of it does not."""
+
+    device = torch.device("cuda", 0)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def as_if_elsewhere():
+    """Have a shard that left the device be read, inside, as where the host is not the device that computes."""
+    opened, read = InRecord.opened, []
+
+    @contextmanager
+    def open_elsewhere(place, changed):
+        with opened(place, changed) as shard:
+            read.append(changed)
+            yield shard if changed else shard.as_subclass(Elsewhere)
+
+    return patch.object(InRecord, "opened", open_elsewhere), read
+
+
+def coded_from_the_host():
+    """What steps find whose weights come from another device, beside those that have them; bytes of messages left."""
+    rank = torch.distributed.get_rank()
+    batches = [batch(step, rank) for step in range(2)]
+    here = train_engine(engine_of(**CODED), batches)
+    engine = engine_of(offload={"params": "host", "optimizer": "host"}, **CODED)
+    elsewhere, read = as_if_elsewhere()
+    with elsewhere:
+        found = train_engine(engine, batches)
+    return found == here, False in read, int(engine.arena.live("wire"))
+
+
+def test_weights_that_are_coded_from_another_device_leave_no_memory_on_this_one(ranks):
+    assert ranks(2, coded_from_the_host) == [(True, True, 0)] * 2
 
 
 # --- ledger and arena --------------------------------------------------------------------------------

@@ -159,6 +159,36 @@ def test_a_flip_is_found_before_the_update_and_its_rank_and_stage_named(ranks, h
     assert [from_rank for _, from_rank, *_ in told].count(None) == 1
 
 
+def first_of_two(forward_of):
+    """Train over pp=2 with four model chunks, with a fault in one's forward and in the last one's backward; the error.
+
+    Both are in the watched micro-batch alone.
+    """
+    engine = replaying({"replay": 1, "dp": 1, "schedule": "interleaved"})
+    for number, chunk in engine.chunks.items():
+        block, module = next((name, each) for name, each in chunk.named_modules() if isinstance(each, Block))
+        backwards, forwards = count(1), count(1)
+        if number == 3:
+            parameter = dict(chunk.named_parameters())[f"{block}.up.weight"]
+            parameter.register_hook(lambda grad, seen=backwards: flip(grad, 5, 3) if next(seen) == 1 else grad)
+        if number == forward_of:
+            module.register_forward_hook(
+                lambda *given, seen=forwards: flip(given[-1], 5, 12) if next(seen) == 1 else None
+            )
+    with pytest.raises(CorruptionError) as found:
+        engine.train_batch(batches(engine, 0))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(("forward_of", "named"), [
+    (None, "unit 'layers.3', parameter layers.3.up.weight"), (3, "the loss behind model chunk 3 of 4"),
+    (0, "the output of model chunk 0 of 4"),
+], ids=["backward", "last", "first"])  # fmt: skip
+def test_what_differs_in_a_forward_is_named_before_what_differs_in_a_backward(ranks, forward_of, named):
+    for said in ranks(2, first_of_two, forward_of):
+        assert f"First in {named}" in said
+
+
 # --- with a tensor-parallel axis --------------------------------------------------------------------
 
 

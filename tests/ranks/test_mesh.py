@@ -67,3 +67,21 @@ def test_axes_of_several_meshes_that_begin_at_one_rank_meet_apart(ranks, name, d
         flat = [int(digit) for digit in text.replace(" ", "")]
         size = len(flat) // 4
         assert [met[number] for met in found] == [flat[rank * size :][:size] for rank in range(4)]
+
+
+def neighbours_of_several_sizes(*sizes):
+    """The sums of ranks over groups of so many neighbours, asked for in this order; how many groups there are then.
+
+    And how many a closed mesh leaves.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    before, mesh = len(groups), zero3d.Mesh(dp=4)
+    axes = [mesh.node(size) for size in sizes]
+    sums, made = [summed(mesh.rank, axis.gathers) for axis in axes], len(groups) - before
+    mesh.close()
+    return sums, made, len(groups) - before
+
+
+def test_groups_of_neighbours_of_several_sizes_live_beside_each_other_and_end_with_their_mesh(ranks):
+    first, second = ([1, 6, 1], 2, 0), ([5, 6, 5], 2, 0)
+    assert ranks(4, neighbours_of_several_sizes, 2, 4, 2) == [first, first, second, second]

@@ -13,7 +13,7 @@ import torch
 from meshes import engine_of, evaluated, mesh_of, share_of, step, world_of
 from mixtures import engine_of as engine_with_experts, own_part, with_adapters
 from models import adamw, build
-from pipelines import covering
+from pipelines import Lm, covering
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensors import tiny
@@ -195,6 +195,29 @@ def test_buffers_are_streamed_as_they_are_in_whatever_dtype_weights_are():
     assert all(same(tensors[name], buffer) for name, buffer in buffers.items())
 
 
+def over_stages():
+    """Names of the tensors of a stream whose buckets are each read when the next one is there, and of its state dict.
+
+    The buffer of the model's root is on both pipeline stages.
+    """
+    model = Lm(width=48, layers=4)
+    model.register_buffer("seen", torch.tensor(2**40 + 1))
+    expected = list(model.state_dict())
+    engine = engine_of(model, mesh_of((1, 1, 2)), stage=3, precision="fp32", optimizer=adamw)
+    assembler, names, before = Assembler(), [], None
+    for bucket in engine.stream_weights(bucket_bytes=SMALL):
+        if before is not None:
+            names += [name for name, _ in assembler.take(before)]
+        before = bucket
+    return names + [name for name, _ in assembler.take(before)], expected
+
+
+def test_buckets_of_all_stages_may_be_read_until_the_next_but_one_and_what_stages_share_is_sent_once(ranks):
+    (names, expected), (none, _) = ranks(2, over_stages)
+    assert sorted(names) == sorted(expected)
+    assert none == []
+
+
 # --- a folder as receiver -----------------------------------------------------------------------------
 
 
@@ -373,6 +396,22 @@ def test_what_receivers_have_since_the_last_stream_can_be_left_out(ranks, tmp_pa
     assert others == [(0, 0, False)] * 5
 
 
+def in_turns(folder):
+    """What two engines send of what has changed, in turns to one receiver; what it has then beside the last one's."""
+    engines, sent = [engine_on((1, 1, 1)) for _ in range(2)], []
+    step(engines[1], 0)
+    with sender_of(engines[0], folder, timeout=20.0) as sender, receiving(sender, folder, streams=4) as pid:
+        for number in (0, 1, 0, 0):
+            sent.append(engines[number].send_weights(sender, bucket_bytes=SMALL, changed_only=True).tensors)
+        tensors = received(folder, pid)
+    expected = exported(engines[0], folder / "hf")
+    return sent, [name for name in expected if not same(tensors[name], expected[name])]
+
+
+def test_nothing_is_left_out_where_another_engine_has_sent_to_the_receivers_since(ranks, tmp_path):
+    assert ranks(1, in_turns, tmp_path) == [([TENSORS, TENSORS, TENSORS, 0], [])]
+
+
 def faulty(folder, fault, places, carrier, timeout):
     """Streams that fail at these tensors, then one that does not; the losses of steps after each."""
     engine = engine_on()
@@ -431,6 +470,31 @@ def test_a_receiver_of_another_job_that_fails_is_named_on_all_ranks_and_training
         assert "is stopped, slow, gone, or the network between is cut" in said
     assert [re.sub(r"process \d+", "process PID", text) for text in others] == told
     assert losses == ranks(2, undisturbed)[0]
+
+
+def whole_before(folder):
+    """Whether parameters that `unshard` has made whole are so again, after a stream that fails and one that is left."""
+    engine, found = engine_on(), []
+    sender = sender_of(engine, folder, timeout=20.0)
+    engine.unshard()
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+    def are_whole():
+        return [torch.equal(p, before[name]) for name, p in engine.module.named_parameters()] == [True] * TENSORS
+
+    with sender or nullcontext(), receiving(sender, folder, TENSORS // 2, die) if sender else nullcontext():
+        with pytest.raises(StreamError):
+            engine.send_weights(sender, bucket_bytes=SMALL)
+        found.append(are_whole())
+    stream = engine.stream_weights(bucket_bytes=SMALL)
+    next(stream)
+    found.append(are_whole())
+    stream.close()
+    return [*found, are_whole()]
+
+
+def test_parameters_that_were_whole_are_whole_again_after_a_stream_that_fails_or_is_left(ranks, tmp_path):
+    assert ranks(2, whole_before, tmp_path) == [[True, False, True]] * 2
 
 
 def stopped_and_watched(folder):
@@ -714,6 +778,42 @@ def test_a_path_at_which_something_else_is_is_refused_and_a_dead_socket_replaced
         LocalSender(tmp_path / "live")
     with pytest.raises(StreamError, match=r"no sender listens at .*gone \(No such file or directory\) in 0 s"):
         connect(tmp_path / "gone", timeout=0)
+
+
+# --- what senders leave behind --------------------------------------------------------------------------
+
+
+def buckets_open():
+    """The memory files of buckets that this process has open."""
+    names = []
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            names.append(os.readlink(f"/proc/self/fd/{file}"))
+    return [name for name in names if "zero3d-bucket" in name]
+
+
+def test_memory_files_are_closed_with_their_sender_and_where_buckets_of_another_size_take_their_place(tmp_path):
+    with LocalSender(tmp_path / "weights") as sender:
+        sender.memory(SMALL)
+        one_size = len(buckets_open())
+        sender.memory(2 * SMALL)
+        assert len(buckets_open()) == one_size > 0
+    assert buckets_open() == []
+
+
+def keys_of_a_store(folder):
+    """How many keys a sender's store has after each of ten streams."""
+    engine, counts = engine_on((1, 1, 1)), []
+    with sender_of(engine, folder, "group", timeout=20.0) as sender, receiving(sender, folder, streams=10):
+        for _ in range(10):
+            engine.send_weights(sender, bucket_bytes=SMALL)
+            counts.append(sender._store.num_keys())
+    return counts
+
+
+def test_no_message_of_a_stream_stays_in_the_store(ranks, tmp_path):
+    (counts,) = ranks(1, keys_of_a_store, tmp_path)
+    assert counts == counts[:1] * 10
 
 
 # --- memory -------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def test_a_header_that_no_bucket_has_is_refused(row):
 
 
 def test_a_bucket_has_room_for_something():
-    assert check_bucket_bytes(4097) == 4096
-    with pytest.raises(ConfigError, match="bucket_bytes=64 is less than a bucket has: type 4,096 or more"):
-        check_bucket_bytes(64)
+    assert check_bucket_bytes(4096) == check_bucket_bytes(4097) == 4096
+    for nbytes in (64, 4095):
+        with pytest.raises(ConfigError, match=f"bucket_bytes={nbytes:,} is less than a bucket has: type 4,096 or more"):
+            check_bucket_bytes(nbytes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero3d.engine.replay.hashes import AGAIN, GradientHashes, bit_sums, digest
+from zero3d.engine.replay.hashes import AGAIN, ROW, GradientHashes, bit_sums, digest
 from zero3d.engine.replay.inputs import Inputs
 from zero3d.engine.replay.verdict import Reason, judge, partner_of, third_of
 
@@ -70,6 +70,15 @@ def test_values_that_change_places_and_the_sign_of_zero_are_seen():
     assert not torch.equal(bit_sums(t), bit_sums(t.flip(0)))
     assert not torch.equal(bit_sums(t), bit_sums(t.flip(1)))
     assert not torch.equal(bit_sums(torch.zeros(5)), bit_sums(-torch.zeros(5)))
+
+
+def test_words_of_one_row_that_change_places_are_seen_by_the_second_sum_and_those_of_one_column_by_the_first():
+    words = torch.randn(3, ROW, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    in_row, in_column = words.clone(), words.clone()
+    in_row[1, [3, 40]] = words[1, [40, 3]]
+    in_column[[0, 2], 3] = words[[2, 0], 3]
+    assert (bit_sums(in_row) == bit_sums(words)).tolist() == [True, False]
+    assert (bit_sums(in_column) == bit_sums(words)).tolist() == [False, True]
 
 
 def test_sums_are_of_values_however_they_lie():

@@ -163,9 +163,14 @@ class Mesh:
         return self._axes[name]
 
     def node(self, ranks: int) -> Axis:
-        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group."""
+        """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group.
+
+        One of another number of ranks, which an engine may still use, is kept as "node/RANKS".
+        """
         if ranks != self._node:
-            self._axes.pop("node", None)
+            for name, becomes in (("node", f"node/{self._node}"), (f"node/{ranks}", "node")):
+                if name in self._axes:
+                    self._axes[becomes] = self._axes.pop(name)
             self._node = ranks
         return self.axis("node")
 
@@ -195,8 +200,8 @@ class Mesh:
         """Return the ranks of this rank's axis, in its order."""
         if name == "world":
             return range(self.world)
-        if name == "node":
-            return self.degrees.neighbours(self.rank, self._node)
+        if name.startswith("node"):
+            return self.degrees.neighbours(self.rank, int(name.removeprefix("node/")) if "/" in name else self._node)
         return self.degrees.model_parallel(self.rank) if name == "replica" else self.degrees.along(name, self.rank)
 
     def _through_the_store(self, name: str, ranks: Sequence[int]) -> Callable[[Tensor], Tensor]:
