@@ -473,7 +473,7 @@ def test_a_layer_with_a_bias_has_the_gradients_of_nn_linear_for_inputs_of_any_sh
         assert all(map(torch.equal, *found))
 
 
-def test_a_layer_has_the_gradients_of_its_input_s_dtype_whatever_its_own():
+def test_gradients_of_inputs_in_fp32_are_of_the_matrix_in_fp32_though_the_layer_is_in_bf16():
     linear = torch.nn.Linear(64, 8).requires_grad_(False)
     layer = QuantisedLinear(linear, CODECS["nf4"], torch.bfloat16)
     x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
