@@ -524,6 +524,21 @@ def test_a_forward_with_masters_shown_takes_float64_and_leaves_no_autocast_when_
     assert vars(model).get("forward") is own
 
 
+def test_training_on_floats_goes_on_with_the_same_bits_after_masters_were_shown():
+    fingerprints = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        engine = Engine(nn.Linear(4, 4), precision="bf16", optimizer=adamw)
+        for step in range(3):
+            if looks:
+                engine.unshard(masters=True)
+                engine.reshard()
+            engine.backward(engine(torch.linspace(-1, step, 8).view(2, 4)).float().square().sum())
+            engine.step()
+        fingerprints.append(engine.fingerprint())
+    assert fingerprints[0] == fingerprints[1]
+
+
 @pytest.mark.parametrize(("came", "precision"), [("bfloat16", "fp32"), ("float16", "bf16"), ("float32", "fp64")])
 def test_a_dtype_that_masters_do_not_survive_is_not_shown(came, precision):
     model = nn.Linear(4, 4).to(getattr(torch, came))
@@ -584,6 +599,24 @@ def test_a_model_without_room_changes_nothing(monkeypatch):
     assert engine.step().reason == "applied"
     engine = Engine(nn.Linear(4, 4), precision="fp32")
     engine.unshard()  # of one rank's weights nothing is gathered or copied
+
+
+def test_room_for_masters_is_asked_for_before_they_are_shown(monkeypatch):
+    from zero3d import OutOfBudget
+    from zero3d.engine import unshard
+    from zero3d.offload.auto_place import Room
+
+    model = nn.Linear(4, 4)
+    engine = Engine(model, precision="bf16")
+    monkeypatch.setattr(unshard, "room_of", lambda *_: Room(1000, None, False))
+    engine.unshard()  # of one rank's weights nothing is gathered or copied
+    engine.reshard()
+    with pytest.raises(OutOfBudget, match=r"unshard\(masters=True\) takes .* has room for 1.00 kB"):
+        engine.unshard(masters=True)
+    assert model.weight.dtype == torch.bfloat16
+    monkeypatch.setattr(unshard, "room_of", lambda *_: Room(10**6, None, False))
+    engine.unshard(masters=True)
+    assert model.weight.dtype == torch.float32
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_weights_unsharded(tmp_path):

@@ -12,6 +12,7 @@ from bases import base_folder
 from models import adamw, batch, train_engine
 from pool import RankFailure
 from safetensors.torch import load_file
+from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
@@ -20,7 +21,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import CheckpointError
 from zero3d.models.codecs import CODECS, packed_of
 from zero3d.models.load import FileWeights
-from zero3d.models.quantised import QuantisedLinear
+from zero3d.models.quantised import QuantisedLinear, find_layers
 from zero3d.models.quantised_experts import Stack, stacks_of
 from zero3d.models.trained import open_trained
 from zero3d.optim import adamw8bit
@@ -470,6 +471,45 @@ def test_a_layer_with_a_bias_has_the_gradients_of_nn_linear_for_inputs_of_any_sh
             found.append((y, x.grad, *([linear.bias.grad] if trained else [])))
             linear.bias.grad = None
         assert all(map(torch.equal, *found))
+
+
+def test_gradients_of_inputs_in_fp32_are_of_the_matrix_in_fp32_though_the_layer_is_in_bf16():
+    linear = torch.nn.Linear(64, 8).requires_grad_(False)
+    layer = QuantisedLinear(linear, CODECS["nf4"], torch.bfloat16)
+    x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
+    grad = torch.linspace(0, 1, 3 * 8).view(3, 8)
+    layer(x).backward(grad)
+    assert x.grad.equal(grad @ layer.decoded(layer.packed, torch.float32))
+
+
+def test_a_layer_in_autocast_has_the_gradients_of_nn_linear_and_reads_its_bias_anew():
+    linear = torch.nn.Linear(64, 8)
+    linear.weight.requires_grad_(False)
+    layer = QuantisedLinear(linear, CODECS["nf4"], torch.float32)
+    linear.weight.copy_(layer.weight)
+    found = []
+    for each in (linear, layer):
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(x)
+        y.float().square().sum().backward()
+        found.append((y, x.grad, linear.bias.grad))
+        linear.bias.grad = None
+    assert all(map(torch.equal, *found))
+    x = torch.zeros(1, 64)
+    with torch.autocast("cpu", torch.bfloat16):  # which keeps its own casts of parameters until its end
+        for step in range(2):
+            torch.nn.init.constant_(linear.bias, step)
+            assert layer(x).eq(step).all(), "a step inside autocast changes the bias"
+
+
+@pytest.mark.parametrize("hook", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_layers_with_hooks_stay_as_they_are(hook):
+    model = tiny("llama").requires_grad_(False)
+    layers = find_layers(model)
+    name = "model.layers.1.mlp.up_proj"
+    getattr(layers[name], f"register_{hook}")(lambda *_: None)
+    assert find_layers(model).keys() == layers.keys() - {name}
 
 
 def test_a_released_layer_reads_as_nan(folder):

@@ -30,11 +30,14 @@ BNB, BLOCK = {"quant_method": "bitsandbytes"}, 16
 FOUR = {**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def in_four_bits(double, kind="nf4"):
+def in_four_bits(double, kind="nf4", storage=torch.uint8, nested=256):
     def tensors(name, weight):
-        codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type=kind, compress_statistics=double)
+        codes, state = bnb.quantize_4bit(weight, None, None, 64, double, kind, storage)
+        if nested != 256:
+            maxima = bnb.dequantize_blockwise(state.absmax, state.state2)
+            state.absmax, state.state2 = bnb.quantize_blockwise(maxima, blocksize=nested)
         scales = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset if double else state.absmax
-        values = arithmetic(codes.view(-1), scales, state.code, 64, weight.shape, torch.float32)
+        values = arithmetic(codes.view(torch.uint8).view(-1), scales, state.code, 64, weight.shape, torch.float32)
         return {name: codes} | {f"{name}.{key}": each for key, each in state.as_dict(packed=True).items()}, values
 
     return tensors
@@ -57,6 +60,10 @@ def in_fp8(name, weight):
 FOLDERS = {
     "nf4": (in_four_bits(False), FOUR),
     "nf4-double": (in_four_bits(True), FOUR | {"bnb_4bit_use_double_quant": True}),
+    "nf4-double-in-bf16": (
+        in_four_bits(True, storage=torch.bfloat16),
+        FOUR | {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "bfloat16"},
+    ),
     "int8": (in_eight_bits, {**BNB, "load_in_8bit": True}),
     "fp8": (in_fp8, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}),
 }
@@ -97,7 +104,7 @@ def test_what_is_decoded_has_the_librarys_bits(tmp_path, name):
     assert {f"{layer}.weight" for layer in layers} == decoded.keys()
     source = opened.weights.source
     for layer, module in layers.items():
-        assert module.codec.format.name == name
+        assert module.codec.format.name == name.removesuffix("-in-bf16")
         shape = tuple(module.packed.shape)
         packed = source(f"{layer}.packed", whole(shape))
         assert module.codec.decode(packed, module.shape, torch.float32).equal(decoded[f"{layer}.weight"])
@@ -175,6 +182,9 @@ def test_a_plan_refuses_bitsandbytes_fp4_which_is_its_default(tmp_path, kind):
 def test_other_layouts_and_other_formats_are_refused(tmp_path):
     folder, _ = quantised_folder(tmp_path / "fp4", in_four_bits(False, "fp4"))
     with pytest.raises(zero3d.ConfigError, match=r"bitsandbytes' fp4 .* model\.quantize=nf4"):
+        opened_of(folder)
+    folder, _ = quantised_folder(tmp_path / "nested", in_four_bits(True, nested=128))
+    with pytest.raises(zero3d.ConfigError, match=r"^model\..* nf4 with a scale for 64 weights and one for 128 scales;"):
         opened_of(folder)
     folder, _ = quantised_folder(tmp_path / "int8", "int8")
     with pytest.raises(zero3d.ConfigError, match=r"has model\..* in int8 already, .* leave model\.quantize out"):

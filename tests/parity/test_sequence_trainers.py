@@ -199,6 +199,7 @@ def fine_tuned(folder, sp, adapters=False):
     class Supervised(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             output = model(**inputs, use_cache=False, fused_lm_head=True)
+            assert output.log_probs.shape == inputs["labels"][:, 1:].shape  # trainers put each beside its label
             summed, counted = -output.log_probs.sum(), output.label_mask.sum()
             gathered = [self.accelerator.gather_for_metrics(t.detach().sum()).sum().item() for t in (
                 output.entropy, output.is_top1, counted

@@ -161,6 +161,16 @@ def test_a_kill_while_older_ones_are_pruned_leaves_those_that_stay(saved):
     assert list(look.objects) == ["step-2"]
 
 
+def test_copies_of_a_run_that_went_further_are_none_of_those_that_stay(saved):
+    first, second, _ = saved
+    url = "memory://bucket/run"
+    upload(url, first)
+    upload(url, second)
+    Copies(url).prune(1, keep=1, best=None)  # by a run that went on from the first, and has not saved again yet
+    assert list(Copies(url).look().objects) == ["step-1"]
+    assert same(located(url), first)
+
+
 def test_leftovers_of_a_kill_count_for_nothing_and_go_with_the_next_pruning(saved):
     first, second, _ = saved
     url = "memory://bucket/run"

@@ -401,8 +401,8 @@ def test_sequence_classification_and_reward_models(ranks, tmp_path, scores):
         assert_same(found, wanted)
 
 
-def half(kind, folder):
-    options = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 3}
+def half(kind, folder, full_eval="bf16_full_eval"):
+    options = {"bf16": True, full_eval: True, "eval_strategy": "steps", "eval_steps": 3}
     trainer, found = train(kind, folder, options)
     with launched():
         after = trainer.evaluate()["eval_loss"]
@@ -415,6 +415,12 @@ def test_bf16_has_masters_and_stays_close_to_autocast(ranks, tmp_path):
     assert dtype == torch.float32  # masters, and autocast
     assert [step[0] for step in steps] == pytest.approx([step[0] for step in wanted], rel=5e-3)
     assert found == pytest.approx(held_out, rel=5e-3)
+    assert after == pytest.approx(found[-1], rel=5e-3)
+
+
+def test_weights_of_an_engine_are_not_cast_for_an_evaluation_in_fp16(ranks, tmp_path):
+    ((_, found), after, dtype), *_ = ranks(2, half, 3, tmp_path, "fp16_full_eval")
+    assert dtype == torch.float32
     assert after == pytest.approx(found[-1], rel=5e-3)
 
 

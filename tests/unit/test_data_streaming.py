@@ -10,7 +10,7 @@ from corpora import opened, write_lines
 
 from zero3d.data.batches import BatchStream, Portions
 from zero3d.data.files import find_sources
-from zero3d.data.streamed import STRIDE, StreamedRecords
+from zero3d.data.streamed import ENDS, STRIDE, StreamedRecords
 from zero3d.errors import ConfigError, DataError
 
 LINES = [{"text": f"{at} is one"} for at in range(3 * STRIDE + 5)]
@@ -84,6 +84,20 @@ def test_what_is_trained_on_is_known_again_wherever_it_lies(tmp_path):
     first = identity(write(tmp_path, "a.jsonl", LINES))
     assert identity(write(tmp_path, "b.jsonl", LINES)) == first
     assert identity(write(tmp_path, "b.jsonl", [*LINES[:-1], {"text": "?"}])) != first
+
+
+def test_a_file_longer_than_both_ends_of_its_digest_is_known_by_them(tmp_path):
+    path, lines = tmp_path / "a.jsonl", [f'{{"text": "{at:07} {"x" * 65000}"}}' for at in range(2 * ENDS // 65000 + 2)]
+
+    def said(rows):
+        path.write_text("\n".join(rows))
+        assert path.stat().st_size > 2 * ENDS
+        return StreamedRecords(find_sources([str(path)])).says
+
+    first = said(lines)
+    assert said(lines) == first
+    assert said(["?".join(lines[0].split("0", 1)), *lines[1:]]) != first
+    assert said([*lines[:-1], "?".join(lines[-1].split("0", 1))]) != first
 
 
 @pytest.mark.parametrize(("line", "why"), [

@@ -3,6 +3,7 @@
 import os
 import threading
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -132,6 +133,26 @@ def test_an_object_that_was_written_again_is_told_from_the_one_before(url):
     made.write("a", b"22")
     assert made.objects()["a"] != before
     assert before.tag
+
+
+def test_an_object_that_another_process_wrote_is_listed_where_listings_are_remembered(monkeypatch):
+    finds = MemoryFileSystem.find
+
+    def remembers(self, path, **options):  # as file systems of object stores do
+        if path not in self.dircache:
+            self.dircache[path] = finds(self, path, **options)
+        return self.dircache[path]
+
+    monkeypatch.setattr(MemoryFileSystem, "find", remembers)
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self, path=None: self.dircache.clear())
+    monkeypatch.setattr(MemoryFileSystem, "cachable", False)  # each process has a file system of its own
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    one, other = Store("memory://bucket/run"), Store("memory://bucket/run")
+    one.write("a", b"1")
+    assert sorted(one.objects()) == ["a"]
+    other.write("b", b"22")
+    other.remove(["a"])
+    assert sorted(one.objects()) == ["b"]
 
 
 class NoCredentialsError(Exception):
@@ -266,6 +287,18 @@ def test_files_used_longest_ago_make_room_but_not_those_that_are_held(url, tmp_p
     assert places[1].exists()
 
 
+def test_a_file_that_is_there_already_is_used_when_it_is_asked_for(url, tmp_path, counted):
+    filled(url, {f"{name}/x": b"12345678" for name in "abc"})
+    places = [cached(f"{url}/{name}", tmp_path) for name in "abc"]
+    for number, place in enumerate(places[:2], 1):
+        fetch(place / "x")
+        os.utime(place.parent / cache.LISTING, (number, number))
+    fetch(places[0] / "x")
+    fetch(places[2] / "x", limit=16)
+    assert [place.exists() for place in places] == [True, False, True]
+    assert counted == ["x"] * 3
+
+
 def test_room_is_made_of_what_others_use_alone(url, tmp_path):
     filled(url, {"a": b"12345678"})
     place = cached(url, tmp_path)
@@ -298,6 +331,19 @@ def test_data_of_stores_become_files_of_this_host_and_others_stay(url, tmp_path)
     filled(url, {"c.txt": b"other text"})
     assert fetch_data(load({"data": given}).data).digest != fetched.digest
     assert fetch_data(load(None).data) == fetch_data(load(None).data)
+
+
+def test_data_that_a_run_is_trained_on_stay_in_the_cache_until_it_lets_go_of_them(url, tmp_path):
+    filled(url, {"a.txt": b"12345678", "b.txt": b"12345678", "other": b"1"})
+    kept = tmp_path / "cache"
+    fetched = fetch_data(load({"data": {"train": [f"{url}/a.txt", f"{url}/b.txt"], "cache": str(kept)}}).data)
+    paths, other = [Path(path) for path in fetched.data.train], cached(f"{url}/other", tmp_path)
+    make_room(other.parent, 1, limit=1)
+    assert [path.read_bytes() for path in paths] == [b"12345678"] * 2
+    for file in fetched.held:
+        file.close()
+    make_room(other.parent, 1, limit=1)
+    assert not any(path.exists() for path in paths)
 
 
 def test_data_that_are_not_there_or_larger_than_the_cache_are_refused(url, tmp_path):

@@ -301,8 +301,9 @@ def test_a_full_disk_of_a_tracker_does_not_end_a_run_that_can_write_its_metrics(
     assert len(folder.metrics.read_text().splitlines()) == 2
 
 
-def test_what_a_tracker_draws_at_random_changes_no_training(folder, broken):
-    broken(None)
+@pytest.mark.parametrize("fails", [None, "open", "log", "close"])
+def test_what_a_tracker_draws_at_random_changes_no_training(folder, broken, fails):
+    broken(fails)
 
     def drawn():
         return random.random(), float(numpy.random.rand()), float(torch.rand(1))
@@ -313,7 +314,7 @@ def test_what_a_tracker_draws_at_random_changes_no_training(folder, broken):
     seeded()
     alone = drawn()
     seeded()
-    logged(folder, configured("log.to=wandb"))
+    logged(folder, configured("log.to=wandb"), say=lambda line: None)
     assert drawn() == alone
 
 

@@ -146,6 +146,8 @@ class QuantisedFiles:
         self._files = files
         try:
             self._matrices, self._beside = FINDERS[check_method(settings, file)](files, settings)
+        except ConfigError:
+            raise
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{files.folder} has other tensors than the quantization_config of {file} says "
@@ -231,9 +233,11 @@ def _in_four_bits(tensors: Tensors, key: str, kind: str) -> Stored:
         same.append((said["nested_blocksize"], NF4_DOUBLE.maxima))
         same.append((tensors.tensor(f"{key}.nested_quant_map").tolist(), list(LEVELS_OF_MAXIMA)))
     if any(found != wanted for found, wanted in same) or len(shape) != 2:
+        scales = f" and one for {said['nested_blocksize']} scales" if nested else ""
         raise ConfigError(
-            f"{key} is in bitsandbytes' {kind} with a scale for {said['blocksize']} weights, and its nf4 with a scale "
-            f"for {COLUMNS} is taken: quantise the full-precision folder with model.quantize=nf4, or load it with "
+            f"{key} is in bitsandbytes' {kind} with a scale for {said['blocksize']} weights{scales}; what is taken is "
+            f"its nf4 with a scale for {COLUMNS} weights, and one for {NF4_DOUBLE.maxima} scales where these are "
+            "quantised, too: quantise the full-precision folder with model.quantize=nf4, or load it with "
             "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), whose default is fp4."
         )
     blocks = -(-prod(shape) // COLUMNS)
