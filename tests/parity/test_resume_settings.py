@@ -1,0 +1,109 @@
+"""A run of a file goes on with one key changed: where that moves its curve the line names the key and what to type."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from contracts import drawn
+from damage import edit
+from file_contracts import BASES, EXCUSED, KEYS, SAVED, file_of, go_on, run, save_others
+from training import save_model, save_rows
+
+from zero3d.cli.main import main
+from zero3d.config.keys import KEYS as OF_FILES
+from zero3d.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(tmp_path / "model", vocab=64)
+    save_model(tmp_path / "other", vocab=68)
+    save_rows(tmp_path / "rows.npy")
+    save_others(tmp_path)
+    return tmp_path
+
+
+def test_every_key_of_a_file_is_changed_or_excused():
+    assert {key.name for key in KEYS} | EXCUSED.keys() == OF_FILES.keys()
+    assert not {key.name for key in KEYS} & EXCUSED.keys()
+    assert {key.base for key in KEYS} == BASES.keys()
+
+
+def checked(ranks, base, numbers, folder):
+    for of_rank in ranks(BASES[base][0], go_on, str(folder), base, numbers):
+        for number, (same, line) in zip(numbers, of_rank, strict=True):
+            key = KEYS[number]
+            if same is None:
+                assert not key.keeps, f"{key.id}: {line}"
+                continue
+            assert line.startswith(("bitwise: ", "not bitwise: ")), f"{key.id}: {line}"
+            named = f"{key.name}=" in line
+            assert same or (line.startswith("not bitwise: ") and named), f"{key.id}: {line}"
+            assert line.startswith("bitwise: ") or not key.keeps, f"{key.id}: {line}"
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.long
+def test_where_a_changed_key_moves_the_curve_the_line_names_it(ranks, folder, base):
+    checked(ranks, base, [number for number, key in enumerate(KEYS) if key.base == base], folder)
+
+
+def test_a_tenth_of_all_changed_keys_is_named_where_it_moves_the_curve(ranks, folder):
+    numbers = [number for number, key in enumerate(KEYS) if drawn(key.id)]
+    for base in {KEYS[number].base for number in numbers}:
+        checked(ranks, base, [number for number in numbers if KEYS[number].base == base], folder)
+
+
+# --- whose settings count -------------------------------------------------------------------------
+
+
+def with_settings(folder, settings, output="whole"):
+    """Records and line of a run that goes on with another rate, schedule, clipping and micro-batch; its config.yaml."""
+    made = file_of(folder, "plain", output)
+    wanted, _ = run(made)
+    made["optimizer"] |= {"lr": 0.1, "clip_norm": 0.01, "betas": [0.5, 0.5]}
+    made["schedule"] = {"name": "constant"}
+    records, line = run(made, f"{made['output']}/checkpoints/step-{SAVED}", settings)
+    return records == wanted, line, (Path(made["output"]) / "config.yaml").read_text()
+
+
+def test_the_files_settings_of_the_update_count_unless_the_checkpoints_are_asked_for(ranks, folder):
+    same, line, _ = ranks(1, with_settings, str(folder), "given")[0]
+    assert not same
+    assert line.startswith("not bitwise: other functions of the scheduler (learning rates are others from here on)")
+    assert "; betas [0.9, 0.95] -> [0.5, 0.5] (the update uses it); lr 0.01 -> 0.1 (the update uses it)" in line
+    assert line.endswith(
+        "To go on as before, type optimizer.lr=0.01 'optimizer.betas=[0.9, 0.95]' optimizer.clip_norm=0.5 "
+        "schedule.name=cosine schedule.warmup=2.0, or --resume-settings saved"
+    )
+    same, line, written = ranks(1, with_settings, str(folder), "saved", "again")[0]
+    assert same
+    assert line == "bitwise: as if it had not been interrupted"
+    assert "lr: 0.01" in written, "the next resume of the folder goes on with them"
+
+
+def from_an_engine(folder):
+    """The error of a run that asks for settings of a checkpoint which has none."""
+    made = file_of(folder, "plain", "whole")
+    run(made)
+    saved = Path(made["output"]) / "checkpoints" / f"step-{SAVED}"
+    edit(saved, lambda manifest: manifest["loop"].pop("settings"))
+    with pytest.raises(CheckpointError) as error:
+        run(made, str(saved), "saved")
+    line = run(made, str(saved))[1]
+    return str(error.value), line
+
+
+def test_a_checkpoint_without_settings_says_so(ranks, folder):
+    error, line = ranks(1, from_an_engine, str(folder))[0]
+    assert "--resume-settings saved: " in error
+    assert "does not say which settings its run had" in error
+    assert line == "bitwise: as if it had not been interrupted", "its engine has noted what an engine knows"
+
+
+@pytest.mark.parametrize("words", [["--resume-settings", "saved"], ["--resume", "auto", "--resume-settings", "file"]])
+def test_bad_settings_of_a_command_are_one_error(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main(["train", "output=nowhere", *words]))
+    assert end.value.code == 2
+    assert "--resume-settings" in capsys.readouterr().err
