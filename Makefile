@@ -18,12 +18,16 @@
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
 # JOBS=4 runs that many test files at the same time; without it one more than there are cores.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own; make test runs the campaign on it, too.
+# TRANSFORMERS=5.16.0 takes another transformers, likewise, with the huggingface_hub that it asks for.
 PYTHON ?= python3
 PIP_OPTIONS ?=
 TORCH ?=
+TRANSFORMERS ?=
 PART ?= $(shell git rev-parse HEAD)
-VENV := .venv$(TORCH:%=-torch-%)
-CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
+OTHERS := $(TORCH:%=-e 's/^torch==.*/torch==%/') \
+  $(TRANSFORMERS:%=-e 's/^transformers==.*/transformers==%/' -e '/^huggingface_hub==/d')
+CONSTRAINTS := $(if $(TORCH)$(TRANSFORMERS),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
@@ -99,7 +103,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { v=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
 	    echo "$(PYTHON) cannot make virtual environments: install the Debian package $$v (sudo apt-get install $$v)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	@$(if $(TORCH)$(TRANSFORMERS),sed $(OTHERS) constraints.txt > $(CONSTRAINTS))
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data]'
 	@touch $@
 
@@ -120,4 +124,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* .build/docs zero3d-demo*
+	rm -rf .venv .venv-torch-* .venv-transformers-* .build/docs zero3d-demo*
