@@ -12,6 +12,7 @@
 # make mutants   planted faults: which tests see them, into tests/mutants   (12 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (at most 10 minutes)
 # make bench     engines side by side on 2 CPU ranks
+# make versions  the tests with other versions of Python, torch and transformers, one row of docs/tested.md each; ROW=NAME: one
 # make tables    the tables of README and docs anew, from benchmarks/results
 # make docs      the site of README and docs, in .build/docs
 #
@@ -31,6 +32,8 @@ CONSTRAINTS := $(if $(TORCH)$(TRANSFORMERS),$(VENV)/constraints.txt,constraints.
 BIN := $(VENV)/bin
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
+ROW ?=
+INTO ?=
 # Where the CPU multiplies bf16 matrices without its vectors, ten times as slowly as fp32 ones, the demo is in fp32.
 SLOW_BF16 := $(shell grep -qsE 'avx512|bf16' /proc/cpuinfo || echo --precision fp32)
 # Files are compiled once for all processes, whatever the caller's environment says.
@@ -40,7 +43,7 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench tables docs clean
+.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench versions tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
@@ -88,6 +91,9 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py
+
+versions:
+	$(PYTHON) benchmarks/versions.py --python '$(PYTHON)' --row '$(ROW)' --into '$(INTO)'
 
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --write
