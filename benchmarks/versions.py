@@ -92,8 +92,10 @@ def try_row(row: Row, python: str, folder: Path) -> dict[str, Any]:
     """Run a row's tests and return its record. Raises NotTriedError."""
     if (row.system, row.machine) != (platform.system(), platform.machine()):
         raise NotTriedError(f"this machine is {platform.system()} on {platform.machine()}")
-    place = _place(row, folder)
-    found = _python(row.python, python, place.user)
+    user = _user(row)
+    found = _python(row.python, python, user)
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    place = _place(row, folder, commit, user)
     begun = time.monotonic()
     report = place.clone / ".report.xml"
     report.unlink(missing_ok=True)
@@ -113,7 +115,7 @@ def try_row(row: Row, python: str, folder: Path) -> dict[str, Any]:
     return {
         "row": row.name,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "commit": commit,
         "ran": ran,
         "seconds": round(time.monotonic() - begun),
         "user": "ordinary, umask 077, in `" + FOLDER + "`" if place.user else "ordinary" if os.getuid() else "root",
@@ -195,25 +197,29 @@ def _facts(place: Place) -> dict[str, Any]:
     return found
 
 
-def _place(row: Row, folder: Path) -> Place:
-    """Bring the commit that is checked out into a clone; for an ordinary user, into a folder of theirs."""
-    ordinary = row.user == "ordinary"
-    above = folder / row.name / FOLDER if ordinary else folder / row.name
+def _user(row: Row) -> dict[str, Any]:
+    """What subprocess is told of a row's user: nothing where any will do, nobody's number if root starts it."""
+    if row.user != "ordinary":
+        return {}
+    if os.getuid():
+        return {"umask": 0o077}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": [], "umask": 0o077}
+
+
+def _place(row: Row, folder: Path, commit: str, user: Mapping[str, Any]) -> Place:
+    """Bring a commit into a clone; for an ordinary user, into a folder of theirs."""
+    above = folder / row.name / FOLDER if user else folder / row.name
     clone = above / "zero3d"
     if not clone.exists():
         above.mkdir(parents=True, exist_ok=True)
         above.parent.chmod(0o755)  # whatever the umask is: an ordinary user's folder lies in it
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    commit = _git("rev-parse", "HEAD")
     subprocess.run(["git", "-c", "safe.directory=*", "fetch", "--quiet", str(ROOT), "HEAD"], cwd=clone, check=True)
     subprocess.run(["git", "-c", "safe.directory=*", "checkout", "--quiet", "--detach", commit], cwd=clone, check=True)
-    if not ordinary:
-        return Place(clone, {})
-    if os.getuid():
-        return Place(clone, {"umask": 0o077})
-    user = pwd.getpwnam("nobody")
-    subprocess.run(["chown", "-R", f"{user.pw_uid}:{user.pw_gid}", str(above)], check=True)
-    return Place(clone, {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [], "umask": 0o077})
+    if "user" in user:
+        subprocess.run(["chown", "-R", f"{user['user']}:{user['group']}", str(above)], check=True)
+    return Place(clone, user)
 
 
 def _python(wanted: str, given: str, user: Mapping[str, Any]) -> str:
