@@ -12,21 +12,28 @@
 # make mutants   planted faults: which tests see them, into tests/mutants   (12 minutes)
 # make campaign  what benchmarks/gpu_check.py does on a GPU, with gloo and the CPU in its place   (at most 10 minutes)
 # make bench     engines side by side on 2 CPU ranks
+# make versions  the tests with other versions of Python, torch and transformers, one row of docs/tested.md each; ROW=NAME: one
 # make tables    the tables of README and docs anew, from benchmarks/results
 # make docs      the site of README and docs, in .build/docs
 #
 # PIP_OPTIONS passes options to pip, for example an index with CPU wheels of torch.
 # JOBS=4 runs that many test files at the same time; without it one more than there are cores.
 # TORCH=2.11.0 takes another torch than constraints.txt pins, in a .venv of its own; make test runs the campaign on it, too.
+# TRANSFORMERS=5.16.0 takes another transformers, likewise, with the huggingface_hub that it asks for.
 PYTHON ?= python3
 PIP_OPTIONS ?=
 TORCH ?=
+TRANSFORMERS ?=
 PART ?= $(shell git rev-parse HEAD)
-VENV := .venv$(TORCH:%=-torch-%)
-CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
+OTHERS := $(TORCH:%=-e 's/^torch==.*/torch==%/') \
+  $(TRANSFORMERS:%=-e 's/^transformers==.*/transformers==%/' -e '/^huggingface_hub==/d')
+CONSTRAINTS := $(if $(TORCH)$(TRANSFORMERS),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
+ROW ?=
+INTO ?=
 # Where the CPU multiplies bf16 matrices without its vectors, ten times as slowly as fp32 ones, the demo is in fp32.
 SLOW_BF16 := $(shell grep -qsE 'avx512|bf16' /proc/cpuinfo || echo --precision fp32)
 # Files are compiled once for all processes, whatever the caller's environment says.
@@ -36,7 +43,7 @@ AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py
 CAMPAIGN = $(BIN)/python benchmarks/gpu_check.py --device cpu --json $(VENV)/campaign.json
 
-.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench tables docs clean
+.PHONY: demo demo-llava demo-qlora demo-grpo test test-part test-all test-peers costs costs-all sizes mutants campaign lint bench versions tables docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/zero3d train $(SLOW_BF16)
@@ -85,6 +92,9 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engines.py
 
+versions:
+	$(PYTHON) benchmarks/versions.py --python '$(PYTHON)' --row '$(ROW)' --into '$(INTO)'
+
 tables: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --write
 
@@ -99,7 +109,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { v=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
 	    echo "$(PYTHON) cannot make virtual environments: install the Debian package $$v (sudo apt-get install $$v)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	@$(if $(TORCH)$(TRANSFORMERS),sed $(OTHERS) constraints.txt > $(CONSTRAINTS))
 	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) -c $(CONSTRAINTS) -e '.[hf,vlm,plot,data]'
 	@touch $@
 
@@ -120,4 +130,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* .build/docs zero3d-demo*
+	rm -rf .venv .venv-torch-* .venv-transformers-* .build/docs zero3d-demo*

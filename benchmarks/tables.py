@@ -31,6 +31,7 @@ from figures_faults import FAULTS
 from figures_gpu import GPU
 from figures_measured import MEASURED, stamp
 from figures_peers import PEERS
+from figures_versions import DOCTORS, VERSIONS, doctors
 from planner_accuracy import as_text
 from recorded import RECIPES, RESULTS, ROOT, load, record
 from stage_picture import draw_stages
@@ -41,7 +42,15 @@ STAMP = "from-"
 ACCURACY = RESULTS / "planner_accuracy.txt"
 CURVES, PICTURE = RESULTS / "demo-curves.json", ROOT / "docs" / "optimizers.png"
 STAGES = ROOT / "docs" / "stages.png"
-TABLES = EXACT | MEASURED | FAULTS | PEERS | GPU | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}  # type: ignore[misc]
+TABLES = (
+    EXACT
+    | MEASURED
+    | FAULTS
+    | PEERS
+    | GPU
+    | VERSIONS
+    | {STAMP + name: lambda name=name: stamp(name) for name in RECIPES}
+)  # type: ignore[misc]
 GROUPS = {
     "all": list(RECIPES),
     "timed": [name for name, recipe in RECIPES.items() if recipe.timed],
@@ -86,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in DOCUMENTS:
             path.write_text(written(path.read_text()))
         ACCURACY.write_text(accuracy_text())
+        DOCTORS.write_text(doctors())
         draw(CURVES, PICTURE)
         draw_stages(STAGES)
     return bool(failed)

@@ -14,6 +14,7 @@ from demo_curves import digest  # noqa: E402
 from figures_exact import first_plans  # noqa: E402
 from recorded import RECIPES, RESULTS  # noqa: E402
 from stage_picture import drawn_from, gigabytes  # noqa: E402
+from versions import matrix  # noqa: E402
 
 from zero3d.cli.main import main  # noqa: E402
 
@@ -101,6 +102,19 @@ def test_a_missed_target_is_said():
     assert verdict([1.1, 1.2], 1.0) == "missed"
     assert verdict([0.9, 1.1, 1.2], 1.0) == "missed in 2 of 3"
     assert verdict([0.7], 0.8, at_least=True) == "missed"
+
+
+def test_what_the_doctor_carries_of_the_versions_tried_is_what_the_script_writes():
+    assert tables.DOCTORS.read_text() == tables.doctors(), "type: python benchmarks/tables.py --write"
+
+
+def test_versions_that_were_not_tried_stand_in_the_table_as_such(monkeypatch):
+    monkeypatch.setattr("figures_versions.recorded", dict)
+    head, _, *rows = tables.TABLES["tested"]().splitlines()
+    assert [row.split("|")[1].strip(" `") for row in rows] == list(matrix())
+    assert all("**not tried**" in row and row.count("|") == head.count("|") for row in rows)
+    assert tables.TABLES["tested-failing"]() == "- none"
+    assert json.loads(tables.doctors()) == []
 
 
 def test_a_search_as_the_command_prints_it_has_the_lines_that_documents_quote(capsys):

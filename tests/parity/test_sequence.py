@@ -1,9 +1,10 @@
 """The sequence axis: ranks that share sequences out have the bits of one rank that has all of them."""
 
+import sys
 import warnings
 from functools import cache, partial
 from shutil import which
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -874,12 +875,27 @@ def test_recurrences_and_hybrids_are_refused_by_name(ranks, name):
         assert why in told
 
 
+def closed(monkeypatch):
+    """A Llama with an attention that a file of transformers defines without those that are registered: of no release."""
+    file = ModuleType("transformers.models.closed.modeling_closed")
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+
+    class ClosedAttention(torch.nn.Module):
+        __module__ = file.__name__
+
+    model = tiny("llama")
+    model.model.layers[1].self_attn = ClosedAttention()
+    return model
+
+
 @pytest.mark.parametrize(("name", "where"), [
-    ("falcon", "h.0.self_attention"), ("mpt", "blocks.0.attn"), ("bloom", "h.0.self_attention"), ("gptj", "h.0.attn"),
+    ("falcon", "h.0.self_attention"), ("mpt", "blocks.0.attn"), ("bloom", "h.0.self_attention"),
+    ("closed", "layers.1.self_attn"),
 ])  # fmt: skip
-def test_attention_that_is_not_registered_is_refused_with_its_name_and_what_to_use(name, where):
+def test_attention_that_is_not_registered_is_refused_with_its_name_and_what_to_use(name, where, monkeypatch):
+    model = closed(monkeypatch) if name == "closed" else family(name)
     with pytest.raises(ConfigError) as refused:
-        check_sequence(family(name), 2, 1, "auto")
+        check_sequence(model, 2, 1, "auto")
     assert f"has attention of its own, which transformers does not register ({where})" in str(refused.value)
     assert "type mesh.sp=1. activations=full and mesh.tp save memory with long sequences" in str(refused.value)
 

@@ -154,14 +154,24 @@ def test_layers_that_run_across_documents_are_refused():
 
 
 def test_a_model_whose_mask_ignores_positions_is_refused():
-    from transformers import FalconConfig, FalconForCausalLM
+    from transformers.masking_utils import create_causal_mask
 
-    with torch.device("meta"):
-        falcon = FalconForCausalLM(
-            FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-        )
-    with pytest.raises(ConfigError, match="FalconForCausalLM does not make its attention mask from position_ids"):
-        check_packing(falcon)
+    class Heeding(type(hf("llama"))):
+        def forward(self, input_ids, position_ids=None, **options):
+            mask = create_causal_mask(
+                self.config, self.model.embed_tokens(input_ids), None, None, position_ids=position_ids
+            )
+            return super().forward(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **options)
+
+    class Ignoring(type(hf("llama"))):
+        def forward(self, input_ids, position_ids=None, **options):
+            mask = create_causal_mask(self.config, self.model.embed_tokens(input_ids), None, None)
+            return super().forward(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **options)
+
+    config = hf("llama").config
+    check_packing(Heeding(config))
+    with pytest.raises(ConfigError, match="Ignoring does not make its attention mask from position_ids"):
+        check_packing(Ignoring(config))
 
 
 def test_a_model_that_hides_its_cache_behind_keywords_gets_none():

@@ -6,6 +6,8 @@ plan --theory, explain    it is run
 ckpt                      it is run, in that folder, where `run` and `runs/llama` have two checkpoints
 train, compare, simulate  configuration, ranks, batch and positions are checked, nothing is started
 other plans               its words are read
+README's first block      it is typed in a copy of the project, in an environment of its own: an empty index takes the place of
+                          PyTorch's, and what is installed here that of downloads. Not run: the downloads, the line for GPUs
 
 Dotted names of zero3d, in the documents and in what the source says, lead somewhere.
 """
@@ -16,14 +18,19 @@ import pkgutil
 import re
 import shlex
 import shutil
+import tomllib
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pictures
 import pytest
 from bases import engine_of
 from damage import edit
+from environments import see_packages, typed as typed_in_bash
 from models import hf
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from training import save_model
 from transformers import CONFIG_MAPPING
 
@@ -217,6 +224,62 @@ def test_scripts_and_targets_that_pages_name_are_there():
     assert {"test", "demo", "docs"} <= set(targets)
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.M)] == []
+
+
+# --- README's first block -----------------------------------------------------------------------
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # as PyTorch's installation page has it
+INSTALL = re.compile(r"pip install -c constraints\.txt '\.\[([\w,]+)\]'(?: --extra-index-url (\S+))?")
+
+
+def pins():
+    """The versions that constraints.txt asks for, by package."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+@pytest.mark.parametrize("page", [README, CHINESE], ids=["English", "Chinese"])
+def test_readme_installs_the_versions_of_the_tests_without_cuda_or_with_it(page):
+    block = next(block for _, block in FENCE.findall(page.read_text()))
+    (extras, index), (same, none) = INSTALL.findall(page.read_text())
+    assert INSTALL.search(block)
+    assert (index, none) == (CPU_INDEX, "")
+    assert extras == same
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(each for name in extras.split(",") for each in optional[name])]
+    asked = [Requirement(each) for each in asked]
+    pinned = pins()
+    assert {each.name for each in asked} <= pinned.keys()
+    assert [str(each) for each in asked if pinned[each.name] not in each.specifier] == []
+    assert f"{pinned['torch']}+cpu" in SpecifierSet(f"=={pinned['torch']}")  # so that pip prefers that index's build
+
+
+@pytest.mark.long
+def test_readmes_first_block_installs_and_trains(tmp_path):
+    for name, pinned in pins().items():
+        if name in ("torch", "transformers") and metadata.version(name).partition("+")[0] != pinned:
+            pytest.skip(f"constraints.txt asks for {name} {pinned}, and here is {metadata.version(name)}")
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    (tmp_path / "index").mkdir()
+    local = (tmp_path / "index").as_uri()
+    environment, install, train = next(block for _, block in FENCE.findall(README.read_text())).splitlines()
+    activate = environment.rpartition("&& ")[2]
+    typed_in_bash(f"{environment}\npip uninstall --quiet --yes setuptools", tmp_path)  # Python 3.11 brings an old one
+    see_packages(tmp_path / ".venv")
+    indices = f"--index-url {local} --extra-index-url {local} --no-build-isolation"
+    assert CPU_INDEX in install
+    typed_in_bash(f"{activate}\n{install.replace(f'--extra-index-url {CPU_INDEX}', indices)}", tmp_path)
+    words = train.partition("#")[0].strip()
+    where = "python -c 'import zero3d; print(zero3d.__file__)'"
+    script = f"{activate}\n{where}\n{words} train.steps=5 precision=fp32"
+    first = typed_in_bash(script, tmp_path, OMP_NUM_THREADS="1").splitlines()[0]
+    assert Path(first).is_relative_to(tmp_path / ".venv")
+    assert (tmp_path / "zero3d-demo" / "metrics.jsonl").is_file()
 
 
 # --- dotted names -------------------------------------------------------------------------------

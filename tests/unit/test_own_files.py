@@ -74,6 +74,12 @@ def sparse(path):
         file.truncate(1 << 40)
 
 
+def open_to_all(path):
+    """A folder that is not closed to others, whatever the umask is."""
+    path.mkdir()
+    path.chmod(0o755)
+
+
 ODD = {
     "empty": lambda path: path.write_bytes(b""),
     "short": lambda path: path.write_bytes(bytes(SIZE - 1)),
@@ -86,7 +92,7 @@ ODD = {
     "a terminal": lambda path: path.symlink_to("/dev/tty"),
     "a loop": lambda path: path.symlink_to(path.name),
     "nothing": lambda path: path.symlink_to("nowhere"),
-    "a folder": Path.mkdir,
+    "a folder": open_to_all,
     "a socket": bind,
 }  # fmt: skip
 

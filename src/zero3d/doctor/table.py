@@ -34,7 +34,8 @@ PROBES = (
     Probe(
         "versions",
         "imports fail: operator torchvision::nms does not exist; no kernel image; driver too old",
-        "torch, CUDA, driver, torchvision, transformers, Python, and whether the first four import together",
+        "torch, CUDA, driver, torchvision, transformers, Python, whether the first four import together, and which row "
+        "of docs/tested.md has these versions",
         "install versions that belong together, or uninstall torchvision: zero3d does not need it",
         versions.versions,
         60.0,

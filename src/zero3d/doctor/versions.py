@@ -1,18 +1,22 @@
 """Packages that must fit together: torch, CUDA, the driver, torchvision, transformers, Python.
 
+tested.json, which benchmarks/tables.py writes with docs/tested.md, has the versions with which the tests ran.
+
 torchvision comes in one version for each of torch's; another one breaks every import of transformers, peft and trl
 (`operator torchvision::nms does not exist`), though none of them needs it for language models.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from zero3d.doctor.finding import BROKEN, OK, WARNING, Finding, Request
@@ -22,6 +26,7 @@ PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 16)
 PACKAGES = ("torch", "torchvision", "transformers", "tokenizers", "peft", "safetensors", "numpy")
 # The oldest Linux driver for a major version of CUDA (minor versions are compatible): NVIDIA's release notes.
 DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+TESTED = Path(__file__).with_name("tested.json")
 NO_VISION = "pip uninstall torchvision (zero3d does not need it), or install the one for torch"
 
 
@@ -40,6 +45,10 @@ def versions(request: Request) -> Finding:
     listed = ", ".join(f"{name} {found[name]}" for name in (*PACKAGES[:3], "python") if found.get(name))
     if found["cuda"]:
         listed += f", CUDA {found['cuda']}, driver {found['driver'] or 'none'}"
+    here = {**found, "system": platform.system(), "machine": platform.machine()}
+    tested = tested_row(here, json.loads(TESTED.read_text()))
+    found["tested"] = str(tested["row"]) if tested else ""
+    listed += f"; {say_tested(tested)}"
     if not complaints:
         return Finding(OK, listed, figures=found)
     complaints.sort(key=lambda each: each.verdict != BROKEN)
@@ -82,6 +91,28 @@ def import_all(torch: Any, load: Callable[[str], tuple[Any, str]] = imported) ->
         if module is None:
             complaints.append(Finding(BROKEN, f"import {name} fails: {error}", f"pip install -U {name}"))
     return complaints
+
+
+def tested_row(here: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the first row of docs/tested.md that is of these versions, None if none is.
+
+    here   versions by package, with python, system and machine; the last numbers of Python's do not count, nor does the
+           build of torch (+cpu)
+    """
+
+    def key(of: Mapping[str, Any]) -> tuple[Any, ...]:
+        torch = str(of["torch"]).partition("+")[0]
+        return of["system"], of["machine"], numbers(of["python"]), torch, of.get("transformers", "")
+
+    return next((row for row in rows if key(row) == key(here)), None)
+
+
+def say_tested(row: Mapping[str, Any] | None) -> str:
+    """Say how the tests ended with these versions."""
+    if row is None:
+        return "no row of docs/tested.md has these versions"
+    failed = row["failed"]
+    return f"row {row['row']} of docs/tested.md ({failed or 'no'} test{'s' if failed > 1 else ''} failed)"
 
 
 def compare(found: Mapping[str, str]) -> list[Finding]:

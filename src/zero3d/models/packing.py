@@ -1,13 +1,13 @@
 """Whether a model keeps packed documents apart: refused where it does not, because nobody would notice.
 
-Hugging Face (masking_utils, transformers 5.17-5.23) makes the mask from position_ids alone, wherever
+Hugging Face (masking_utils, transformers 5.16-5.24) makes the mask from position_ids alone, wherever
 they do not rise by one, if all of this holds:
 
     attention_mask is None and there is no cache     use_cache=True is the default, also in training,
                                                      and makes documents visible: `forward_options`
     attention is eager, sdpa or flex_attention       flash attention takes no mask, and looks at position_ids
                                                      where a micro-batch is one row
-    the model passes position_ids to its mask        gpt-oss, Falcon, Bloom, OPT do not
+    the model passes position_ids to its mask        gpt-oss, OPT, XGLM do not; Falcon since 5.24
     every layer is attention                         convolutions and recurrences run across
 
 Measured on 2026-11-21 with transformers 5.23, all causal families that could be made tiny, sdpa: in each of
