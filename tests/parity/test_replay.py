@@ -1,6 +1,7 @@
 """health.replay: gradients computed twice. A replay changes no bit and no count; a flipped bit is found and named."""
 
 from itertools import count, product
+from unittest import mock
 
 import pytest
 import torch
@@ -175,6 +176,27 @@ def test_of_two_ranks_that_differ_each_time_both_are_named(ranks):
     assert "rank 0 (" in message
     assert "rank 1 (" in message
     assert "one of them is wrong, and a third dp rank would say which" in message
+
+
+def on_other_kernels(backwards):
+    """Train where rank 1 has kernels of another name, and other bits in these of its backwards."""
+    name = f"kernels of rank {torch.distributed.get_rank()}"
+    with mock.patch("zero3d.engine.replay.replay.products", return_value=name):
+        told = accused(1, backwards, {"stage": 3}, 3)
+        return told, engine_of(replay=1).notes
+
+
+def test_ranks_whose_kernels_differ_accuse_nobody_of_it_and_say_so(ranks):
+    for told, notes in ranks(2, on_other_kernels, ALWAYS):
+        assert told is None
+        assert len(notes) == 1
+        assert "kernels of rank 0" in notes[0]
+        assert "rank 1 on" in notes[0]
+        assert (
+            "each rank computes its own micro-batch twice; a fault that a rank repeats each time is not seen"
+            in notes[0]
+        )
+    assert [told[0].count("rank 1 (") for told, _ in ranks(2, on_other_kernels, (2,))] == [1, 1], "what it does once is"
 
 
 def test_a_rank_alone_finds_what_it_does_not_do_twice(alone):

@@ -16,6 +16,7 @@ from zero3d.config import Config, Data, Optimizer, Train, Zero, load, resolve_ba
 from zero3d.config.hints import FOREIGN
 from zero3d.config.keys import KEYS, SECTIONS, value_of
 from zero3d.errors import ConfigError
+from zero3d.spec import declaring
 from zero3d.spec.tiers import tiers_of
 from zero3d.train.variants import split_axes
 
@@ -434,6 +435,21 @@ def test_the_schema_holds_every_key_its_default_and_bounds():
 def test_the_page_holds_the_table_of_all_keys():
     page = (ROOT / "docs" / "config.md").read_text()
     assert config.as_markdown() in page, "docs/config.md: put in what zero3d.config.as_markdown() returns"
+
+
+def test_the_page_says_of_every_key_whether_bits_change_with_it():
+    page, table = (ROOT / "docs" / "config.md").read_text(), config.bits_as_markdown()
+    assert table in page, "docs/config.md: put in what zero3d.config.bits_as_markdown() returns"
+    assert all(f"`{name}`" in table for name in KEYS)
+    assert config.explain("log.every").endswith("resumed  with another value: the same bits")
+    assert config.explain("mesh.experts").endswith(
+        "other bits, without zero.exact: one product of all sources sums in another order"
+    )
+
+
+def test_a_key_that_does_not_say_whether_bits_change_with_it_cannot_be_declared():
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'bits'"):
+        declaring.key(1, "a number")
 
 
 def test_the_pages_example_loads(written):

@@ -16,7 +16,7 @@ describe    a Config as a dict or YAML; the keys as text, markdown and JSON Sche
 """
 
 from zero3d.config.batch import Batch, resolve_batch
-from zero3d.config.describe import as_markdown, explain, schema, to_dict, to_yaml
+from zero3d.config.describe import as_markdown, bits_as_markdown, explain, schema, to_dict, to_yaml
 from zero3d.config.problems import offload_of
 from zero3d.config.read import check, given_keys, load, split_words
 from zero3d.config.sections import (
@@ -64,6 +64,7 @@ __all__ = [
     "Train",
     "Zero",
     "as_markdown",
+    "bits_as_markdown",
     "asked_degrees",
     "check",
     "degrees_of",

@@ -15,6 +15,7 @@ from zero3d.config.kinds import KINDS
 from zero3d.config.sections import Config
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError
+from zero3d.spec.bits import DEVICE, EXACT, FACTS, NCCL, PLAIN, REFUSED, SAME_DP, SEVERAL, Bits
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def _key_text(key: Key) -> Iterator[str]:
     yield f"  default  {scalar(key.default)}"
     yield f"  in YAML  {section}: {{{field}: VALUE}}" if section else f"  in YAML  {field}: VALUE"
     yield f"  typed    {key.name}=VALUE"
+    yield f"  resumed  with another value: {_bits_of(key)}"
 
 
 def _lines(prefix: str) -> Iterator[str]:
@@ -109,6 +111,53 @@ def as_markdown() -> str:
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+# --- why bits change ----------------------------------------------------------------------------
+
+WHEN = {  # the runs in which a fact is compared
+    PLAIN: "without `zero.exact`",
+    EXACT: "with `zero.exact`",
+    SAME_DP: "without `zero.exact`, on as many ranks",
+    SEVERAL: "with several micro-batches a step",
+    DEVICE: "on accelerators",
+    NCCL: "where NCCL adds",
+    REFUSED: "refused",
+}
+
+
+def _bits_of(key: Key) -> str:
+    """Return what becomes of a run that goes on with another value of a key."""
+    if key.bits is None:
+        return "the same bits"
+    if key.bits.when == REFUSED:
+        return key.bits.why
+    where = f", {WHEN[key.bits.when].replace('`', '')}" if key.bits.when in WHEN else ""
+    return f"other bits{where}: {key.bits.why}" if key.bits.why else f"other bits{where}"
+
+
+def bits_as_markdown() -> str:
+    """Return tables of what bits depend on, and why: docs/config.md holds them."""
+    keys: dict[Bits, list[str]] = {}
+    for key in KEYS.values():
+        if key.bits is not None:
+            keys.setdefault(key.bits._replace(usual=None), []).append(key.name)
+    facts = {row._replace(usual=None): [name] for name, row in FACTS.items() if name not in ("fold", *_facts_of_keys())}
+    lines = []
+    for title, rows in (("key", keys), ("not a key", facts)):
+        lines += [f"| {title} | why bits change with it | when |", "|---|---|---|"]
+        lines += [
+            f"| {', '.join(f'`{name}`' for name in names)} | {row.why or 'values are rounded differently'} "
+            f"| {WHEN.get(row.when, 'always')} |"
+            for row, names in rows.items()
+        ]
+        lines.append("")
+    same = ", ".join(f"`{key.name}`" for key in KEYS.values() if key.bits is None)
+    return "\n".join([*lines, f"No bit changes with {same}.", ""])
+
+
+def _facts_of_keys() -> set[str]:
+    return {key.bits.fact for key in KEYS.values() if key.bits is not None}
 
 
 # --- JSON Schema ----------------------------------------------------------------------------------

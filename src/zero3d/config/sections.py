@@ -207,7 +207,7 @@ class Train:
         None,
         "decay of an exponential moving average of the weights, such as 0.999; the average is evaluated beside the "
         "weights and exported in their place",
-        bits=FACTS["ema"],
+        bits=None,
         above=0,
         below=1,
     )

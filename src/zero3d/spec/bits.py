@@ -19,7 +19,8 @@ PLAIN, EXACT = "plain", "exact"  # outside of exact mode; in it
 SAME_DP = "same dp"  # outside of exact mode, on as many data-parallel ranks: on others it follows from their number
 SEVERAL = "several"  # outside of exact mode, where a step has several micro-batches
 DEVICE, NCCL = "device", "nccl"  # on accelerators; on those of them where the backend adds what ranks have
-ELSEWHERE = "elsewhere"  # compared by other means, or refused where it differs
+REFUSED = "refused"  # a checkpoint with another value is refused
+ELSEWHERE = "elsewhere"  # always, by means of its own: options of groups, axes that fold dp
 UNKNOWN = "not known"  # what a checkpoint notes where it notes nothing, as one of an older version does
 
 SUMS = "sums may be taken in another order"
@@ -69,7 +70,7 @@ FACTS = _named(
         "sp_masks": Bits("other kernels attend where a mask would be larger", usual="dense"),
         "chunks": Bits("a rank sums norms of other parameters", usual="one a rank"),
         "units": Bits("a rank sums norms of other pieces of parameters", usual=None),
-        "groups": Bits("other options apply to them", words="groups of parameters"),
+        "groups": Bits("parameters have other options", words="groups of parameters"),
         "scheduler": Bits("learning rates are others from here on"),
         "factors": Bits("learning rates are others from here on", usual=None, words="functions of the scheduler"),
         "loss": Bits("another function computes it", usual=None),
@@ -80,7 +81,7 @@ FACTS = _named(
         "accumulate": Bits("a step has another number of micro-batches", SAME_DP),
         "algorithm": Bits("ranks' terms are summed in another order", SAME_DP),
         "reduce": Bits("micro-batches a step are summed in another order", SEVERAL, told=True),
-        "leaves": Bits("micro-batches of a step over all ranks", EXACT, usual=None),
+        "leaves": Bits("another number of micro-batches is summed", EXACT, usual=None),
         # on accelerators
         "deterministic": Bits("", DEVICE),
         "dp_sums": Bits("", DEVICE),
@@ -98,11 +99,11 @@ FACTS = _named(
         "ranks_per_host": Bits(SUMS, NCCL),
         "stage": Bits(SUMS, NCCL, told=True),
         # compared by other means
-        "fold": Bits("gradients are summed in other groups, of an axis that folds dp", ELSEWHERE),
+        "fold": Bits("gradients are summed in other groups (of ep and shard not with zero.exact)", ELSEWHERE),
         "options": Bits("the update uses it", ELSEWHERE),
-        "ema": Bits("of averages, which no training reads", ELSEWHERE),
-        "model": Bits("a checkpoint of another model is refused", ELSEWHERE),
-        "optimizer": Bits("states of another optimizer are refused", ELSEWHERE),
-        "data": Bits("a place in other data is refused", ELSEWHERE),
+        # refused
+        "model": Bits("a checkpoint of another model is refused", REFUSED),
+        "optimizer": Bits("states of another optimizer are refused", REFUSED),
+        "data": Bits("a place in other data is refused", REFUSED),
     }
 )
