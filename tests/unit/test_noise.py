@@ -129,6 +129,29 @@ def test_other_threads_are_as_noisy(alone):
     assert alone(with_noise, "1", in_a_thread)
 
 
+def compiled():
+    """How many frames dynamo saw of a step with a backward, which breaks its graph; whether gradients are those without it."""
+    import torch._dynamo
+
+    model, gradients = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), []
+
+    def step(x):
+        model(x).square().sum().backward()
+        return x + 1
+
+    for run in (step, torch.compile(step, backend="eager")):
+        run(draw(4, 8))
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    return torch._dynamo.utils.counters["frames"]["total"], all(map(torch.equal, *gradients))
+
+
+def test_compiled_code_is_as_noisy_and_the_noise_is_not_compiled(alone):
+    frames, same = alone(with_noise, "1", compiled)
+    assert same
+    assert frames == alone(without_noise, compiled)[0]
+
+
 def without_values():
     with FakeTensorMode():
         fake = torch.empty(4, 8) @ torch.empty(8, 3)
