@@ -5,6 +5,8 @@
 # make test      what CI runs: lint, types, tests                  (6 minutes on 2 quiet cores)
 # make test ROOM=plan   the tests of one package of src/zero3d     (3 minutes)
 # make test-part PART=COMMIT   the part of the longer tests that a commit's hash chooses (CI: its own)   (2 minutes)
+# make test CPU=noise  the tests as on another CPU: avx2 and default have kernels without AVX-512 or AVX2, noise draws the last
+#                bit of each matrix product (tests/cpus.py); of test-all, too. Of test-part: the part of all cases that CI runs so
 # make test-all  all tests, the longer ones too                    (40 minutes on 2 quiet cores)
 # make test-peers   those beside TRL, Lightning, DeepSpeed and Axolotl, which it installs
 # make costs     what each test file takes, into tests/durations.json and CONTRIBUTING.md; costs-all: the longer ones, too
@@ -34,10 +36,11 @@ JOBS ?= $(shell expr $$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1)
 ROOM ?=
 ROW ?=
 INTO ?=
+CPU ?=
 # Where the CPU multiplies bf16 matrices without its vectors, ten times as slowly as fp32 ones, the demo is in fp32.
 SLOW_BF16 := $(shell grep -qsE 'avx512|bf16' /proc/cpuinfo || echo --precision fp32)
 # Files are compiled once for all processes, whatever the caller's environment says.
-PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python
+PYTHON_TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(CPU:%=ZERO3D_TEST_CPU=%) $(BIN)/python
 PYTEST := $(PYTHON_TESTS) -m pytest --numprocesses=$(JOBS)
 AXOLOTL := 0.21.0
 PEERS := $(patsubst %,tests/parity/test_%.py,axolotl deepspeed_itself lightning trl) tests/unit/test_routes.py

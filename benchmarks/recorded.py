@@ -302,6 +302,8 @@ def _parsed(text: str) -> Any:
 def _header(name: str) -> dict[str, Any]:
     import torch
 
+    from zero3d.distributed.kernels import products
+
     return {
         "name": name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -309,6 +311,7 @@ def _header(name: str) -> dict[str, Any]:
         "machine": {
             "cores": os.cpu_count(),
             "cpu": torch.backends.cpu.get_cpu_capability(),
+            "products": products(),
             "system": platform.system(),
         },
         "python": platform.python_version(),

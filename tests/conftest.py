@@ -13,9 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import cpus
+
+cpus.begin(os.environ)  # before torch asks what it may use
+import torch  # noqa: E402
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup make test &` begins with both ignored
@@ -31,18 +35,18 @@ FOLDER = pytest.StashKey[str]()  # of the fork servers' sockets
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--part", metavar="COMMIT", help="the part of the long tests that this hash chooses (tests/part.py)"
-    )
+    parser.addoption("--part", metavar="COMMIT", help="the part of the tests that this hash chooses (tests/part.py)")
     parser.addoption("--room", metavar="PACKAGE", help="the tests of a package of zero3d (tests/rooms.py)")
     parser.addoption("--costs", metavar="FILE", help="write what each test took (tests/costs.py)")
 
 
 def pytest_configure(config):
+    if refusal := cpus.refusal(cpu := os.environ.get(cpus.VARIABLE, "")):
+        raise pytest.UsageError(refusal)
     if (commit := config.getoption("part")) is not None:
         if not commit:
             raise pytest.UsageError("--part= names no commit: outside of git pass one, make test-part PART=NAME")
-        config.option.markexpr = "long"
+        config.option.markexpr = "long or not long" if cpu else "long"
     from rooms import packages
 
     if (package := config.getoption("room")) and package not in (known := packages()):
@@ -69,20 +73,32 @@ def pytest_configure_node(node):
     node.workerinput["fork_servers"] = node.config.stash[FOLDER]
 
 
+def pytest_sessionstart(session):
+    if (reporter := session.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+        reporter.write_line(cpus.header(os.environ.get(cpus.VARIABLE, "")))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leave the cases of the part or room that is asked for; put the files that take longest first."""
     from durations import seconds_of
-    from part import part_of
+    from part import ROOMS, part_of
     from rooms import files_of
 
     everything = list(items)
+    took = {item.nodeid: seconds_of(item.nodeid, "long" in item.keywords) for item in items}
     if (commit := config.getoption("part")) is not None:
-        chosen = part_of([item.nodeid for item in items], commit)
+        if os.environ.get(cpus.VARIABLE):  # as on another CPU: of the rooms that are about what a CPU computes
+            short = dict.fromkeys((item.path for item in items), 0.0)
+            for item in items:
+                short[item.path] += 0.0 if "long" in item.keywords else took[item.nodeid]
+            rooms = {path for package in ROOMS for path in files_of(short, package)}
+            items[:] = [item for item in items if item.path in rooms]
+        chosen = part_of({item.nodeid: took[item.nodeid] for item in items}, commit)
         items[:] = [item for item in items if item.nodeid in chosen]
     seconds = defaultdict(float)
     for item in items:
-        seconds[item.path] += seconds_of(item.nodeid, "long" in item.keywords)
+        seconds[item.path] += took[item.nodeid]
     if package := config.getoption("room"):
         seconds = {path: seconds[path] for path in files_of(seconds, package)}
         items[:] = [item for item in items if item.path in seconds]

@@ -1,4 +1,9 @@
-"""Tiny models that a tp axis can cut, and what one step of theirs computes: whole, or joined from the ranks."""
+"""Tiny models that a tp axis can cut, and what one step of theirs computes: whole, or joined from the ranks.
+
+`assert_near` compares tensors that kernels, cuts or machines computed otherwise.
+"""
+
+import math
 
 import torch
 import torch.distributed as dist
@@ -137,3 +142,22 @@ def logical_gradients(model, sharded):
             assert all(torch.equal(part, parts[0]) for part in parts), name
             found[name] = parts[0]
     return found
+
+
+FEW = 4  # elements of a model that rounding may send the other way
+
+
+def assert_near(found, wanted, most, rate=0.0):
+    """Fail unless every tensor is as near to the wanted one of its name as rounding leaves it: ||a - b|| <= most * ||b||.
+
+    rate    the largest learning rate of steps of an adaptive optimizer behind the tensors. Where a gradient is zero but for
+            rounding it moves an element by +-rate, as this CPU happens to round: FEW elements may be that far apart, by
+            2 * rate. Parameters are never compared element by element after such a step.
+    """
+    assert found.keys() == wanted.keys()
+    beyond = {}
+    for name, tensor in found.items():
+        norm = wanted[name].double().norm()
+        beyond[name] = float((tensor.double() - wanted[name].double()).norm() - most * norm)
+    far = {name: apart for name, apart in beyond.items() if not apart <= 0}
+    assert math.hypot(*far.values()) <= 2 * rate * FEW**0.5, f"beyond {most:.0e} of their norms: {far}"

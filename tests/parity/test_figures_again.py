@@ -1,6 +1,6 @@
 """Commands behind the figures that are no timings, run again: the same bytes, traffic and plans, and the same losses.
 
-Losses are those of one key (Python's version, whose library is the text; torch's; the CPU's instructions); with another
+Losses are those of one key (Python's version, whose library is the text; torch's; the CPU's kernels); with another
 key only that they agree with each other.
 """
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from zero3d.distributed.kernels import capability, products
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from recorded import RECIPES, load, run, started
@@ -31,8 +33,8 @@ SHORTER = {  # words of commands -> others, with which less is compared
 
 
 def same_key(found):
-    now = platform.python_version(), torch.__version__, torch.backends.cpu.get_cpu_capability()
-    return now == (found["python"], found["torch"], found["machine"]["cpu"])
+    now = platform.python_version(), torch.__version__, capability(), products()
+    return now == (found["python"], found["torch"], found["machine"]["cpu"], found["machine"].get("products"))
 
 
 def of_a_run(result, with_losses):

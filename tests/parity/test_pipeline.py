@@ -6,6 +6,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from pipelines import FAMILIES, MESHES, SCHEDULES, SETTINGS, covering, is_tied, layers_for, train
+from tensors import assert_near
 
 OFTEN = {  # of the cases that have all pairs of settings those that together have every value, most of them on two ranks
     ("net", (1, 4), "interleaved"), ("llama", (2, 2), "zbv"), ("llama", (1, 2), "zero-bubble"),
@@ -38,9 +39,8 @@ def assert_same(family, run, reference):
         return
     assert losses == pytest.approx(reference[0], rel=1e-6)
     assert norms == pytest.approx(reference[1], rel=1e-6)
-    for name, weight in weights.items():
-        copied = {"lm_head.weight": "model.embed_tokens.weight" if family == "qwen3" else "transformer.wte.weight"}
-        torch.testing.assert_close(weight, reference[2][copied.get(name, name)], rtol=1e-6, atol=1e-6)
+    copied = {"lm_head.weight": "model.embed_tokens.weight" if family == "qwen3" else "transformer.wte.weight"}
+    assert_near(weights, {name: reference[2][copied.get(name, name)] for name in weights}, 1e-6)
 
 
 def check(ranks, reference, family, mesh, schedule, cases):

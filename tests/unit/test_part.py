@@ -1,23 +1,24 @@
-"""Parts of the long tests and rooms of packages: the same for the same input, never too much, and in time all cases."""
+"""Parts of the tests, rooms of packages, and CPUs: the same for the same input, never too much, and in time all cases."""
 
 from pathlib import Path
 
 import pytest
+from cpus import CHOICES, KERNELS, VARIABLE, begin, of_commit, refusal
 from durations import UNMEASURED, recorded, seconds_of
-from part import AT_MOST, BUDGET, part_of
+from part import AT_MOST, BUDGET, ROOMS, part_of
 from rooms import BUDGET as OF_ROOM, files_of, files_of_faults, packages
 
 ROOT = Path(__file__).parents[2]
 LONG = [file for file, found in recorded().items() if "long" in found]
-CASES = [f"{file}::test_something[{number}]" for file in LONG for number in range(4)]
+CASES = {f"{file}::test_something[{n}]": seconds_of(file, long=True) for file in LONG for n in range(4)}
 
 
 def seconds(chosen):
-    return sum(min(seconds_of(name, long=True), AT_MOST) for name in chosen)
+    return sum(min(CASES[name], AT_MOST) for name in chosen)
 
 
 def test_a_commit_chooses_the_same_part_again_whatever_the_order():
-    assert part_of(CASES, "a1b2") == part_of(reversed(CASES), "a1b2") != part_of(CASES, "a1b3")
+    assert part_of(CASES, "a1b2") == part_of(dict(reversed(CASES.items())), "a1b2") != part_of(CASES, "a1b3")
 
 
 def test_a_part_is_full_and_not_more():
@@ -27,12 +28,13 @@ def test_a_part_is_full_and_not_more():
 
 
 def test_in_time_every_case_has_its_turn_that_a_part_has_time_for():
-    fitting = {name for name in CASES if seconds_of(name, long=True) < BUDGET}
+    fitting = {name for name in CASES if CASES[name] < BUDGET}
     assert set().union(*(part_of(CASES, str(commit)) for commit in range(300))) == fitting
 
 
 def test_cases_that_nobody_measured_count_as_dear():
-    chosen = part_of([f"tests/unit/test_new.py::test_x[{number}]" for number in range(99)], "a1b2")
+    names = [f"tests/unit/test_new.py::test_x[{number}]" for number in range(99)]
+    chosen = part_of({name: seconds_of(name, long=True) for name in names}, "a1b2")
     assert len(chosen) == BUDGET // UNMEASURED["long"]
 
 
@@ -54,3 +56,37 @@ def test_a_room_begins_with_the_files_that_see_its_faults_and_import_most_from_i
     faults = files_of_faults("shards")
     assert set(files_of(files, "shards")[: len(faults)]) == faults
     assert files_of(files, "shards")[0].name == "test_cuts.py"
+
+
+# --- another CPU ------------------------------------------------------------------------------------
+
+
+def test_the_rooms_of_another_cpu_are_packages():
+    assert set(ROOMS) <= set(packages())
+
+
+def test_a_commit_chooses_a_cpu_and_in_time_each():
+    chosen = [of_commit(str(commit)) for commit in range(60)]
+    assert chosen == [of_commit(str(commit)) for commit in range(60)]
+    assert set(chosen) == set(CHOICES)
+
+
+def test_another_cpu_is_told_to_the_libraries_that_multiply():
+    for chosen, variables in KERNELS.items():
+        environment = {VARIABLE: chosen}
+        begin(environment)
+        assert environment == {VARIABLE: chosen} | variables
+    assert len({tuple(variables) for variables in KERNELS.values()}) == 1
+    unchanged = {}
+    begin(unchanged)
+    assert unchanged == {}
+
+
+@pytest.mark.parametrize("chosen", ["", *CHOICES, "noise:7"])
+def test_a_cpu_that_there_is_has_no_refusal(chosen):
+    assert refusal(chosen) is None
+
+
+@pytest.mark.parametrize("chosen", ["avx3", "AVX2", "noisy"])
+def test_a_cpu_that_there_is_not_is_refused_with_those_that_there_are(chosen):
+    assert refusal(chosen) == f"CPU={chosen}: the tests run as on avx2, default, noise, or without CPU= as on this one"

@@ -178,7 +178,7 @@ def check(model, loss, change=lambda model: None, **options):
     engine = trained(model, loss, **options)
     with engine.full_params():
         for name, p in engine.module.named_parameters():
-            torch.testing.assert_close(p, dict(plain.named_parameters())[name], rtol=1e-6, atol=1e-7, msg=name)
+            assert torch.equal(p, dict(plain.named_parameters())[name]), name
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -278,7 +278,7 @@ def test_gradients_of_parameters_may_be_asked_for():
     (grad,) = torch.autograd.grad(of_output(engine, engine.module, batch(0)), [weight])
     plain = chain()
     (wanted,) = torch.autograd.grad(of_output(plain, plain, batch(0)), [plain.layers[0].first.weight])
-    torch.testing.assert_close(grad, wanted)
+    assert torch.equal(grad, wanted)
     assert engine.accumulation.count == 0
 
 
@@ -476,7 +476,7 @@ def test_functional_gradients_inside_a_forward_need_whole_weights():
         assert engine.step().reason == "applied"
     with engine.full_params():
         for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, wanted, rtol=1e-6, atol=1e-7)
+            assert torch.equal(p, wanted)
 
 
 def of_function(transform):
@@ -514,7 +514,7 @@ def test_functional_gradients_of_an_engine_are_those_of_torch(name, stage, alone
         assert engine.step().reason == "applied"
     with engine.full_params():
         for p, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, wanted, rtol=1e-5, atol=1e-6)
+            assert torch.equal(p, wanted)
 
 
 class KeepsWeight(torch.autograd.Function):
