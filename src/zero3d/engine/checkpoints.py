@@ -183,7 +183,7 @@ class Checkpoints:
             )
         return Given(optimizer.torch, stepper.scheduler, step)
 
-    def _go_on_from(self, step: int, saved: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    def _go_on_from(self, step: int, saved: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
         self._assembly.stepper.count = step
         for feature in self._assembly.features:
             feature.loaded()
@@ -213,8 +213,7 @@ class Checkpoints:
         self._saves.wait()
         note, store = agree(self._assembly.base.axes.world.patient, self._left)
         self._assembly.stepper.reset()
-        state = self._state()
-        self._go_on_from(note.step, load_slots(note, state, store), state.about)
+        self._go_on_from(note.step, load_slots(note, self._state(), store))
         return note.loop
 
     def note(self, loop: Mapping[str, Any] | None = None) -> None:
