@@ -23,12 +23,22 @@ HOOK = Path(__file__).with_name("another_cpu")  # its sitecustomize.py begins th
 
 def begin(environment):
     """Be the CPU that the environment names, in this process and those that it starts; before torch is imported."""
+    begin_noise(tell(environment))
+
+
+def tell(environment):
+    """Add to an environment what makes a process be the CPU that it names, and what it starts."""
     chosen = environment.get(VARIABLE, "")
     environment.update(KERNELS.get(chosen, {}))
     if seed_of(chosen):
         others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(HOOK))]
         environment["PYTHONPATH"] = os.pathsep.join([str(HOOK), *others])
-        begin_noise(environment)
+    return environment
+
+
+def as_here(environment):
+    """Return an environment that a test made anew, for a process of the CPU that this one is."""
+    return tell(environment | {VARIABLE: os.environ.get(VARIABLE, "")})
 
 
 def begin_noise(environment):

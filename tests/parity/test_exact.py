@@ -133,10 +133,10 @@ def test_one_list_gives_one_hash_at_any_stage_moment_and_number_of_micro_batches
     ((3, "every_micro_batch"), (1, 2)),
     *(pytest.param(stage, (1, 2, 4), marks=pytest.mark.long) for stage in ((1, "every_step"), (3, "every_micro_batch"))),
 ], ids=str)  # fmt: skip
-def test_a_plain_curve_is_not_the_same(ranks, stage, dps):
+def test_plain_states_are_not_the_same(ranks, stage, dps):
+    """Nor are losses in the end; those of two steps may be, on one CPU or another."""
     runs = [ranks(dp, run, [(stage, *FIRST[1:])], False)[0][0] for dp in dps]
     assert len({states for _, states in runs}) == len(dps)
-    assert len({str(curve) for curve, _ in runs}) == len(dps)
 
 
 # --- the tree -------------------------------------------------------------------------------------

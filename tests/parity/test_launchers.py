@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import cpus
 import pytest
 from trainers import logged
 
@@ -66,7 +67,7 @@ NOTEBOOK = """
 def run(folder, script, *launcher):
     (folder / "script.py").write_text(textwrap.dedent(script))
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = cpus.as_here({**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
     command = [sys.executable, *launcher, "script.py"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]

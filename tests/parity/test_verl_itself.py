@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import cpus
 import pytest
 import torch
 from models import hf
@@ -39,7 +40,7 @@ def python(tmp_path_factory):
 def run_peer(python, model, folder, lora_rank=0, tp=1):
     """What verl and our engine say of three steps, and on every rank alike what rollouts get."""
     model.save_pretrained(folder)
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
+    environment = cpus.as_here({**os.environ, "PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"})
     words = [python, str(TESTS / "verl_peer.py"), str(folder), str(lora_rank), str(tp)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     ranks = [subprocess.Popen([*words, str(place)], **pipe) for place in range(tp)]

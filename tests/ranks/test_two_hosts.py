@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from unittest import mock
 
+import cpus
 import pytest
 import torch.distributed as dist
 import yaml
@@ -96,11 +97,11 @@ def test_a_cut_cable_is_an_error_on_both_sides_in_a_loop_of_ones_own(ranks, host
 
 # --- commands on the hosts --------------------------------------------------------------------------
 
-ENVIRONMENT = {
+ENVIRONMENT = cpus.as_here({
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": os.environ.get("HOME", "/root"),
     "TMPDIR": "/dev/shm",  # each host's own, where the watch folders are
-}  # fmt: skip
+})  # fmt: skip
 
 
 def torchrun(folder, number, ranks=1, words=()):

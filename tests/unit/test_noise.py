@@ -163,8 +163,7 @@ def test_tensors_without_values_are_left_alone(alone):
 
 
 def test_commands_are_noisy_too_and_those_without_torch_import_none():
-    environment = dict(os.environ) | {cpus.VARIABLE: "noise"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(cpus.HOOK), environment.get("PYTHONPATH", "")])
+    environment = cpus.tell(dict(os.environ) | {cpus.VARIABLE: "noise"})
     code = "import sys; print('torch' in sys.modules); import torch, noise; print(len(noise._libraries))"
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert said.stdout.split() == ["False", "1"], said.stderr

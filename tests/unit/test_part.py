@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cpus import CHOICES, KERNELS, VARIABLE, begin, of_commit, refusal
+from cpus import CHOICES, KERNELS, VARIABLE, of_commit, refusal, tell
 from durations import UNMEASURED, recorded, seconds_of
 from part import AT_MOST, BUDGET, ROOMS, part_of
 from rooms import BUDGET as OF_ROOM, files_of, files_of_faults, packages
@@ -74,11 +74,11 @@ def test_a_commit_chooses_a_cpu_and_in_time_each():
 def test_another_cpu_is_told_to_the_libraries_that_multiply():
     for chosen, variables in KERNELS.items():
         environment = {VARIABLE: chosen}
-        begin(environment)
+        tell(environment)
         assert environment == {VARIABLE: chosen} | variables
     assert len({tuple(variables) for variables in KERNELS.values()}) == 1
     unchanged = {}
-    begin(unchanged)
+    tell(unchanged)
     assert unchanged == {}
 
 
