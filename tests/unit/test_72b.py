@@ -9,6 +9,7 @@ shapes of what they send is assumed to be a yes, and so are the numbers that dec
 
 from math import prod
 from pathlib import Path
+from shlex import quote
 from types import SimpleNamespace
 
 import pytest
@@ -93,7 +94,7 @@ def test_launch_prints_what_starts_it_on_16_nodes_of_8(capsys, target):
     assert main(["launch", target, str(EXAMPLE), "--nodes", "16"]) == 0
     text = capsys.readouterr().out
     for word in {
-        "slurm": ["--nodes=16", "--ntasks-per-node=8", "--gpus-per-node=8", f"zero3d train {EXAMPLE}"],
+        "slurm": ["--nodes=16", "--ntasks-per-node=8", "--gpus-per-node=8", f"zero3d train {quote(str(EXAMPLE))}"],
         "torchrun": ["--nnodes=16", "--nproc-per-node=8", "HEAD_NODE", "--resume auto"],
         "k8s": ["completions: 16", "parallelism: 16", "nvidia.com/gpu: 8", "--nnodes=16", "name: zero3d-72b-128gpu"],
     }[target]:
