@@ -177,8 +177,9 @@ EXCUSED = {
 def engine_of(base, **changed):
     degrees, keywords = BASES[base]
     torch.manual_seed(3)
-    model = Rows() if "loss" in keywords else tiny("llama", kv_heads=4, layers=4)
-    if "tp" in degrees:
+    cut = "tp" in degrees
+    model = Rows() if "loss" in keywords else tiny("llama", kv_heads=4, layers=4, dropout=0.1 if cut else 0.0)
+    if cut:
         recompute(model, "full")  # partition_activations is about its inputs
     return zero3d.Engine(model, mesh=zero3d.Mesh(**degrees), **{**USUAL, **keywords, **changed})
 
