@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, step_lr
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, CyclicLR, LambdaLR, OneCycleLR, SequentialLR
 
 import zero3d
 from zero3d.errors import ConfigError
@@ -123,6 +123,103 @@ def test_functions_of_schedules_within_schedules_are_compared_by_what_they_give(
     assert engine.resumed.startswith("not bitwise: other functions of the scheduler (learning rates are others from")
 
 
+def in_turn(milestone):
+    return lambda optimizer: SequentialLR(
+        optimizer, [ConstantLR(optimizer, 0.5, 99), ConstantLR(optimizer, 0.1, 99)], milestones=[milestone]
+    )
+
+
+def cyclic(**changed):
+    return partial(CyclicLR, **{"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 5, "cycle_momentum": False, **changed})
+
+
+def one_cycle(**changed):
+    return partial(OneCycleLR, **{"max_lr": 0.1, "total_steps": 99, **changed})
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "shown"),
+    [
+        (in_turn(6), in_turn(8), "SequentialLR(_milestones=[8], "),
+        (cyclic(), cyclic(max_lr=0.3), "max_lrs=[0.3]"),
+        (cyclic(), cyclic(step_size_up=9), "total_size=18.0, step_ratio=0.5"),
+        (one_cycle(), one_cycle(pct_start=0.5), "... 48.5, "),
+    ],
+)
+def test_what_a_schedule_keeps_under_other_names_than_its_arguments_is_compared(tmp_path, was, now, shown):
+    saved(tmp_path, scheduler=was)
+    same, other = engine_of(was), engine_of(now)
+    same.load(tmp_path, settings="given")
+    assert same.resumed.startswith("bitwise: ")
+    assert "in place of" not in same.resumed
+    other.load(tmp_path, settings="given")
+    assert other.resumed.startswith("not bitwise: scheduler ")
+    assert shown in other.resumed
+
+
+def test_momenta_that_a_schedule_has_moved_are_not_said_to_be_in_place_of_those_at_its_start(tmp_path):
+    saved(tmp_path, scheduler=one_cycle())
+    engine = engine_of(one_cycle())
+    engine.load(tmp_path)
+    assert engine.resumed == "bitwise: as if it had not been interrupted, in batches and micro-batches of the same size"
+
+
+def test_what_the_checkpoint_has_put_in_place_of_given_settings_is_named(tmp_path):
+    saved(tmp_path)
+    engine = engine_of(step_lr(0.5), lr=0.3)
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("not bitwise: scheduler none -> StepLR(")
+    engine = engine_of(lr=0.3)
+    engine.load(tmp_path)
+    assert engine.resumed == (
+        "bitwise: as if it had not been interrupted, in batches and micro-batches of the same size; the checkpoint's "
+        "values count: lr 0.01 in place of 0.3 (load(..., settings='given') takes this engine's)"
+    )
+
+
+def groups_of(*decays):
+    """An engine of weights and biases with these decays."""
+    torch.manual_seed(0)
+    groups = [{"match": "*bias", "weight_decay": decays[1]}]
+    return zero3d.Engine(Rows(), precision="fp32", optimizer=adamw(weight_decay=decays[0]), param_groups=groups)
+
+
+def test_options_of_every_group_are_compared(tmp_path):
+    engine = groups_of(0.1, 0.0)
+    trained(engine, 0, 1)
+    engine.save(tmp_path)
+    engine = groups_of(0.1, 0.5)
+    engine.load(tmp_path, settings="given")
+    assert engine.resumed == "not bitwise: weight_decay 0.0 -> 0.5 (the update uses it)"
+
+
+def test_a_load_of_any_step_is_no_beginning_for_given_settings(tmp_path):
+    saved(tmp_path, steps=0)
+    engine = engine_of()
+    engine.load(tmp_path)
+    with pytest.raises(ConfigError, match="this engine has trained or loaded"):
+        engine.load(tmp_path, settings="given")
+
+
+def test_given_options_that_need_states_which_are_not_saved_are_refused(tmp_path):
+    saved(tmp_path)
+    engine = engine_of(amsgrad=True)
+    with pytest.raises(ConfigError, match="amsgrad=True needs states that the checkpoint does not have"):
+        engine.load(tmp_path, settings="given")
+    engine.load(tmp_path)
+    trained(engine, 3, 4)
+
+
+def test_what_was_open_before_refused_settings_is_open_again(tmp_path):
+    engine = saved(tmp_path)
+    engine.unshard()
+    whole = [p.shape for p in engine.module.parameters()]
+    with pytest.raises(ConfigError, match="this engine has trained"):
+        engine.load(tmp_path, settings="given")
+    assert [p.shape for p in engine.module.parameters()] == whole
+    engine.reshard()
+
+
 @pytest.mark.parametrize(
     ("before", "settings", "message"),
     [
@@ -135,9 +232,10 @@ def test_a_load_that_cannot_have_its_settings_is_refused_and_changes_nothing(tmp
     saved(tmp_path, steps=4)
     engine = engine_of(partial(OneCycleLR, max_lr=0.1, total_steps=2))
     trained(engine, 0, before)
-    print_before, rate = engine.fingerprint(), rates(engine)
+    print_before, rate, place = engine.fingerprint(), rates(engine), engine.scheduler.state_dict()
     with pytest.raises(ConfigError) as error:
         engine.load(tmp_path, settings=settings)
     assert message in str(error.value)
     assert (engine.fingerprint(), rates(engine), engine.steps) == (print_before, rate, before)
+    assert engine.scheduler.state_dict() == place
     assert engine.resumed == ""

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zero3d.checkpoint.resume_contract import ROWS, resume_guarantee
 from zero3d.config import Batch, Config
 from zero3d.config.keys import KEYS
 from zero3d.distributed import kernels
+from zero3d.engine.state import name_of
 from zero3d.models.written_numbers import numbers_of
 from zero3d.spec.bits import DEVICE, ELSEWHERE, FACTS, NCCL, REFUSED
 from zero3d.train.resume_settings import batches_of, settings_of
@@ -45,6 +47,31 @@ def test_notes_are_texts_and_whole_numbers(tmp_path):
     assert all(value is None or isinstance(value, (str, int)) for value in about(tmp_path, engine).values())
 
 
+# --- functions ------------------------------------------------------------------------------------
+
+
+def sums(text):
+    """Named functions, lambdas and functions within them, of one source but for what is replaced."""
+    found = {}
+    exec(text, found)
+    return name_of(found["loss"])
+
+
+LOSS = "def loss(output, batch):\n    'What it is.'\n    return sum(list(x * 2 for x in output)) + 3"
+
+
+def test_a_function_is_named_by_its_code():
+    assert sums(LOSS) == sums(LOSS) == sums(LOSS.replace("What", "Which"))
+    for was, now in (("3", "4"), ("* 2", "* 5"), ("sum", "max"), ("x * 2", "x + 2")):
+        assert sums(LOSS.replace(was, now)) != sums(LOSS), f"{was} -> {now}"
+
+
+def test_a_function_with_arguments_is_named_by_both():
+    assert name_of(partial(torch.add, alpha=2)) != name_of(partial(torch.add, alpha=3))
+    assert name_of(partial(torch.add, alpha=2)) != name_of(partial(torch.sub, alpha=2))
+    assert name_of(partial(torch.add, torch.ones(2))) == name_of(partial(torch.add, torch.ones(3))), "not by addresses"
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
@@ -62,6 +89,17 @@ def test_kernels_have_one_name_however_often_they_are_tried():
     assert kernels.trial() == kernels.trial()
     assert torch.equal(torch.get_rng_state(), before), "no generator is asked"
     assert kernels.products().endswith(kernels.trial())
+
+
+def test_terms_of_a_trial_cancel_so_that_rounding_alone_is_left(monkeypatch):
+    given = []
+    monkeypatch.setattr(kernels.F, "linear", lambda *matrices: given.append(matrices) or torch.zeros(1))
+    kernels.trial()
+    for left, right in given:
+        terms = left[0].double() * right[:8].double()
+        assert terms.abs().min() > 0
+        assert torch.equal(terms, -terms.flip(1))
+    assert {left.dtype for left, _ in given} == {torch.float32, torch.bfloat16}
 
 
 def test_the_machine_is_asked_in_a_dry_run_too():
@@ -111,23 +149,53 @@ class Counts(nn.Module):
         return self.linear(x) * self.table * self.scale / self.longest
 
 
+def counting():
+    torch.manual_seed(0)
+    return zero3d.Engine(Counts(), precision="fp32")
+
+
+def step(engine, rows):
+    loss = engine(torch.ones(rows, 4)).pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def test_numbers_that_forwards_write_beside_a_buffer_go_on(tmp_path):
-    def engine():
-        torch.manual_seed(0)
-        return zero3d.Engine(Counts(), precision="fp32")
-
-    def step(engine, rows):
-        loss = engine(torch.ones(rows, 4)).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
-
-    first = engine()
+    first = counting()
     step(first, 7)
+    first.module.scale = 1 / 3
     first.save(tmp_path)
-    again = engine()
+    again = counting()
     again.load(tmp_path)
+    assert (type(again.module.longest), again.module.scale) == (int, 1 / 3), "as a model's own, and every bit"
     assert [step(again, rows) for rows in (5, 3, 9)] == [step(first, rows) for rows in (5, 3, 9)]
+
+
+def test_numbers_go_back_to_what_they_were_before_an_earlier_step(tmp_path):
+    engine = counting()
+    step(engine, 2)
+    engine.save(tmp_path)
+    wanted = [step(engine, rows) for rows in (9, 5)]
+    engine.load(tmp_path)
+    assert [step(engine, rows) for rows in (9, 5)] == wanted
+
+
+def test_slots_hold_numbers_beside_buffers(tmp_path):
+    def on_disk():
+        torch.manual_seed(0)
+        offload = {"optimizer": "disk", "params": "disk", "directory": str(tmp_path)}
+        return zero3d.Engine(Counts(), precision="fp32", offload=offload)
+
+    whole, first = counting(), on_disk()
+    wanted = [step(whole, rows) for rows in (7, 5, 9)]
+    assert step(first, 7) == wanted[0]
+    first.note()
+    first.optimizer.flush()
+    del first
+    again = on_disk()
+    again.load_slots()
+    assert [step(again, rows) for rows in (5, 9)] == wanted[1:]
 
 
 def test_only_modules_with_a_buffer_outside_of_the_state_dict_have_such_numbers():
