@@ -9,6 +9,7 @@ from models import adamw, batch, hf
 from torch import nn
 
 import zero3d
+from zero3d.engine.replay.replay import machine_of
 from zero3d.errors import ConfigError, CorruptionError
 from zero3d.precision import LossScaling, Precision
 from zero3d.zero.tokens import count_gathers
@@ -215,6 +216,7 @@ class Grows(nn.Module):
 
 def growing(replay):
     """Losses of micro-batches that get longer, and how long the table is."""
+    torch.manual_seed(7)
     engine = engine_of(Grows(), replay=replay)
     losses = [engine.train_batch(batches(engine, step)).item() for step in range(2)]
     return losses, int(engine.module.longest)
@@ -222,6 +224,12 @@ def growing(replay):
 
 def test_numbers_beside_buffers_are_those_of_the_micro_batch_that_is_computed(ranks):
     assert ranks(2, growing, 1) == ranks(2, growing, 0)
+
+
+def test_ranks_with_other_threads_are_unlike(monkeypatch):
+    here = machine_of(torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert machine_of(torch.device("cpu")) != here
 
 
 def test_a_rank_alone_finds_what_it_does_not_do_twice(alone):

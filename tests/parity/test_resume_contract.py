@@ -5,11 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, step_lr
+from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, engine_of as engine_of_base, step_lr
 from torch.optim.lr_scheduler import ConstantLR, CyclicLR, LambdaLR, OneCycleLR, SequentialLR
 
 import zero3d
+from zero3d.engine.state import engine_state
 from zero3d.errors import ConfigError
+from zero3d.precision import LossScaling, Precision
 
 
 def test_every_keyword_of_an_engine_is_changed_or_excused():
@@ -47,6 +49,39 @@ def test_a_tenth_of_all_changed_keywords_is_named_where_it_moves_the_curve(ranks
     numbers = [number for number, change in enumerate(CHANGES) if drawn(change.id)]
     for base in {CHANGES[number].base for number in numbers}:
         checked(ranks, base, [number for number in numbers if CHANGES[number].base == base], tmp_path / base)
+
+
+NOTED = [  # base, another value of keywords, and the notes that are others then
+    ("sp", {"sp_kind": "heads"}, set()),
+    ("sp", {"sp_kind": "gather"}, {"sp_kind"}),
+    ("pp", {"schedule": "gpipe"}, set()),
+    ("pp", {"schedule": "interleaved"}, {"chunks"}),
+    ("pp", {"schedule": "zbv"}, {"chunks"}),
+    ("llama", {"ep_plan": {"layers": "none"}}, set()),
+    ("llama", {"experts": "fast"}, set()),
+    ("rows", {"reduce": "every_micro_batch"}, set()),
+    ("rows", {"reduce": "every_step"}, {"reduce"}),
+    ("bf16", {"reduce_dtype": "bf16"}, {"wire"}),
+    ("bf16", {"master": "split"}, set()),
+    ("fp16", {"precision": Precision("fp16", LossScaling(8.0))}, set()),
+    ("fp16", {"precision": Precision("fp16", LossScaling(window=2))}, {"loss_scale"}),
+]
+
+
+def noted(cases):
+    """The names of notes that differ in each of these cases; nothing is trained."""
+    return [other_notes(base, keywords) for base, keywords in cases]
+
+
+def other_notes(base, keywords):
+    was, now = (engine_state(engine_of_base(base, **each)._assembly).about for each in ({}, keywords))
+    return {name for name in was | now if was[name] != now[name]}
+
+
+def test_notes_are_of_what_settings_come_to(ranks):
+    for of_rank in ranks(2, noted, [(base, keywords) for base, keywords, _ in NOTED]):
+        for (base, keywords, names), found in zip(NOTED, of_rank, strict=True):
+            assert found == names, f"{base}: {keywords}"
 
 
 # --- whose settings count -------------------------------------------------------------------------
@@ -123,6 +158,16 @@ def test_functions_of_schedules_within_schedules_are_compared_by_what_they_give(
     assert engine.resumed.startswith("not bitwise: other functions of the scheduler (learning rates are others from")
 
 
+def test_functions_of_schedules_are_compared_at_the_steps_that_come_next(tmp_path):
+    def but_at(other):
+        return lambda optimizer: LambdaLR(optimizer, lambda step: 0.0 if step == other else 0.5**step)
+
+    saved(tmp_path, scheduler=but_at(None))
+    engine = engine_of(but_at(3 + 15))
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("not bitwise: other functions of the scheduler (")
+
+
 def in_turn(milestone):
     return lambda optimizer: SequentialLR(
         optimizer, [ConstantLR(optimizer, 0.5, 99), ConstantLR(optimizer, 0.1, 99)], milestones=[milestone]
@@ -184,13 +229,12 @@ def groups_of(*decays):
     return zero3d.Engine(Rows(), precision="fp32", optimizer=adamw(weight_decay=decays[0]), param_groups=groups)
 
 
-def test_options_of_every_group_are_compared(tmp_path):
-    engine = groups_of(0.1, 0.0)
-    trained(engine, 0, 1)
-    engine.save(tmp_path)
-    engine = groups_of(0.1, 0.5)
+@pytest.mark.parametrize(("decays", "said"), [((0.1, 0.5), "0.0 -> 0.5"), ((0.7, 0.0), "0.1 -> 0.7")])
+def test_options_of_every_group_are_compared(tmp_path, decays, said):
+    groups_of(0.1, 0.0).save(tmp_path)
+    engine = groups_of(*decays)
     engine.load(tmp_path, settings="given")
-    assert engine.resumed == "not bitwise: weight_decay 0.0 -> 0.5 (the update uses it)"
+    assert engine.resumed == f"not bitwise: weight_decay {said} (the update uses it)"
 
 
 def test_a_load_of_any_step_is_no_beginning_for_given_settings(tmp_path):
@@ -213,10 +257,12 @@ def test_given_options_that_need_states_which_are_not_saved_are_refused(tmp_path
 def test_what_was_open_before_refused_settings_is_open_again(tmp_path):
     engine = saved(tmp_path)
     engine.unshard()
-    whole = [p.shape for p in engine.module.parameters()]
+    whole = [p.detach().clone() for p in engine.module.parameters()]
     with pytest.raises(ConfigError, match="this engine has trained"):
         engine.load(tmp_path, settings="given")
-    assert [p.shape for p in engine.module.parameters()] == whole
+    for p, values in zip(engine.module.parameters(), whole, strict=True):
+        assert p.untyped_storage().nbytes() >= values.nbytes, "it is whole"
+        assert torch.equal(p, values)
     engine.reshard()
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from zero3d.checkpoint.resume_contract import ROWS, resume_guarantee
 from zero3d.config import Batch, Config
 from zero3d.config.keys import KEYS
 from zero3d.distributed import kernels
-from zero3d.engine.state import name_of
+from zero3d.engine.state import _groups, name_of
+from zero3d.errors import CheckpointError
 from zero3d.models.written_numbers import numbers_of
 from zero3d.spec.bits import DEVICE, ELSEWHERE, FACTS, NCCL, REFUSED
 from zero3d.train.resume_settings import batches_of, settings_of
@@ -64,6 +66,36 @@ def test_a_function_is_named_by_its_code():
     assert sums(LOSS) == sums(LOSS) == sums(LOSS.replace("What", "Which"))
     for was, now in (("3", "4"), ("* 2", "* 5"), ("sum", "max"), ("x * 2", "x + 2")):
         assert sums(LOSS.replace(was, now)) != sums(LOSS), f"{was} -> {now}"
+
+
+def test_an_object_is_named_by_what_is_called_of_it():
+    def loss(called, base):
+        name = "forward" if base is nn.Module else "__call__"
+        return type("Loss", (base,), {name: called})()
+
+    def twice(self, output):
+        return output * 2
+
+    def thrice(self, output):
+        return output * 3
+
+    for base in (object, nn.Module):
+        assert name_of(loss(twice, base)) == name_of(loss(twice, base)) != name_of(loss(thrice, base))
+    assert name_of(nn.Linear) == "torch.nn.modules.linear.Linear", "of units a class is named"
+
+
+def test_whole_numbers_are_noted_as_any_others(tmp_path):
+    noted = [about(tmp_path, zero3d.Engine(nn.Linear(4, 4), precision="fp32", clip_norm=norm)) for norm in (1, 1.0)]
+    assert noted[0] == noted[1]
+
+
+def test_groups_are_told_by_which_parameters_are_seen_as_which_matrices():
+    def groups(**matrices):
+        in_groups = SimpleNamespace(group_of={"a": 0, "b": 1}, groups=2)
+        return _groups(SimpleNamespace(groups=in_groups, matrices=matrices))
+
+    assert groups(a="whole").startswith("2 (")
+    assert len({groups(), groups(a="whole"), groups(b="whole"), groups(a="in two")}) == 4
 
 
 def test_a_function_with_arguments_is_named_by_both():
@@ -170,6 +202,18 @@ def test_numbers_that_forwards_write_beside_a_buffer_go_on(tmp_path):
     again.load(tmp_path)
     assert (type(again.module.longest), again.module.scale) == (int, 1 / 3), "as a model's own, and every bit"
     assert [step(again, rows) for rows in (5, 3, 9)] == [step(first, rows) for rows in (5, 3, 9)]
+
+
+def test_a_tensor_that_is_no_number_is_refused_in_the_place_of_one(tmp_path):
+    class Other(Counts):
+        def __init__(self):
+            super().__init__()
+            del self.longest
+            self.register_buffer("longest", torch.ones(3, dtype=torch.int64))
+
+    zero3d.Engine(Other(), precision="fp32").save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'longest' is int64 \(3,\), and a number of the model has this name"):
+        counting().load(tmp_path)
 
 
 def test_numbers_go_back_to_what_they_were_before_an_earlier_step(tmp_path):

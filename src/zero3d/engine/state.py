@@ -122,6 +122,7 @@ def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, 
     if mesh.ep == 1:
         values["experts"] = USUAL["experts"]
     rate = options.optimizer.expert_bias_rate
+    clip_norm, rate = (None if number is None else float(number) for number in (clip_norm, rate))  # 1 is 1.0
     values |= {"clip_norm": clip_norm, "linear": options.model.linear, "expert_bias_rate": rate}
     return {name: as_noted(value) for name, value in values.items()}
 
@@ -157,10 +158,17 @@ def name_of(function: Any) -> str:
         values = [f"{name}={value!r}" for name, value in given if isinstance(value, (str, int, float, NoneType))]
         return f"{name_of(function.func)} with {', '.join(values)}"
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, code = f"{named.__module__}.{named.__qualname__}", getattr(function, "__code__", None)
+    name, code = f"{named.__module__}.{named.__qualname__}", getattr(_called(function), "__code__", None)
     if code is None:
         return name
     return f"{name} ({hashlib.sha256(_written(code, function.__doc__).encode()).hexdigest()[:8]})"
+
+
+def _called(function: Any) -> Any:
+    """Return what is called of a function, of an object that can be called, or of a module."""
+    if hasattr(function, "__code__") or isinstance(function, type):
+        return function
+    return type(function).forward if isinstance(function, torch.nn.Module) else type(function).__call__
 
 
 def _written(code: CodeType, docstring: str | None) -> str:
