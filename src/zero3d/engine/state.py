@@ -121,9 +121,9 @@ def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, 
                 values[noted_as(section, each.name)] = getattr(record, each.name) if there else each.default
     if mesh.ep == 1:
         values["experts"] = USUAL["experts"]
-    rate = options.optimizer.expert_bias_rate
-    clip_norm, rate = (None if number is None else float(number) for number in (clip_norm, rate))  # 1 is 1.0
-    values |= {"clip_norm": clip_norm, "linear": options.model.linear, "expert_bias_rate": rate}
+    rate = float(options.optimizer.expert_bias_rate)
+    norm = None if clip_norm is None else float(clip_norm)  # 1 is 1.0
+    values |= {"clip_norm": norm, "linear": options.model.linear, "expert_bias_rate": rate}
     return {name: as_noted(value) for name, value in values.items()}
 
 
