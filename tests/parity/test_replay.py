@@ -9,6 +9,7 @@ from models import adamw, batch, hf
 from torch import nn
 
 import zero3d
+from zero3d.engine.replay.replay import machine_of
 from zero3d.errors import ConfigError, CorruptionError
 from zero3d.precision import LossScaling, Precision
 from zero3d.zero.tokens import count_gathers
@@ -197,6 +198,38 @@ def test_ranks_whose_kernels_differ_accuse_nobody_of_it_and_say_so(ranks):
             in notes[0]
         )
     assert [told[0].count("rank 1 (") for told, _ in ranks(2, on_other_kernels, (2,))] == [1, 1], "what it does once is"
+
+
+class Grows(nn.Module):
+    """A table that longer inputs make longer, and how long it is beside it, as dynamic NTK has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(WIDTH), persistent=False)
+        self.linear, self.longest = nn.Linear(WIDTH, 1), 2
+
+    def forward(self, x):
+        if len(x) > self.longest:
+            self.longest, self.table = torch.tensor(len(x)), self.table * len(x)
+        return self.linear(x * self.table) / self.longest
+
+
+def growing(replay):
+    """Losses of micro-batches that get longer, and how long the table is."""
+    torch.manual_seed(7)
+    engine = engine_of(Grows(), replay=replay)
+    losses = [engine.train_batch(batches(engine, step)).item() for step in range(2)]
+    return losses, int(engine.module.longest)
+
+
+def test_numbers_beside_buffers_are_those_of_the_micro_batch_that_is_computed(ranks):
+    assert ranks(2, growing, 1) == ranks(2, growing, 0)
+
+
+def test_ranks_with_other_threads_are_unlike(monkeypatch):
+    here = machine_of(torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert machine_of(torch.device("cpu")) != here
 
 
 def test_a_rank_alone_finds_what_it_does_not_do_twice(alone):

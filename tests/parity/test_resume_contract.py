@@ -5,11 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, step_lr
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
+from contracts import BASES, CHANGES, EXCUSED, Rows, adamw, changed, drawn, engine_of as engine_of_base, step_lr
+from torch.optim.lr_scheduler import ConstantLR, CyclicLR, LambdaLR, OneCycleLR, SequentialLR
 
 import zero3d
+from zero3d.engine.state import engine_state
 from zero3d.errors import ConfigError
+from zero3d.precision import LossScaling, Precision
 
 
 def test_every_keyword_of_an_engine_is_changed_or_excused():
@@ -47,6 +49,39 @@ def test_a_tenth_of_all_changed_keywords_is_named_where_it_moves_the_curve(ranks
     numbers = [number for number, change in enumerate(CHANGES) if drawn(change.id)]
     for base in {CHANGES[number].base for number in numbers}:
         checked(ranks, base, [number for number in numbers if CHANGES[number].base == base], tmp_path / base)
+
+
+NOTED = [  # base, another value of keywords, and the notes that are others then
+    ("sp", {"sp_kind": "heads"}, set()),
+    ("sp", {"sp_kind": "gather"}, {"sp_kind"}),
+    ("pp", {"schedule": "gpipe"}, set()),
+    ("pp", {"schedule": "interleaved"}, {"chunks"}),
+    ("pp", {"schedule": "zbv"}, {"chunks"}),
+    ("llama", {"ep_plan": {"layers": "none"}}, set()),
+    ("llama", {"experts": "fast"}, set()),
+    ("rows", {"reduce": "every_micro_batch"}, set()),
+    ("rows", {"reduce": "every_step"}, {"reduce"}),
+    ("bf16", {"reduce_dtype": "bf16"}, {"wire"}),
+    ("bf16", {"master": "split"}, set()),
+    ("fp16", {"precision": Precision("fp16", LossScaling(8.0))}, set()),
+    ("fp16", {"precision": Precision("fp16", LossScaling(window=2))}, {"loss_scale"}),
+]
+
+
+def noted(cases):
+    """The names of notes that differ in each of these cases; nothing is trained."""
+    return [other_notes(base, keywords) for base, keywords in cases]
+
+
+def other_notes(base, keywords):
+    was, now = (engine_state(engine_of_base(base, **each)._assembly).about for each in ({}, keywords))
+    return {name for name in was | now if was[name] != now[name]}
+
+
+def test_notes_are_of_what_settings_come_to(ranks):
+    for of_rank in ranks(2, noted, [(base, keywords) for base, keywords, _ in NOTED]):
+        for (base, keywords, names), found in zip(NOTED, of_rank, strict=True):
+            assert found == names, f"{base}: {keywords}"
 
 
 # --- whose settings count -------------------------------------------------------------------------
@@ -123,6 +158,114 @@ def test_functions_of_schedules_within_schedules_are_compared_by_what_they_give(
     assert engine.resumed.startswith("not bitwise: other functions of the scheduler (learning rates are others from")
 
 
+def test_functions_of_schedules_are_compared_at_the_steps_that_come_next(tmp_path):
+    def but_at(other):
+        return lambda optimizer: LambdaLR(optimizer, lambda step: 0.0 if step == other else 0.5**step)
+
+    saved(tmp_path, scheduler=but_at(None))
+    engine = engine_of(but_at(3 + 15))
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("not bitwise: other functions of the scheduler (")
+
+
+def in_turn(milestone):
+    return lambda optimizer: SequentialLR(
+        optimizer, [ConstantLR(optimizer, 0.5, 99), ConstantLR(optimizer, 0.1, 99)], milestones=[milestone]
+    )
+
+
+def cyclic(**changed):
+    return partial(CyclicLR, **{"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 5, "cycle_momentum": False, **changed})
+
+
+def one_cycle(**changed):
+    return partial(OneCycleLR, **{"max_lr": 0.1, "total_steps": 99, **changed})
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "shown"),
+    [
+        (in_turn(6), in_turn(8), "SequentialLR(_milestones=[8], "),
+        (cyclic(), cyclic(max_lr=0.3), "max_lrs=[0.3]"),
+        (cyclic(), cyclic(step_size_up=9), "total_size=18.0, step_ratio=0.5"),
+        (one_cycle(), one_cycle(pct_start=0.5), "... 48.5, "),
+    ],
+)
+def test_what_a_schedule_keeps_under_other_names_than_its_arguments_is_compared(tmp_path, was, now, shown):
+    saved(tmp_path, scheduler=was)
+    same, other = engine_of(was), engine_of(now)
+    same.load(tmp_path, settings="given")
+    assert same.resumed.startswith("bitwise: ")
+    assert "in place of" not in same.resumed
+    other.load(tmp_path, settings="given")
+    assert other.resumed.startswith("not bitwise: scheduler ")
+    assert shown in other.resumed
+
+
+def test_momenta_that_a_schedule_has_moved_are_not_said_to_be_in_place_of_those_at_its_start(tmp_path):
+    saved(tmp_path, scheduler=one_cycle())
+    engine = engine_of(one_cycle())
+    engine.load(tmp_path)
+    assert engine.resumed == "bitwise: as if it had not been interrupted, in batches and micro-batches of the same size"
+
+
+def test_what_the_checkpoint_has_put_in_place_of_given_settings_is_named(tmp_path):
+    saved(tmp_path)
+    engine = engine_of(step_lr(0.5), lr=0.3)
+    engine.load(tmp_path)
+    assert engine.resumed.startswith("not bitwise: scheduler none -> StepLR(")
+    engine = engine_of(lr=0.3)
+    engine.load(tmp_path)
+    assert engine.resumed == (
+        "bitwise: as if it had not been interrupted, in batches and micro-batches of the same size; the checkpoint's "
+        "values count: lr 0.01 in place of 0.3 (load(..., settings='given') takes this engine's)"
+    )
+
+
+def groups_of(*decays):
+    """An engine of weights and biases with these decays."""
+    torch.manual_seed(0)
+    groups = [{"match": "*bias", "weight_decay": decays[1]}]
+    return zero3d.Engine(Rows(), precision="fp32", optimizer=adamw(weight_decay=decays[0]), param_groups=groups)
+
+
+@pytest.mark.parametrize(("decays", "said"), [((0.1, 0.5), "0.0 -> 0.5"), ((0.7, 0.0), "0.1 -> 0.7")])
+def test_options_of_every_group_are_compared(tmp_path, decays, said):
+    groups_of(0.1, 0.0).save(tmp_path)
+    engine = groups_of(*decays)
+    engine.load(tmp_path, settings="given")
+    assert engine.resumed == f"not bitwise: weight_decay {said} (the update uses it)"
+
+
+def test_a_load_of_any_step_is_no_beginning_for_given_settings(tmp_path):
+    saved(tmp_path, steps=0)
+    engine = engine_of()
+    engine.load(tmp_path)
+    with pytest.raises(ConfigError, match="this engine has trained or loaded"):
+        engine.load(tmp_path, settings="given")
+
+
+def test_given_options_that_need_states_which_are_not_saved_are_refused(tmp_path):
+    saved(tmp_path)
+    engine = engine_of(amsgrad=True)
+    with pytest.raises(ConfigError, match="amsgrad=True needs states that the checkpoint does not have"):
+        engine.load(tmp_path, settings="given")
+    engine.load(tmp_path)
+    trained(engine, 3, 4)
+
+
+def test_what_was_open_before_refused_settings_is_open_again(tmp_path):
+    engine = saved(tmp_path)
+    engine.unshard()
+    whole = [p.detach().clone() for p in engine.module.parameters()]
+    with pytest.raises(ConfigError, match="this engine has trained"):
+        engine.load(tmp_path, settings="given")
+    for p, values in zip(engine.module.parameters(), whole, strict=True):
+        assert p.untyped_storage().nbytes() >= values.nbytes, "it is whole"
+        assert torch.equal(p, values)
+    engine.reshard()
+
+
 @pytest.mark.parametrize(
     ("before", "settings", "message"),
     [
@@ -135,9 +278,10 @@ def test_a_load_that_cannot_have_its_settings_is_refused_and_changes_nothing(tmp
     saved(tmp_path, steps=4)
     engine = engine_of(partial(OneCycleLR, max_lr=0.1, total_steps=2))
     trained(engine, 0, before)
-    print_before, rate = engine.fingerprint(), rates(engine)
+    print_before, rate, place = engine.fingerprint(), rates(engine), engine.scheduler.state_dict()
     with pytest.raises(ConfigError) as error:
         engine.load(tmp_path, settings=settings)
     assert message in str(error.value)
     assert (engine.fingerprint(), rates(engine), engine.steps) == (print_before, rate, before)
+    assert engine.scheduler.state_dict() == place
     assert engine.resumed == ""

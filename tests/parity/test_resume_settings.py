@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from contracts import drawn
@@ -9,9 +10,12 @@ from damage import edit
 from file_contracts import BASES, EXCUSED, KEYS, SAVED, file_of, go_on, run, save_others
 from training import save_model, save_rows
 
+from zero3d.checkpoint.resume_contract import Change
 from zero3d.cli.main import main
+from zero3d.config import load
 from zero3d.config.keys import KEYS as OF_FILES
 from zero3d.errors import CheckpointError
+from zero3d.train.resume_settings import describe, settings_of
 
 
 @pytest.fixture
@@ -80,6 +84,42 @@ def test_the_files_settings_of_the_update_count_unless_the_checkpoints_are_asked
     assert same
     assert line == "bitwise: as if it had not been interrupted"
     assert "lr: 0.01" in written, "the next resume of the folder goes on with them"
+
+
+def described(then, now, changed, was=None, batches=None, done=2, resumed="not bitwise: as it happens"):
+    """The line of a run whose file has changed, and what its engine was asked to compare."""
+    asked = []
+    checkpoints = SimpleNamespace(changes=lambda *noted: asked.extend(noted) or [Change(changed, 1, 2)])
+    engine = SimpleNamespace(checkpoints=checkpoints, resumed=resumed, steps=done)
+    sizes = {"batch": 8, "micro_batch": 2, "steps": 20}
+    saved = {"settings": settings_of(load(then)), "batches": sizes | (was or {})}
+    return describe(load(now), "given", engine, saved, sizes | (batches or {})), asked
+
+
+def test_sizes_of_batches_are_compared():
+    _, (was, now) = described({}, {}, "batch", was={"batch": 4, "micro_batch": 1})
+    assert (was["batch"], was["micro_batch"], now["batch"], now["micro_batch"]) == (4, 1, 8, 2)
+    assert "steps" not in was, "which a schedule's factors say"
+
+
+SO_FAR = "; rates up to here are those of a run that began with these settings"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changed", "done", "so_far"),
+    [
+        ({"decay": 2}, {"decay": 5}, "factors", 14, True),
+        ({"decay": 2}, {"decay": 5}, "factors", 18, False),
+        ({"decay": 2}, {"decay": 5}, "batch", 14, False),
+        ({"warmup": 2}, {"warmup": 4}, "factors", 14, False),
+    ],
+)
+def test_a_line_says_where_the_rates_so_far_were_those_of_the_new_schedule(then, now, changed, done, so_far):
+    files = [{"schedule": {"name": "wsd", **each}} for each in (then, now)]
+    line, _ = described(*files, changed, done=done)
+    assert (SO_FAR in line) == so_far
+    name, value = next(iter(then.items()))
+    assert line.endswith(f". To go on as before, type schedule.{name}={float(value)}, or --resume-settings saved")
 
 
 def from_an_engine(folder):

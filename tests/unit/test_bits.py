@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from zero3d.checkpoint.resume_contract import ROWS, resume_guarantee
 from zero3d.config import Batch, Config
 from zero3d.config.keys import KEYS
 from zero3d.distributed import kernels
+from zero3d.engine.state import _groups, name_of
+from zero3d.errors import CheckpointError
 from zero3d.models.written_numbers import numbers_of
 from zero3d.spec.bits import DEVICE, ELSEWHERE, FACTS, NCCL, REFUSED
 from zero3d.train.resume_settings import batches_of, settings_of
@@ -45,6 +49,61 @@ def test_notes_are_texts_and_whole_numbers(tmp_path):
     assert all(value is None or isinstance(value, (str, int)) for value in about(tmp_path, engine).values())
 
 
+# --- functions ------------------------------------------------------------------------------------
+
+
+def sums(text):
+    """Named functions, lambdas and functions within them, of one source but for what is replaced."""
+    found = {}
+    exec(text, found)
+    return name_of(found["loss"])
+
+
+LOSS = "def loss(output, batch):\n    'What it is.'\n    return sum(list(x * 2 for x in output)) + 3"
+
+
+def test_a_function_is_named_by_its_code():
+    assert sums(LOSS) == sums(LOSS) == sums(LOSS.replace("What", "Which"))
+    for was, now in (("3", "4"), ("* 2", "* 5"), ("sum", "max"), ("x * 2", "x + 2")):
+        assert sums(LOSS.replace(was, now)) != sums(LOSS), f"{was} -> {now}"
+
+
+def test_an_object_is_named_by_what_is_called_of_it():
+    def loss(called, base):
+        name = "forward" if base is nn.Module else "__call__"
+        return type("Loss", (base,), {name: called})()
+
+    def twice(self, output):
+        return output * 2
+
+    def thrice(self, output):
+        return output * 3
+
+    for base in (object, nn.Module):
+        assert name_of(loss(twice, base)) == name_of(loss(twice, base)) != name_of(loss(thrice, base))
+    assert name_of(nn.Linear) == "torch.nn.modules.linear.Linear", "of units a class is named"
+
+
+def test_whole_numbers_are_noted_as_any_others(tmp_path):
+    noted = [about(tmp_path, zero3d.Engine(nn.Linear(4, 4), precision="fp32", clip_norm=norm)) for norm in (1, 1.0)]
+    assert noted[0] == noted[1]
+
+
+def test_groups_are_told_by_which_parameters_are_seen_as_which_matrices():
+    def groups(**matrices):
+        in_groups = SimpleNamespace(group_of={"a": 0, "b": 1}, groups=2)
+        return _groups(SimpleNamespace(groups=in_groups, matrices=matrices))
+
+    assert groups(a="whole").startswith("2 (")
+    assert len({groups(), groups(a="whole"), groups(b="whole"), groups(a="in two")}) == 4
+
+
+def test_a_function_with_arguments_is_named_by_both():
+    assert name_of(partial(torch.add, alpha=2)) != name_of(partial(torch.add, alpha=3))
+    assert name_of(partial(torch.add, alpha=2)) != name_of(partial(torch.sub, alpha=2))
+    assert name_of(partial(torch.add, torch.ones(2))) == name_of(partial(torch.add, torch.ones(3))), "not by addresses"
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
@@ -62,6 +121,17 @@ def test_kernels_have_one_name_however_often_they_are_tried():
     assert kernels.trial() == kernels.trial()
     assert torch.equal(torch.get_rng_state(), before), "no generator is asked"
     assert kernels.products().endswith(kernels.trial())
+
+
+def test_terms_of_a_trial_cancel_so_that_rounding_alone_is_left(monkeypatch):
+    given = []
+    monkeypatch.setattr(kernels.F, "linear", lambda *matrices: given.append(matrices) or torch.zeros(1))
+    kernels.trial()
+    for left, right in given:
+        terms = left[0].double() * right[:8].double()
+        assert terms.abs().min() > 0
+        assert torch.equal(terms, -terms.flip(1))
+    assert {left.dtype for left, _ in given} == {torch.float32, torch.bfloat16}
 
 
 def test_the_machine_is_asked_in_a_dry_run_too():
@@ -112,23 +182,65 @@ class Counts(nn.Module):
         return self.linear(x) * self.table * self.scale / self.longest
 
 
+def counting():
+    torch.manual_seed(0)
+    return zero3d.Engine(Counts(), precision="fp32")
+
+
+def step(engine, rows):
+    loss = engine(torch.ones(rows, 4)).pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def test_numbers_that_forwards_write_beside_a_buffer_go_on(tmp_path):
-    def engine():
-        torch.manual_seed(0)
-        return zero3d.Engine(Counts(), precision="fp32")
-
-    def step(engine, rows):
-        loss = engine(torch.ones(rows, 4)).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
-
-    first = engine()
+    first = counting()
     step(first, 7)
+    first.module.scale = 1 / 3
     first.save(tmp_path)
-    again = engine()
+    again = counting()
     again.load(tmp_path)
+    assert (type(again.module.longest), again.module.scale) == (int, 1 / 3), "as a model's own, and every bit"
     assert [step(again, rows) for rows in (5, 3, 9)] == [step(first, rows) for rows in (5, 3, 9)]
+
+
+def test_a_tensor_that_is_no_number_is_refused_in_the_place_of_one(tmp_path):
+    class Other(Counts):
+        def __init__(self):
+            super().__init__()
+            del self.longest
+            self.register_buffer("longest", torch.ones(3, dtype=torch.int64))
+
+    zero3d.Engine(Other(), precision="fp32").save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'longest' is int64 \(3,\), and a number of the model has this name"):
+        counting().load(tmp_path)
+
+
+def test_numbers_go_back_to_what_they_were_before_an_earlier_step(tmp_path):
+    engine = counting()
+    step(engine, 2)
+    engine.save(tmp_path)
+    wanted = [step(engine, rows) for rows in (9, 5)]
+    engine.load(tmp_path)
+    assert [step(engine, rows) for rows in (9, 5)] == wanted
+
+
+def test_slots_hold_numbers_beside_buffers(tmp_path):
+    def on_disk():
+        torch.manual_seed(0)
+        offload = {"optimizer": "disk", "params": "disk", "directory": str(tmp_path)}
+        return zero3d.Engine(Counts(), precision="fp32", offload=offload)
+
+    whole, first = counting(), on_disk()
+    wanted = [step(whole, rows) for rows in (7, 5, 9)]
+    assert step(first, 7) == wanted[0]
+    first.note()
+    first.optimizer.flush()
+    del first
+    again = on_disk()
+    again.load_slots()
+    assert [step(again, rows) for rows in (5, 9)] == wanted[1:]
 
 
 def test_only_modules_with_a_buffer_outside_of_the_state_dict_have_such_numbers():

@@ -226,6 +226,14 @@ def test_a_resume_says_whether_it_is_bitwise_and_if_not_why():
         "not bitwise: sp_masks flex_attention beyond 4,000 B -> flex_attention beyond 900 B (other kernels attend where "
         "a mask would be larger)"
     )
+    halved = resume_guarantee(FACTS, FACTS | {"dp": 2, "accumulate": 4})
+    assert halved.startswith("not bitwise: dp 4 -> 2 (")
+    assert "accumulate" not in halved, "there are as many in a step"
+    fast = {"experts": "fast"}
+    assert resume_guarantee(FACTS, FACTS | fast) == (
+        "not bitwise: experts exact -> fast (one product of all sources sums in another order)"
+    )
+    assert resume_guarantee(exact, exact | fast).startswith("bitwise: ")
     by_rows = {"sp": 2, "sp_kind": "gather"}
     assert resume_guarantee(exact | {"sp": 2}, exact | by_rows).startswith("not bitwise: sp_kind heads -> gather (")
     assert resume_guarantee(FACTS, exact) == "not bitwise: exact was False when it was saved, and is True now"

@@ -170,6 +170,10 @@ def test_the_page_on_clusters_shows_what_launch_prints(folder, capsys):
         (["train", "a.yaml", "--resume", "auto", "--json"], "zero3d train a.yaml --json --resume auto"),
         (["train", "--resume=old", "a.yaml"], "zero3d train a.yaml --resume auto"),
         (worker_words("a.yaml", "--ranks", "3", "--stage=1"), "zero3d train a.yaml --ranks=3 --stage=1 --resume auto"),
+        (
+            worker_words("a.yaml", "--resume", "old", "--resume-settings", "saved"),
+            "zero3d train a.yaml --resume-settings=saved --resume auto",
+        ),
     ],
 )
 def test_a_stopped_run_says_how_it_goes_on(words, line):

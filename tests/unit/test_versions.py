@@ -150,6 +150,7 @@ def test_the_doctor_says_which_row_has_the_versions_that_are_here(tmp_path, monk
         ([row | {"row": "this", "failed": 2}], "row this of docs/tested.md (2 tests failed)", "this"),
         ([row | {"row": "old", "transformers": "5.0.0"}], "no row of docs/tested.md has these versions", ""),
         ([row | {"row": "mac", "system": "Haiku"}], "no row of docs/tested.md has these versions", ""),
+        ([row | {"row": "arm", "machine": "another"}], "no row of docs/tested.md has these versions", ""),
     ):
         doctors.TESTED.write_text(json.dumps(others))
         finding = doctors.versions(Request())

@@ -287,6 +287,8 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
     if engine.summands is not None and manifest.value("exact") is not None:
         engine.summands.restore(manifest.value("exact"))
     live = engine.buffers
+    for number in engine.numbers.values():
+        number.reset()
     for name, file in checkpoint.buffers.items():
         fill_named(name, reader.tensor(file, f"{BUFFER}{name}"), live, engine.numbers)
     if checkpoint.streams is not None:

@@ -42,6 +42,7 @@ LEAVES, OPTIONS, SCHEDULER, MICRO_BATCHES, MICRO_BATCH = (
     "micro_batches",
     "micro_batch",
 )
+CYCLES, MOMENTA = "cycle_momentum=True", ("betas", "momentum")  # of a schedule, and the options that it moves
 BACKEND = "by the backend"  # NCCL, above all
 ALL = {fold.name: "all of dp" for fold in FOLDS if fold.usual is None}
 
@@ -73,8 +74,18 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         if words := ROWS[self.name].words if self.name in ROWS else "":
             return f"other {words} ({self.why})"
-        was, now = (short(ALL.get(self.name, value) if value is None else value) for value in (self.was, self.now))
+        was, now = _shown(*(ALL.get(self.name, value) if value is None else value for value in (self.was, self.now)))
         return f"{self.name} {was} -> {now}{f' ({self.why})' if self.why else ''}"
+
+
+def _shown(one: Any, other: Any) -> tuple[str, str]:
+    """Return two values as a line quotes them; of long ones that begin alike from the word where they differ."""
+    if short(one) != short(other):
+        return short(one), short(other)
+    texts = str(one), str(other)
+    alike = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[0]))
+    start = texts[0].rfind(" ", 0, alike) + 1
+    return f"... {short(texts[0][start:])}", f"... {short(texts[1][start:])}"
 
 
 def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> str:
@@ -87,7 +98,8 @@ def resume_guarantee(saved: Mapping[str, Any], live: Mapping[str, Any], given: M
     line = _guarantee(saved, live) + _of_averages(saved.get(EMA), live.get(EMA))
     if given is None or IMPORTED in saved or not (replaced := _replaced(given, live)):
         return line
-    listed = ", ".join(f"{each.name} {short(each.now)} in place of {short(each.was)}" for each in replaced)
+    shown = [(each.name, *_shown(each.now, each.was)) for each in replaced]
+    listed = ", ".join(f"{name} {now} in place of {was}" for name, now, was in shown)
     return f"{line}; the checkpoint's values count: {listed} (load(..., settings='given') takes this engine's)"
 
 
@@ -105,7 +117,9 @@ def changes(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
 def _replaced(given: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
     """Return the options and the schedule of an engine that those of a checkpoint have replaced."""
     schedule = [Change(SCHEDULER, given[SCHEDULER], live[SCHEDULER])]
-    return [each for each in schedule if each.was != each.now] + _of_options(given, live)
+    moved = MOMENTA if CYCLES in live[SCHEDULER] else ()  # by the schedule, as far as it has come
+    options = [each for each in _of_options(given, live) if each.name not in moved]
+    return [each for each in schedule if each.was != each.now] + options
 
 
 def _guarantee(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:

@@ -211,6 +211,8 @@ def _restore(note: Note, engine: EngineState, records: Committed) -> None:
     live = engine.buffers
     with safe_open(note.tensors, framework="pt") as file:
         own = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for number in engine.numbers.values():
+        number.reset()
     for key, values in own.items():
         if key.startswith(BUFFER):
             fill_named(key.removeprefix(BUFFER), values, live, engine.numbers)

@@ -24,6 +24,8 @@ from zero3d.errors import ConfigError, short
 
 SAVED, GIVEN = SETTINGS = ("saved", "given")
 NO_SCHEDULE = "none"
+NEED_STATES = ("amsgrad", "centered")  # options with which torch's optimizers have a state more
+BECOME = ("_schedule_phases", "total_size", "step_ratio")  # of pct_start (OneCycleLR), step_size_up (CyclicLR)
 NEXT, DOUBLINGS = 16, 24  # factors are noted of so many steps from here on, and of 1, 2, 4, ... 2^23
 
 
@@ -45,7 +47,7 @@ def schedule_of(scheduler: Any) -> str:
     if scheduler is None:
         return NO_SCHEDULE
     state = scheduler.state_dict()
-    arguments = [f"{name}={_noted(state[name])!r}" for name in _arguments(type(scheduler)) if name in state]
+    arguments = [f"{name}={_noted(state[name])!r}" for name in _kept_of(_arguments(type(scheduler))) if name in state]
     inner = [schedule_of(each) for each in getattr(scheduler, "_schedulers", None) or ()]
     return f"{type(scheduler).__name__}({', '.join(arguments + inner)})"
 
@@ -69,6 +71,13 @@ def _arguments(kind: type[Any]) -> Sequence[str]:
     return sorted(names - {"self", "optimizer", "last_epoch", "verbose", "args", "kwargs"})
 
 
+def _kept_of(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the names under which a state may have arguments: milestones of SequentialLR are `_milestones` there."""
+    for name in arguments:
+        yield from (other for other in (name, f"_{name}", f"{name}s") if other not in ("_schedulers", "base_lrs"))
+    yield from BECOME
+
+
 def _factor(function: Callable[[int], float], step: int) -> str:
     try:
         return repr(float(function(step)))
@@ -81,6 +90,16 @@ def _noted(value: Any) -> Any:
         return to_json(value)
     except TypeError:
         return type(value).__name__
+
+
+def check_given(given: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse options that need states which a checkpoint does not have. Raises ConfigError."""
+    for own, others in zip(given, saved, strict=True):
+        if missing := [name for name in NEED_STATES if own.get(name) and not others.get(name)]:
+            raise ConfigError(
+                f"settings='given': {missing[0]}=True needs states that the checkpoint does not have, because its run "
+                f"had {missing[0]}=False: build the Engine without it, or load with settings='saved'."
+            )
 
 
 class Given:

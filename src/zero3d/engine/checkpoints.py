@@ -23,10 +23,11 @@ from zero3d.checkpoint.background import SaveFigures, Saves
 from zero3d.checkpoint.copies import copy_export, refuse_checkpoints
 from zero3d.checkpoint.export import export
 from zero3d.checkpoint.fingerprint import fingerprint
+from zero3d.checkpoint.manifest import Manifest
 from zero3d.checkpoint.resume_contract import Change, changes, resume_guarantee
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.update_settings import GIVEN, SAVED, SETTINGS, Given
+from zero3d.checkpoint.update_settings import GIVEN, SAVED, SETTINGS, Given, check_given
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -153,8 +154,9 @@ class Checkpoints:
         try:
             with self._mesh.heartbeat.phase("load"), self._unsharded.resharded():
                 return self._load(directory, settings)
-        except CheckpointError:  # of all ranks
-            self._unsharded.again(*before)
+        except (CheckpointError, ConfigError):  # of all ranks
+            if not self._assembly.whole_parameters.any_open:  # else full_params() is what was refused
+                self._unsharded.again(*before)
             raise
 
     def _load(self, directory: str | Path, settings: str) -> Any:
@@ -164,7 +166,7 @@ class Checkpoints:
             self._saves.wait()
         state = self._state()
         checked = restore.check(directory, state)
-        own = self._given(checked.manifest.step) if settings == GIVEN else None
+        own = self._given(checked.manifest) if settings == GIVEN else None
         self._assembly.runtime.optimizer.flush()  # it writes masters, which may be what is sent
         self._assembly.stepper.reset()
         step, loop, saved = restore.load(checked, state)
@@ -173,7 +175,7 @@ class Checkpoints:
         self._go_on_from(step, saved, state.about)
         return loop
 
-    def _given(self, step: int) -> Given:
+    def _given(self, manifest: Manifest) -> Given:
         """Return the settings that the engine was built with. Raises ConfigError where they are not there any more."""
         stepper, optimizer = self._assembly.stepper, self._assembly.runtime.optimizer
         if stepper.count or self.loaded is not None:
@@ -181,7 +183,8 @@ class Checkpoints:
                 "load(settings='given'): this engine has trained or loaded, and its schedule is not where it began: "
                 "build a new Engine with the settings that should count."
             )
-        return Given(optimizer.torch, stepper.scheduler, step)
+        check_given(optimizer.torch.param_groups, manifest.value("optimizer")["groups"])
+        return Given(optimizer.torch, stepper.scheduler, manifest.step)
 
     def _go_on_from(self, step: int, saved: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> None:
         self._assembly.stepper.count = step

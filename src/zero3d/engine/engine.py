@@ -634,7 +634,7 @@ class Engine:
         Returns what was saved as `loop`; `resumed` says whether the run goes on bitwise, and if not, why, and which of
         this engine's values the checkpoint's have replaced.
         All of it is checked first: a CheckpointError leaves everything as it was, gradients of this step included.
-        Raises ConfigError where "given" cannot be.
+        Raises ConfigError where "given" cannot be, and leaves everything as it was, too.
         """
         return self.checkpoints.load(directory, settings)
 

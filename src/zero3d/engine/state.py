@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
-from types import CodeType
+from functools import partial
+from types import CodeType, NoneType
 from typing import Any
 
 import torch
@@ -120,8 +121,9 @@ def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, 
                 values[noted_as(section, each.name)] = getattr(record, each.name) if there else each.default
     if mesh.ep == 1:
         values["experts"] = USUAL["experts"]
-    rate = options.optimizer.expert_bias_rate
-    values |= {"clip_norm": clip_norm, "linear": options.model.linear, "expert_bias_rate": rate}
+    rate = float(options.optimizer.expert_bias_rate)
+    norm = None if clip_norm is None else float(clip_norm)  # 1 is 1.0
+    values |= {"clip_norm": norm, "linear": options.model.linear, "expert_bias_rate": rate}
     return {name: as_noted(value) for name, value in values.items()}
 
 
@@ -151,17 +153,36 @@ def name_of(function: Any) -> str:
     """Return a name of a pattern, a class or a function, which has a hash of its code: all lambdas have one name."""
     if isinstance(function, str):
         return function
+    if isinstance(function, partial):
+        given = [*enumerate(function.args), *sorted(function.keywords.items())]
+        values = [f"{name}={value!r}" for name, value in given if isinstance(value, (str, int, float, NoneType))]
+        return f"{name_of(function.func)} with {', '.join(values)}"
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, code = f"{named.__module__}.{named.__qualname__}", getattr(function, "__code__", None)
+    name, code = f"{named.__module__}.{named.__qualname__}", getattr(_called(function), "__code__", None)
     if code is None:
         return name
+    return f"{name} ({hashlib.sha256(_written(code, function.__doc__).encode()).hexdigest()[:8]})"
+
+
+def _called(function: Any) -> Any:
+    """Return what is called of a function, of an object that can be called, or of a module."""
+    if hasattr(function, "__code__") or isinstance(function, type):
+        return function
+    return type(function).forward if isinstance(function, torch.nn.Module) else type(function).__call__
+
+
+def _written(code: CodeType, docstring: str | None) -> str:
+    """Return a function's code, with that of functions inside of it, as a text that is the same in every process."""
     constants = [
-        sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)  # in one order in every process
+        _written(each, None)
+        if isinstance(each, CodeType)
+        else sorted(map(repr, each))  # in one order
+        if isinstance(each, frozenset)
+        else repr(each)
         for each in code.co_consts
-        if not isinstance(each, CodeType) and each != function.__doc__
+        if each != docstring or docstring is None
     ]
-    said = repr((code.co_code, constants, code.co_names))
-    return f"{name} ({hashlib.sha256(said.encode()).hexdigest()[:8]})"
+    return repr((code.co_code, constants, code.co_names))
 
 
 def _attention(assembly: Assembly) -> str:

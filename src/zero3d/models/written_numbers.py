@@ -6,8 +6,9 @@ A run that goes on needs both: with the table alone it would be grown again by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,10 @@ class WrittenNumber:
         """Set it to a value that was saved."""
         setattr(self.module, self.attribute, value.item())
 
+    def reset(self) -> None:
+        """Set it to its value before the first forward, which is not saved."""
+        setattr(self.module, self.attribute, self.initial)
+
 
 def numbers_of(modules: Iterable[nn.Module]) -> dict[str, WrittenNumber]:
     """Return the numbers of modules that have a buffer outside of the state dict, by their names in the model."""
@@ -50,7 +55,19 @@ def numbers_of(modules: Iterable[nn.Module]) -> dict[str, WrittenNumber]:
         f"{prefix}.{name}" if prefix else name: WrittenNumber(inner, name, value)
         for module in modules
         for prefix, inner in module.named_modules()
-        if inner._non_persistent_buffers_set
-        for name, value in vars(inner).items()
-        if not name.startswith("_") and isinstance(value, (int, float)) and not isinstance(value, bool)
+        for name, value in _numbers(inner)
+        if not isinstance(value, Tensor)
     }
+
+
+def places_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where such numbers of a module are, also behind forwards, which may have put tensors there."""
+    return [(inner, name) for inner in module.modules() for name, _ in _numbers(inner)]
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield numbers of one module, and tensors of one element and no dimension, by the names of their attributes."""
+    for name, value in vars(module).items() if module._non_persistent_buffers_set else ():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not name.startswith("_") and (number or (isinstance(value, Tensor) and not value.dim())):
+            yield name, value

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm
+from zero3d.models.written_numbers import places_of
 from zero3d.nested import map_tensors, tensors_in
 from zero3d.rng import rng_state, set_rng_state
 
@@ -25,17 +26,20 @@ class Inputs:
     """A micro-batch with values of the model's buffers and random states, all from before its forward.
 
     rng, plain  as `rng_state` returns them
+    numbers     that forwards write beside buffers (`models/written_numbers.py`)
     """
 
     batch: Any
     buffers: list[Tensor]
     rng: Mapping[str, Tensor]
     plain: Any
+    numbers: list[float]
 
     @classmethod
     def now(cls, batch: Any, module: nn.Module, device: torch.device) -> Inputs:
         """Return a micro-batch with what is there before its forward; buffers are copied."""
-        return cls(batch, [buffer.clone() for *_, buffer in _buffers(module)], *rng_state(device))
+        numbers = [_number(getattr(owner, name)) for owner, name in places_of(module)]
+        return cls(batch, [buffer.clone() for *_, buffer in _buffers(module)], *rng_state(device), numbers)
 
     def trade(self, comm: Comm, peer: int) -> Inputs | None:
         """Send this to a rank and return its own; None on both where they are not alike enough to be exchanged."""
@@ -52,7 +56,7 @@ class Inputs:
         return self._like(sizes, comm.trade(padded, peer, "-"))
 
     def _tensors(self) -> list[Tensor]:
-        plain = torch.frombuffer(bytearray(json.dumps(self.plain).encode()), dtype=torch.uint8)
+        plain = torch.frombuffer(bytearray(json.dumps([self.plain, self.numbers]).encode()), dtype=torch.uint8)
         return [*tensors_in(self.batch), *self.buffers, *(self.rng[name] for name in sorted(self.rng)), plain]
 
     def _like(self, sizes: list[int], data: Tensor) -> Inputs:
@@ -69,25 +73,28 @@ class Inputs:
         batch = map_tensors(self.batch, lambda _: next(parts))
         buffers = [next(parts) for _ in self.buffers]
         rng = {name: next(parts) for name in sorted(self.rng)}
-        return Inputs(batch, buffers, rng, json.loads(bytes(next(parts).tolist())))
+        return Inputs(batch, buffers, rng, *json.loads(bytes(next(parts).tolist())))
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """The buffers and random states of this process, as they were: what is put in their place is taken back.
 
-    inputs  with the values, of which the micro-batch does not matter
+    numbers  attributes of modules that forwards write beside buffers, and what was there
+    inputs   with the values, of which the micro-batch does not matter
     """
 
     module: nn.Module
     device: torch.device
     places: list[tuple[nn.Module, str, Tensor]]
+    numbers: list[tuple[nn.Module, str, Any]]
     inputs: Inputs
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> Surroundings:
         """Remember the present ones."""
-        return cls(module, device, list(_buffers(module)), Inputs.now(None, module, device))
+        numbers = [(owner, name, getattr(owner, name)) for owner, name in places_of(module)]
+        return cls(module, device, list(_buffers(module)), numbers, Inputs.now(None, module, device))
 
     @torch.no_grad()
     def become(self, inputs: Inputs) -> None:
@@ -95,6 +102,8 @@ class Surroundings:
         for (owner, name, buffer), values in zip(self.places, inputs.buffers, strict=True):
             owner._buffers[name] = buffer
             buffer.copy_(values)
+        for (owner, name, number), value in zip(self.numbers, inputs.numbers, strict=True):
+            setattr(owner, name, number.new_tensor(value) if isinstance(number, Tensor) else value)
         set_rng_state(inputs.rng, inputs.plain, self.device)
 
     def restore(self) -> None:
@@ -107,6 +116,10 @@ def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 yield owner, name, buffer
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _trade_numbers(comm: Comm, peer: int, numbers: list[int]) -> list[int]:
