@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from contracts import drawn
 from damage import edit
 from file_contracts import BASES, EXCUSED, KEYS, SAVED, file_of, go_on, run, save_others
@@ -12,10 +13,12 @@ from training import save_model, save_rows
 
 from zero3d.checkpoint.resume_contract import Change
 from zero3d.cli.main import main
-from zero3d.config import load
+from zero3d.config import Config, load
 from zero3d.config.keys import KEYS as OF_FILES
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, ConfigError
+from zero3d.train.resume import restore
 from zero3d.train.resume_settings import describe, settings_of
+from zero3d.train.start import Start
 
 
 @pytest.fixture
@@ -120,6 +123,18 @@ def test_a_line_says_where_the_rates_so_far_were_those_of_the_new_schedule(then,
     assert (SO_FAR in line) == so_far
     name, value = next(iter(then.items()))
     assert line.endswith(f". To go on as before, type schedule.{name}={float(value)}, or --resume-settings saved")
+
+
+def test_slots_have_no_settings_for_a_run_that_asks_a_checkpoint_for_them():
+    optimizer = SimpleNamespace(torch=torch.optim.AdamW([torch.zeros(1)]))
+    engine = SimpleNamespace(
+        optimizer=optimizer, slots=SimpleNamespace(path=Path("run/offload/rank-00000.note-0.json"))
+    )
+    start = Start(resume="auto", settings="saved")
+    with pytest.raises(
+        ConfigError, match="takes settings from a checkpoint, and run/offload holds a later step: leave"
+    ):
+        restore(Config(), start, None, engine, None, None, from_slots=True)
 
 
 def from_an_engine(folder):

@@ -20,6 +20,7 @@ from zero3d.setup.schedule import group_settings, rate, reset_settings
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.loop_state import RUN, check_loop_state
 from zero3d.train.resume_hints import ANEW, ResumeHints, older_hint
+from zero3d.train.resume_settings import OPTION, SAVED
 from zero3d.train.start import Start
 
 
@@ -67,6 +68,11 @@ def restore(
     """
     configured = group_settings(engine.optimizer.torch)
     if from_slots and engine.slots is not None:
+        if start.settings == SAVED:
+            raise ConfigError(
+                f"{OPTION} {SAVED} takes settings from a checkpoint, and {engine.slots.path.parent} holds a later step: "
+                f"leave {OPTION} out, and give the settings, or name a checkpoint, --resume PATH."
+            )
         checkpoint = engine.slots.path
         saved = check_loop_state(checkpoint, engine.load_slots(), engine.steps)
         remedy = f"{checkpoint.parent} holds them: remove it to go on from a checkpoint, or {ANEW}."
