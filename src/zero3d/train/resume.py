@@ -70,8 +70,8 @@ def restore(
     if from_slots and engine.slots is not None:
         if start.settings == SAVED:
             raise ConfigError(
-                f"{OPTION} {SAVED} takes settings from a checkpoint, and {engine.slots.path.parent} holds a later step: "
-                f"leave {OPTION} out, and give the settings, or name a checkpoint, --resume PATH."
+                f"{OPTION} {SAVED} takes settings from a checkpoint, and {engine.slots.path.parent} holds a later "
+                f"step: leave {OPTION} out, and give the settings, or name a checkpoint, --resume PATH."
             )
         checkpoint = engine.slots.path
         saved = check_loop_state(checkpoint, engine.load_slots(), engine.steps)
