@@ -285,3 +285,45 @@ def test_a_load_that_cannot_have_its_settings_is_refused_and_changes_nothing(tmp
     assert (engine.fingerprint(), rates(engine), engine.steps) == (print_before, rate, before)
     assert engine.scheduler.state_dict() == place
     assert engine.resumed == ""
+
+
+class Own(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule of the user's own, whose state does not have its factor."""
+
+    def __init__(self, optimizer, factor):
+        self.factor = factor
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * self.factor**self.last_epoch for lr in self.base_lrs]
+
+    def state_dict(self):
+        return {"last_epoch": self.last_epoch}
+
+
+def cyclic(power):
+    return lambda optimizer: CyclicLR(
+        optimizer, 0.01, 0.1, step_size_up=3, cycle_momentum=False, scale_fn=lambda x: power ** (x - 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(partial(Own, factor=0.5), partial(Own, factor=0.4)), (cyclic(0.5), cyclic(0.4))]
+)
+@pytest.mark.parametrize("settings", ["saved", "given"])
+def test_what_a_schedule_keeps_beside_its_state_is_compared(tmp_path, before, after, settings):
+    saved(tmp_path, scheduler=before)
+    for scheduler, said in ((before, "bitwise: "), (after, "not bitwise: other state of the scheduler (learning ra")):
+        engine = engine_of(scheduler)
+        engine.load(tmp_path, settings=settings)
+        assert engine.resumed.startswith(said), engine.resumed
+
+
+def test_given_options_are_all_that_an_engine_has_and_are_not_said_to_be_replaced(tmp_path):
+    saved(tmp_path, scheduler=step_lr(0.5))
+    engine = engine_of(lr=0.02)
+    engine.load(tmp_path, settings="given")
+    [group] = engine.optimizer.torch.param_groups
+    assert group["lr"] == 0.02
+    assert "initial_lr" not in group, "a later schedule begins with lr"
+    assert "count" not in engine.resumed

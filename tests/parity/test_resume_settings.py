@@ -89,20 +89,26 @@ def test_the_files_settings_of_the_update_count_unless_the_checkpoints_are_asked
     assert "lr: 0.01" in written, "the next resume of the folder goes on with them"
 
 
-def described(then, now, changed, was=None, batches=None, done=2, resumed="not bitwise: as it happens"):
+def described(then, now, changed, was=None, batches=None, done=2, ranks=1, resumed="not bitwise: as it happens"):
     """The line of a run whose file has changed, and what its engine was asked to compare."""
     asked = []
-    checkpoints = SimpleNamespace(changes=lambda *noted: asked.extend(noted) or [Change(changed, 1, 2)])
-    engine = SimpleNamespace(checkpoints=checkpoints, resumed=resumed, steps=done)
+    checkpoints = SimpleNamespace(
+        compare=lambda *noted: asked.extend(noted) or [Change(changed, 1, 2)], loaded={"dp": ranks, "tp": 1, "pp": 1}
+    )
+    engine = SimpleNamespace(checkpoints=checkpoints, resumed=resumed, steps=done, world=SimpleNamespace(size=1))
     sizes = {"batch": 8, "micro_batch": 2, "steps": 20}
     saved = {"settings": settings_of(load(then)), "batches": sizes | (was or {})}
-    return describe(load(now), "given", engine, saved, sizes | (batches or {})), asked
+    return describe(load(now), True, engine, saved, sizes | (batches or {})), asked
 
 
 def test_sizes_of_batches_are_compared():
     _, (was, now) = described({}, {}, "batch", was={"batch": 4, "micro_batch": 1})
     assert (was["batch"], was["micro_batch"], now["batch"], now["micro_batch"]) == (4, 1, 8, 2)
     assert "steps" not in was, "which a schedule's factors say"
+
+
+def test_another_number_of_ranks_is_typed_as_such():
+    assert described({}, {}, "dp", ranks=2)[0] == "not bitwise: as it happens. To go on as before, type --ranks 2"
 
 
 SO_FAR = "; rates up to here are those of a run that began with these settings"
@@ -135,6 +141,20 @@ def test_slots_have_no_settings_for_a_run_that_asks_a_checkpoint_for_them():
         ConfigError, match="takes settings from a checkpoint, and run/offload holds a later step: leave"
     ):
         restore(Config(), start, None, engine, None, None, from_slots=True)
+
+
+def with_nulls(folder):
+    """Whether a run without clipping goes on so, where its file has some and the checkpoint's settings are asked for."""
+    made = file_of(folder, "plain", "whole")
+    made["optimizer"]["clip_norm"] = None
+    wanted, _ = run(made)
+    made["optimizer"]["clip_norm"] = 0.01
+    records, line = run(made, f"{made['output']}/checkpoints/step-{SAVED}", "saved")
+    return records == wanted, line
+
+
+def test_settings_of_a_checkpoint_that_are_null_count_too(ranks, folder):
+    assert ranks(1, with_nulls, str(folder))[0] == (True, "bitwise: as if it had not been interrupted")
 
 
 def from_an_engine(folder):

@@ -14,11 +14,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zero3d
+from zero3d.checkpoint.code_names import name_of
 from zero3d.checkpoint.resume_contract import ROWS, resume_guarantee
 from zero3d.config import Batch, Config
 from zero3d.config.keys import KEYS
 from zero3d.distributed import kernels
-from zero3d.engine.state import _groups, name_of
+from zero3d.engine.state import _groups
 from zero3d.errors import CheckpointError
 from zero3d.models.written_numbers import numbers_of
 from zero3d.spec.bits import DEVICE, ELSEWHERE, FACTS, NCCL, REFUSED
@@ -249,3 +250,49 @@ def test_only_modules_with_a_buffer_outside_of_the_state_dict_have_such_numbers(
         f"model.rotary_emb.{name}" for name in ("attention_scaling", "max_seq_len_cached", "original_max_seq_len")
     }
     assert not any(number.is_written for number in found.values())
+
+
+def test_a_number_that_is_none_any_more_is_not_saved(tmp_path):
+    model = Counts()
+    engine = zero3d.Engine(model, precision="fp32")
+    model.longest = None
+    engine.save(tmp_path)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def of_dropout(p, eps=1e-5):
+    torch.manual_seed(0)
+    return zero3d.Engine(nn.Sequential(nn.Linear(4, 4), nn.Dropout(p), nn.LayerNorm(4, eps)), precision="fp32")
+
+
+@pytest.mark.parametrize("changed", [{"p": 0.2}, {"p": 0.1, "eps": 1e-3}])
+def test_layers_that_compute_otherwise_are_no_bitwise_resume(tmp_path, changed):
+    of_dropout(0.1).save(tmp_path)
+    for options, said in (({"p": 0.1}, "bitwise: "), (changed, "not bitwise: other numbers in the model's modules (")):
+        engine = of_dropout(**options)
+        engine.load(tmp_path)
+        assert engine.resumed.startswith(said)
+
+
+def test_a_model_of_a_library_has_its_version_noted(tmp_path):
+    import transformers
+
+    assert about(tmp_path, zero3d.Engine(hf("llama"), precision="fp32"))["library"] == (
+        f"transformers {transformers.__version__}"
+    )
+
+
+def scaled(factor, start=0):
+    return lambda output, batch, offset=start: (factor * output.sum() + offset, 1)
+
+
+def test_a_loss_is_named_with_the_plain_values_that_it_takes_from_around_it():
+    assert name_of(scaled(2.0)) == name_of(scaled(2.0))
+    assert len({name_of(scaled(2.0)), name_of(scaled(3.0)), name_of(scaled(2.0, 1))}) == 3
+
+
+def test_kernels_have_their_name_under_autocast_too():
+    with torch.autocast("cpu"):
+        assert kernels.trial() == kernels.products().rpartition(" ")[2]

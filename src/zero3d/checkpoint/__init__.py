@@ -18,6 +18,7 @@ integrity         files against the manifest: checksums and headers
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
 slots             what a restart from the slots of a disk needs beside their records
+code_names        functions and classes, named by their code
 update_settings   options of the optimizer's groups, and the schedule: noted, and put back after a load
 resume_contract   whether a run that goes on has the bits of one that was never interrupted
 fingerprint       one hash of all states, however ranks share them out

@@ -19,13 +19,22 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from zero3d.checkpoint.code_names import name_of
 from zero3d.checkpoint.json_values import to_json
 from zero3d.errors import ConfigError, short
 
-SAVED, GIVEN = SETTINGS = ("saved", "given")
 NO_SCHEDULE = "none"
 NEED_STATES = ("amsgrad", "centered")  # options with which torch's optimizers have a state more
 BECOME = ("_schedule_phases", "total_size", "step_ratio")  # of pct_start (OneCycleLR), step_size_up (CyclicLR)
+NOT_STATE = (
+    "optimizer",
+    "base_lrs",
+    "_last_lr",
+    "lr_lambdas",
+    "_step_count",
+    "_is_initial",
+    "_get_lr_called_within_step",
+)
 NEXT, DOUBLINGS = 16, 24  # factors are noted of so many steps from here on, and of 1, 2, 4, ... 2^23
 
 
@@ -61,6 +70,19 @@ def factors_of(scheduler: Any) -> str | None:
     now = int(scheduler.last_epoch)
     steps = [*range(now, now + NEXT), *(2**power for power in range(DOUBLINGS))]
     told = [[_factor(function, step) for step in steps] for function in functions]
+    return hashlib.sha256(repr((told, inner)).encode()).hexdigest()[:8]
+
+
+def state_of(scheduler: Any) -> str | None:
+    """Return a hash of all that a schedule has but rates, which options have, and functions of LambdaLR (`factors_of`).
+
+    None for no schedule. Two schedules of one kind have it at the same step, where they go on alike.
+    """
+    if scheduler is None:
+        return None
+    state = {name: value for name, value in vars(scheduler).items() if name not in NOT_STATE}
+    inner = [state_of(each) for each in state.pop("_schedulers", ())]
+    told = [(name, name_of(value) if callable(value) else _noted(value)) for name, value in sorted(state.items())]
     return hashlib.sha256(repr((told, inner)).encode()).hexdigest()[:8]
 
 
@@ -155,4 +177,6 @@ def _copied(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _fill(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, options, strict=True):
+        for name in set(group) - {"params", *values}:
+            del group[name]  # the checkpoint's schedule had it
         group.update(deepcopy(dict(values)))

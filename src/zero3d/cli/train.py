@@ -35,6 +35,7 @@ from zero3d.config.sections import GIVEN
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import check_model_path
 from zero3d.setup.packages import check_packages, urls_of
+from zero3d.spec.bits import SETTINGS
 from zero3d.train.lock import FolderLock
 from zero3d.train.start import Start, check_start
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume-settings",
-        choices=("given", "saved"),
+        choices=SETTINGS,
         help="whose optimizer.* and schedule.* count in a run that goes on: given, the file's, or saved, the "
         "checkpoint's (default: given)",
     )
@@ -257,7 +258,7 @@ def work(arguments: argparse.Namespace, name: str, config: Config) -> None:
     quiet_libraries(any(url.startswith("hf://") for _, url in urls_of(config, arguments.resume)))
     first = os.environ["RANK"] == "0"
     console = Console(stderr=arguments.json, quiet=not first)
-    settings = arguments.resume_settings or "given"
+    settings = arguments.resume_settings or Start.settings
     start = Start(name, arguments.resume, arguments.overwrite, report_output, end_with, settings)
     with FolderLock() as lock:
         result = run_training(config, start, Progress(console, config.log.every), lock)

@@ -133,7 +133,11 @@ def _bits_of(key: Key) -> str:
     if key.bits.when == REFUSED:
         return key.bits.why
     where = f", {WHEN[key.bits.when].replace('`', '')}" if key.bits.when in WHEN else ""
-    return f"other bits{where}: {key.bits.why}" if key.bits.why else f"other bits{where}"
+    return f"other bits{where}: {_reason(key.bits)}"
+
+
+def _reason(bits: Bits) -> str:
+    return f"several {bits.why}" if bits.when == SEVERAL else bits.why
 
 
 def bits_as_markdown() -> str:
@@ -147,8 +151,7 @@ def bits_as_markdown() -> str:
     for title, rows in (("key", keys), ("not a key", facts)):
         lines += [f"| {title} | why bits change with it | when |", "|---|---|---|"]
         lines += [
-            f"| {', '.join(f'`{name}`' for name in names)} | {row.why or 'values are rounded differently'} "
-            f"| {WHEN.get(row.when, 'always')} |"
+            f"| {', '.join(f'`{name}`' for name in names)} | {_reason(row)} | {WHEN.get(row.when, 'always')} |"
             for row, names in rows.items()
         ]
         lines.append("")

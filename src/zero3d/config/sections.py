@@ -87,7 +87,7 @@ class Lora:
     alpha: float | None = key(
         None,
         "adapters' outputs are multiplied by alpha / rank; by default twice the rank",
-        bits="outputs of adapters are scaled differently",
+        bits=FACTS["modules"],
         above=0,
     )
     targets: tuple[str, ...] | None = key(
@@ -98,11 +98,7 @@ class Lora:
         bits=FACTS["model"],
     )
     dropout: float = key(
-        0.0,
-        "probability with which an adapter's inputs are dropped",
-        bits="other inputs of adapters are dropped",
-        least=0,
-        below=1,
+        0.0, "probability with which an adapter's inputs are dropped", bits=FACTS["modules"], least=0, below=1
     )
     train_also: tuple[str, ...] | None = key(
         None,
@@ -110,11 +106,7 @@ class Lora:
         "multi_modal_projector",
         bits=FACTS["model"],
     )
-    rslora: bool = key(
-        False,
-        "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)",
-        bits="outputs of adapters are scaled differently",
-    )
+    rslora: bool = key(False, "rsLoRA: adapters' outputs are multiplied by alpha / sqrt(rank)", bits=FACTS["modules"])
     dora: bool = key(
         False,
         "DoRA: adapters change the direction of a matrix's rows, and a magnitude per row is trained, too",

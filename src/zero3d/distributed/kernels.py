@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 SHAPES = ((5, 35, 33), (64, 96, 96), (32, 2048, 64))  # M, K / 2, N: less than a vector, some blocks, a long sum
+UNNAMED = "cpu"
 WIDE = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")  # how instructions that products use begin
 
 
@@ -41,7 +42,8 @@ def trial() -> str:
     The terms of each sum cancel: what is left is what rounding leaves, so that every order of adding has its own bits,
     in bf16, too.
     """
-    with _disable_current_modes(), torch.no_grad():  # in a dry run, too, it is this machine that is asked
+    # In a dry run, too, it is this machine that is asked, and under autocast for products of the dtypes named here.
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         found = [
             product.float()
             for rows, terms, columns in SHAPES
@@ -82,9 +84,6 @@ def _cpu() -> tuple[str, list[str]]:
         said.setdefault(name.strip().lower(), value.strip())
     vendor = said.get("vendor_id") or said.get("cpu implementer") or platform.machine() or UNNAMED
     return vendor, (said.get("flags") or said.get("features") or "").split()
-
-
-UNNAMED = "cpu"
 
 
 def _short(content: bytes) -> str:

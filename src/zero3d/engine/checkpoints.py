@@ -27,7 +27,7 @@ from zero3d.checkpoint.manifest import Manifest
 from zero3d.checkpoint.resume_contract import Change, changes, resume_guarantee
 from zero3d.checkpoint.slots import Note, load_slots
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.update_settings import GIVEN, SAVED, SETTINGS, Given, check_given
+from zero3d.checkpoint.update_settings import Given, check_given
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
@@ -42,6 +42,7 @@ from zero3d.errors import CheckpointError, ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.models.written_numbers import numbers_of
 from zero3d.offload.tiered_records import TieredRecords
+from zero3d.spec.bits import GIVEN, SAVED, SETTINGS
 from zero3d.spec.tiers import HOST
 from zero3d.stores.urls import check_url, is_url
 
@@ -172,7 +173,7 @@ class Checkpoints:
         step, loop, saved = restore.load(checked, state)
         if own is not None:
             own.put_back()
-        self._go_on_from(step, saved, state.about)
+        self._go_on_from(step, saved, state.about if own is None else None)
         return loop
 
     def _given(self, manifest: Manifest) -> Given:
@@ -193,10 +194,10 @@ class Checkpoints:
         self.loaded = saved
         self.resumed = resume_guarantee(saved, self._state().about, before)
 
-    def changes(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
-        """Return what changes bits since the last load, with what a training loop notes beside the engine.
+    def compare(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[Change]:
+        """Compare the run that was loaded with this one; return what changes bits, and have `resumed` say it.
 
-        saved, live  of the loop, when it saved and now; `resumed` then says what is returned
+        saved, live  what a training loop notes beside the engine, when it saved and now
         """
         assert self.loaded is not None, "nothing was loaded"
         was, now = {**saved, **self.loaded}, {**live, **self._state().about}  # the engine knows what values came to

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
-from types import CodeType, NoneType
 from typing import Any
 
 import torch
 
 from zero3d.activations.compilation import is_compiled
+from zero3d.checkpoint.code_names import name_of
 from zero3d.checkpoint.resume_contract import BACKEND, LEAVES, MICRO_BATCHES, OPTIONS, SCHEDULER, USUAL
 from zero3d.checkpoint.state import EngineState
-from zero3d.checkpoint.update_settings import factors_of, options_of, schedule_of
+from zero3d.checkpoint.update_settings import factors_of, options_of, schedule_of, state_of
 from zero3d.distributed.algorithms import AllToAll, Pairwise
 from zero3d.distributed.determinism import device_facts
 from zero3d.distributed.kernels import capability, products
@@ -103,6 +103,9 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         OPTIONS: options_of(optimizer.torch.param_groups),
         SCHEDULER: schedule_of(assembly.stepper.scheduler),
         "factors": factors_of(assembly.stepper.scheduler),
+        "schedule_state": state_of(assembly.stepper.scheduler),
+        "modules": base.partition.numbers,
+        "library": _library(assembly),
         **_values(options, mesh, optimizer.clip_norm),
     }
     for feature in assembly.features:
@@ -149,40 +152,12 @@ def _loss_scaling(precision: Precision) -> str | None:
     return f"window {rule.window}, hysteresis {rule.hysteresis}, minimum {rule.minimum:g}"
 
 
-def name_of(function: Any) -> str:
-    """Return a name of a pattern, a class or a function, which has a hash of its code: all lambdas have one name."""
-    if isinstance(function, str):
-        return function
-    if isinstance(function, partial):
-        given = [*enumerate(function.args), *sorted(function.keywords.items())]
-        values = [f"{name}={value!r}" for name, value in given if isinstance(value, (str, int, float, NoneType))]
-        return f"{name_of(function.func)} with {', '.join(values)}"
-    named = function if hasattr(function, "__qualname__") else type(function)
-    name, code = f"{named.__module__}.{named.__qualname__}", getattr(_called(function), "__code__", None)
-    if code is None:
-        return name
-    return f"{name} ({hashlib.sha256(_written(code, function.__doc__).encode()).hexdigest()[:8]})"
-
-
-def _called(function: Any) -> Any:
-    """Return what is called of a function, of an object that can be called, or of a module."""
-    if hasattr(function, "__code__") or isinstance(function, type):
-        return function
-    return type(function).forward if isinstance(function, torch.nn.Module) else type(function).__call__
-
-
-def _written(code: CodeType, docstring: str | None) -> str:
-    """Return a function's code, with that of functions inside of it, as a text that is the same in every process."""
-    constants = [
-        _written(each, None)
-        if isinstance(each, CodeType)
-        else sorted(map(repr, each))  # in one order
-        if isinstance(each, frozenset)
-        else repr(each)
-        for each in code.co_consts
-        if each != docstring or docstring is None
-    ]
-    return repr((code.co_code, constants, code.co_names))
+def _library(assembly: Assembly) -> str | None:
+    """Return the package that a model's class is of, with its version; None for one without."""
+    chunk = next(iter(assembly.base.partition.chunks.values()))
+    package = type(inner_model(model_of(chunk))).__module__.partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", None)
+    return None if version is None else f"{package} {version}"
 
 
 def _attention(assembly: Assembly) -> str:

@@ -1,4 +1,6 @@
-"""Numbers that forwards write beside a buffer outside of the state dict, such as how far a rotary table has grown.
+"""Numbers that modules have as attributes: those that forwards write beside a buffer, and a hash of all for bits.
+
+Such a buffer is outside of the state dict, and the number says how far a rotary table has grown, for example.
 
 transformers' dynamic NTK keeps `inv_freq`, a buffer, for the longest sequence so far, and its length as an attribute.
 A run that goes on needs both: with the table alone it would be grown again by a shorter sequence.
@@ -6,7 +8,8 @@ A run that goes on needs both: with the table alone it would be grown again by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,20 +26,21 @@ class WrittenNumber:
     initial: float
 
     @property
-    def value(self) -> float:
-        """Return what it is now; where it is a tensor, that is read."""
-        value = getattr(self.module, self.attribute)
-        number: float = value.item() if isinstance(value, Tensor) else value
-        return number
+    def value(self) -> float | None:
+        """Return what it is now; where it is a tensor, that is read. None where it is no number any more."""
+        value = getattr(self.module, self.attribute, None)
+        if isinstance(value, Tensor) and not value.dim():
+            value = value.item()
+        return value if isinstance(value, (int, float)) else None
 
     @property
     def is_written(self) -> bool:
         """Return whether a forward has changed it."""
-        return self.value != self.initial
+        return self.value not in (self.initial, None)
 
     @property
     def tensor(self) -> Tensor:
-        """Return it as a tensor [] of int64 or float64."""
+        """Return it as a tensor [] of int64 or float64; only where it is a number."""
         value = self.value
         return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
@@ -71,3 +75,23 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not name.startswith("_") and (number or (isinstance(value, Tensor) and not value.dim())):
             yield name, value
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def numbers_in(model: nn.Module) -> str:
+    """Return a hash of the classes of all modules, and of their numbers by name; of a model before it is cut."""
+    told = [(name, type(module).__qualname__, _plain(vars(module))) for name, module in model.named_modules()]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+
+
+def _plain(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return numbers, and mappings of numbers, as PEFT has them by an adapter's name; flags change no bit."""
+    return sorted((name, value) for name, value in attributes.items() if not name.startswith("_") and _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return bool(value) and all(isinstance(each, (int, float)) for each in value.values())
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -23,6 +23,7 @@ REFUSED = "refused"  # a checkpoint with another value is refused
 ELSEWHERE = "elsewhere"  # always, by means of its own: options of groups, axes that fold dp
 UNKNOWN = "not known"  # what a checkpoint notes where it notes nothing, as one of an older version does
 
+SAVED, GIVEN = SETTINGS = ("saved", "given")  # whose settings of the update count in a run that goes on
 SUMS = "sums may be taken in another order"
 EXACT_WOULD = "; zero.exact=true would be bitwise"
 
@@ -30,7 +31,7 @@ EXACT_WOULD = "; zero.exact=true would be bitwise"
 class Bits(NamedTuple):
     """Says why the bits of a run change with a setting or a fact, and when.
 
-    why    one clause, as a run that goes on says it; "" where the values speak for themselves
+    why    one clause, as a run that goes on says it
     when   the runs in which it is compared: one of the words above
     usual  what a checkpoint means that notes nothing; of a key its default
     told   whether a run names it also where no bit changes with it
@@ -53,8 +54,8 @@ def _named(rows: Mapping[str, Bits]) -> Mapping[str, Bits]:
 FACTS = _named(
     {
         "tp": Bits("matrix products have other shapes"),
-        "pp": Bits("a rank sums other terms"),
-        "precision": Bits(""),
+        "pp": Bits("each rank adds other terms"),
+        "precision": Bits("values are rounded differently"),
         "wire": Bits("gradients are rounded differently on their way"),
         "torch": Bits("its kernels may sum in another order"),
         "kernels": Bits("they sum in another order"),
@@ -73,6 +74,9 @@ FACTS = _named(
         "groups": Bits("parameters have other options", words="groups of parameters"),
         "scheduler": Bits("learning rates are others from here on"),
         "factors": Bits("learning rates are others from here on", usual=None, words="functions of the scheduler"),
+        "schedule_state": Bits("learning rates are others from here on", usual=None, words="state of the scheduler"),
+        "modules": Bits("its layers compute otherwise", words="numbers in the model's modules"),
+        "library": Bits("its layers may compute otherwise"),
         "loss": Bits("another function computes it", usual=None),
         "loss_scale": Bits("fp16's scale changes at other steps", usual=None),
         "batch": Bits("a step has other sequences"),
@@ -83,9 +87,9 @@ FACTS = _named(
         "reduce": Bits("micro-batches a step are summed in another order", SEVERAL, told=True),
         "leaves": Bits("another number of micro-batches is summed", EXACT, usual=None),
         # on accelerators
-        "deterministic": Bits("", DEVICE),
-        "dp_sums": Bits("", DEVICE),
-        "tp_sums": Bits("", DEVICE),
+        "deterministic": Bits("kernels may add in another order", DEVICE),
+        "dp_sums": Bits(SUMS, DEVICE),
+        "tp_sums": Bits(SUMS, DEVICE),
         "cublas_workspace": Bits(SUMS, DEVICE),
         "capability": Bits(SUMS, DEVICE),
         "cuda": Bits(SUMS, DEVICE),
@@ -99,11 +103,11 @@ FACTS = _named(
         "ranks_per_host": Bits(SUMS, NCCL),
         "stage": Bits(SUMS, NCCL, told=True),
         # compared by other means
-        "fold": Bits("gradients are summed in other groups (of ep and shard not with zero.exact)", ELSEWHERE),
+        "fold": Bits("gradients are summed in other groups; with zero.exact only another sp changes bits", ELSEWHERE),
         "options": Bits("the update uses it", ELSEWHERE),
         # refused
-        "model": Bits("a checkpoint of another model is refused", REFUSED),
+        "model": Bits("refused where it makes another model", REFUSED),
         "optimizer": Bits("states of another optimizer are refused", REFUSED),
-        "data": Bits("a place in other data is refused", REFUSED),
+        "data": Bits("refused where it makes other data", REFUSED),
     }
 )

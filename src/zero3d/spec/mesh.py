@@ -104,7 +104,7 @@ class Mesh:
     blocks: str | None = key(
         None,
         "the list of blocks that a pipeline cuts, such as model.layers; by default it is found",
-        bits="a rank sums other terms",
+        bits="each rank adds other terms",
         axis="pp",
         in_plan=False,
     )

@@ -9,6 +9,7 @@ batches, values of other keys that change bits, and every such key as its file h
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,14 +23,15 @@ from zero3d.checkpoint.resume_contract import BITWISE
 from zero3d.config import Batch, Config
 from zero3d.config.describe import plain, scalar
 from zero3d.config.keys import KEYS, value_of
+from zero3d.distributed.degrees import AXES
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
 from zero3d.setup.schedule import rate
+from zero3d.spec.bits import SAVED
 from zero3d.spec.declaring import as_noted, noted_as
 
-GIVEN, SAVED = CHOICES = ("given", "saved")
 OF_UPDATE = ("optimizer.", "schedule.")
-RATES = ("scheduler", "factors")  # what is noted of a schedule
+RATES = ("scheduler", "factors", "schedule_state")  # what is noted of a schedule
 NOT_TYPED = ("model", "data")  # facts of keys that a run refuses to change
 OPTION = "--resume-settings"
 
@@ -83,31 +85,41 @@ def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
         )
     settings = Field(str(checkpoint / MANIFEST), "loop.settings", loop["settings"])
     for name in filter(lambda name: name.startswith(OF_UPDATE), _kept()):
-        if settings.has(name):
+        if name in loop["settings"]:
             section, _, key = name.partition(".")
             value = _read(name, settings.entry(name))
             config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     return config
 
 
-def describe(config: Config, choice: str, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:
+def describe(config: Config, offers: bool, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:
     """Say whether the run goes on bitwise, and if not, why and what to type to go on as before; all ranks call it.
 
+    offers   whether `--resume-settings saved` can be typed, and was not
     saved    what the loop had saved
     batches  `batches_of` the run that goes on
     """
     then, was = saved.get("settings") or {}, saved.get("batches") or {}
     now = settings_of(config)
-    changed = engine.checkpoints.changes(_noted(then, was), _noted(now, batches))
+    changed = engine.checkpoints.compare(_noted(then, was), _noted(now, batches))
     line = engine.resumed
     different = [name for name, value in then.items() if name in now and now[name] != value]
-    if line.startswith(BITWISE) or not different:
+    words = [] if (ranks := _ranks_before(engine)) is None else [f"--ranks {ranks}"]
+    if line.startswith(BITWISE) or not (different or words):
         return line
     if all(each.name in RATES for each in changed) and _began_alike(config, engine.steps, then, was, batches):
         line += "; rates up to here are those of a run that began with these settings"
-    typed = " ".join(shlex.quote(f"{name}={scalar(KEYS[name].read(then[name]))}") for name in different)
-    update = any(name.startswith(OF_UPDATE) for name in different) and choice == GIVEN
-    return f"{line}. To go on as before, type {typed}{f', or {OPTION} {SAVED}' if update else ''}"
+    words += [shlex.quote(f"{name}={scalar(KEYS[name].read(then[name]))}") for name in different]
+    update = offers and any(name.startswith(OF_UPDATE) for name in different)
+    return f"{line}. To go on as before, type {' '.join(words)}{f', or {OPTION} {SAVED}' if update else ''}"
+
+
+def _ranks_before(engine: Engine) -> int | None:
+    """Return on how many ranks the run was that is gone on from, where that is another number."""
+    noted = engine.checkpoints.loaded or {}
+    degrees = [noted.get(axis) for axis in AXES]
+    world = math.prod(degree for degree in degrees if isinstance(degree, int))
+    return world if None not in degrees and world != engine.world.size else None
 
 
 def _noted(settings: Mapping[str, Any], batches: Mapping[str, int]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.losses import choose_loss
+from zero3d.spec.bits import GIVEN
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
@@ -182,7 +183,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         newer = f"newer than {loop.checkpoint.name if checkpoint else 'no checkpoint'}"
         source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else shown(loop.checkpoint)
         progress.say(f"going on from {source}, after step {loop.state.step}")
-        progress.say(describe(config, start.settings, engine, saved, batches_of(inputs.batch, steps)))
+        offers = start.settings == GIVEN and not from_slots
+        progress.say(describe(config, offers, engine, saved, batches_of(inputs.batch, steps)))
         if (before := saved.get("chosen_by", loop.state.chosen_by)) != loop.state.chosen_by:
             progress.say(f"the best so far was the {before}; from here on it is the {loop.state.chosen_by}")
     chosen_places, sizes = choice_of(config, engine), batches_of(inputs.batch, steps)

@@ -11,6 +11,7 @@ from zero3d.errors import ConfigError, Zero3dError
 from zero3d.models.places import has_base
 from zero3d.plan.hardware import read_file
 from zero3d.setup.packages import check_stores
+from zero3d.spec.bits import GIVEN
 from zero3d.train.export_places import export_places
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.lock import check_free
@@ -33,7 +34,7 @@ class Start:
     overwrite: bool = False
     report_output: Callable[[Path], None] = lambda _: None
     end: Callable[[Zero3dError], None] | None = None
-    settings: str = "given"
+    settings: str = GIVEN
 
 
 def check_start(config: Config, start: Start, alone: bool) -> None:

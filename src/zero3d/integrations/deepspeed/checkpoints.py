@@ -196,6 +196,7 @@ class Checkpoints(Questions):
             self.lr_scheduler.load_state_dict(kept)
             for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr
+            self.engine.checkpoints.compare({}, {})  # with the schedule that counts
         return loop
 
     def _schedule_goes_on(self, state: Any) -> None:
