@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,10 @@ def new_group(axis: str, ranks: Sequence[int], device: torch.device, everyone: b
     patience = timeout(device)
     options = backend_options(backends_of()[device.type], options_of(axis), patience)
     with _bound_to_no_device():
-        group: dist.ProcessGroup = dist.new_group(
+        group = dist.new_group(
             list(ranks), timeout=patience, pg_options=options, use_local_synchronization=not everyone
         )
-    return group
+    return cast("dist.ProcessGroup", group)  # of this rank, which is one of them
 
 
 def warm_up(axis: Axis) -> None:

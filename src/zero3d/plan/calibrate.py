@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -243,7 +243,7 @@ def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | N
     """Measure the link between these ranks; every rank of the mesh is in one such group."""
     if len(ranks) == 1:
         return None
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = cast("dist.ProcessGroup", dist.new_group(list(ranks), use_local_synchronization=True))
     n, seconds = len(ranks), []
     for size in messages:
         message = torch.zeros(size // 4, device=mesh.device)
