@@ -26,7 +26,7 @@ done
 COMPLETED = {
     "zero3d tra": "train",
     "zero3d train zero.sta": "zero.stage=",
-    "zero3d train run.yaml --res": "--resume",
+    "zero3d train run.yaml --res": "--resume --resume-settings",
     "zero3d train ru": "run.yaml",
     "zero3d ckpt ver": "verify",
     "zero3d ckpt ls fo": "folder",

@@ -82,6 +82,7 @@ FACTS = _named(
         "batch": Bits("a step has other sequences"),
         "micro_batch": Bits("matrix products have other shapes"),
         "dp": Bits(f"sums over ranks have other terms and differ in their last bits{EXACT_WOULD}", PLAIN, told=True),
+        "stage": Bits(SUMS, NCCL, told=True),
         "accumulate": Bits("a step has another number of micro-batches", SAME_DP),
         "algorithm": Bits("ranks' terms are summed in another order", SAME_DP),
         "reduce": Bits("micro-batches a step are summed in another order", SEVERAL, told=True),
@@ -101,7 +102,6 @@ FACTS = _named(
         "nccl_algorithm": Bits(SUMS, NCCL),
         "nccl_protocol": Bits(SUMS, NCCL),
         "ranks_per_host": Bits(SUMS, NCCL),
-        "stage": Bits(SUMS, NCCL, told=True),
         # compared by other means
         "fold": Bits("gradients are summed in other groups; with zero.exact only another sp changes bits", ELSEWHERE),
         "options": Bits("the update uses it", ELSEWHERE),
