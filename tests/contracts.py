@@ -126,7 +126,7 @@ CHANGES = [
     Change("scheduler", None),
     Change("scheduler", step_lr(0.3), says="scheduler", keeps=True),
     Change("scheduler", step_lr(0.5), "offload", says="scheduler"),
-    Change("scheduler", lambda_lr(0.7), "functions", says="scheduler"),
+    Change("scheduler", lambda_lr(0.7), "functions", says="learning rates"),
     Change("param_groups", [{"match": "*layers*bias", "weight_decay": 0.0}], says="groups"),
     Change("clip_norm", 0.5),
     Change("clip_norm", None),

@@ -155,7 +155,7 @@ def test_functions_of_schedules_within_schedules_are_compared_by_what_they_give(
     assert engine.resumed.startswith("bitwise: "), "other functions of the same values"
     engine = engine_of(of_two(lambda step: 1.0, lambda step: 0.5**step if step < 20 else 0.0))
     engine.load(tmp_path)
-    assert engine.resumed.startswith("not bitwise: other functions of the scheduler (learning rates are others from")
+    assert engine.resumed.startswith("not bitwise: other learning rates from here on (the schedule's functions")
 
 
 def test_functions_of_schedules_are_compared_at_the_steps_that_come_next(tmp_path):
@@ -165,7 +165,7 @@ def test_functions_of_schedules_are_compared_at_the_steps_that_come_next(tmp_pat
     saved(tmp_path, scheduler=but_at(None))
     engine = engine_of(but_at(3 + 15))
     engine.load(tmp_path)
-    assert engine.resumed.startswith("not bitwise: other functions of the scheduler (")
+    assert engine.resumed.startswith("not bitwise: other learning rates from here on (")
 
 
 def in_turn(milestone):

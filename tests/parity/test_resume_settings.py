@@ -77,7 +77,7 @@ def with_settings(folder, settings, output="whole"):
 def test_the_files_settings_of_the_update_count_unless_the_checkpoints_are_asked_for(ranks, folder):
     same, line, _ = ranks(1, with_settings, str(folder), "given")[0]
     assert not same
-    assert line.startswith("not bitwise: other functions of the scheduler (learning rates are others from here on)")
+    assert line.startswith("not bitwise: other learning rates from here on (the schedule's functions give others)")
     assert "; betas [0.9, 0.95] -> [0.5, 0.5] (the update uses it); lr 0.01 -> 0.1 (the update uses it)" in line
     assert line.endswith(
         "To go on as before, type optimizer.lr=0.01 'optimizer.betas=[0.9, 0.95]' optimizer.clip_norm=0.5 "

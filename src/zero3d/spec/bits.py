@@ -73,7 +73,7 @@ FACTS = _named(
         "units": Bits("a rank sums norms of other pieces of parameters", usual=None),
         "groups": Bits("parameters have other options", words="groups of parameters"),
         "scheduler": Bits("learning rates are others from here on"),
-        "factors": Bits("learning rates are others from here on", usual=None, words="functions of the scheduler"),
+        "factors": Bits("the schedule's functions give others", usual=None, words="learning rates from here on"),
         "schedule_state": Bits("learning rates are others from here on", usual=None, words="state of the scheduler"),
         "modules": Bits("its layers compute otherwise", words="numbers in the model's modules"),
         "library": Bits("its layers may compute otherwise"),
