@@ -294,5 +294,6 @@ def test_a_loss_is_named_with_the_plain_values_that_it_takes_from_around_it():
 
 
 def test_kernels_have_their_name_under_autocast_too():
+    found = kernels.trial()
     with torch.autocast("cpu"):
-        assert kernels.trial() == kernels.products().rpartition(" ")[2]
+        assert kernels.trial() == found
