@@ -116,6 +116,7 @@ class Foundation:
     order      in which micro-batches and ranks are summed
     sequence   the ranks that share sequences out; None where each has whole ones
     notes      lines for people about what computes
+    numbers    a hash of numbers in the full model's modules, as the caller built it
     """
 
     options: Options
@@ -125,10 +126,12 @@ class Foundation:
     order: SumOrder
     sequence: SequenceGroup | None
     notes: tuple[str, ...]
+    numbers: str
 
     @classmethod
     def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
         """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
+        numbers = numbers_in(model)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there
@@ -149,7 +152,7 @@ class Foundation:
         speaks = resolved.mesh.rank == 0
         sequence = _share_sequences(partition, axes.folds["sp"], options, speaks) if resolved.mesh.sp > 1 else None
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
-        return cls(done, resolved, axes, partition, order, sequence, notes)
+        return cls(done, resolved, axes, partition, order, sequence, notes, numbers)
 
 
 def _share_sequences(partition: ModelPartition, sp: Comm, options: Options, speaks: bool) -> SequenceGroup:

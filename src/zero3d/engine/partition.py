@@ -19,7 +19,6 @@ from zero3d.engine.options import Options, Resolved, parts_activations
 from zero3d.engine.tiling import Budget, install_tiled_loss, tile_layers
 from zero3d.expert_parallel.plan import ExpertLayer, find_experts, refuse_none, whole_over_tp
 from zero3d.expert_parallel.share import Shared, share_out
-from zero3d.models.written_numbers import numbers_in
 from zero3d.pipeline.split import take_chunks
 from zero3d.pipeline.ties import names_of_copies
 from zero3d.rng import share_torch_rng
@@ -41,7 +40,6 @@ class ModelPartition:
     partial     names of whole ones whose gradients are parts of a sum over tp
     regions     where activations pass between tp ranks
     expert_layers  this rank's, wherever their experts are
-    numbers     a hash of numbers in the full model's modules
     experts     layers of this rank whose experts are dispatched to, and the parameters of these
     """
 
@@ -54,14 +52,13 @@ class ModelPartition:
     regions: Sequence[Region]
     experts: Shared
     expert_layers: Sequence[ExpertLayer]
-    numbers: str
 
 
 def partition_model(
     model: nn.Module, resolved: Resolved, options: Options, tp: Comm, ep: Comm, ledger: Ledger
 ) -> ModelPartition:
     """Take this rank's chunks of the model and cut their parameters over tp and ep, in place. Raises ConfigError."""
-    mesh, parallel, numbers = resolved.mesh, options.mesh, numbers_in(model)
+    mesh, parallel = resolved.mesh, options.mesh
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     dispatches = ep.size > 1 or options.zero.exact  # in exact mode, too, whose bits are the same at any ep
     has_experts = dispatches and bool(find_experts(model, parallel.ep_plan))
@@ -101,7 +98,6 @@ def partition_model(
         regions=regions,
         experts=experts,
         expert_layers=found,
-        numbers=numbers,
     )
 
 

@@ -104,7 +104,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         SCHEDULER: schedule_of(assembly.stepper.scheduler),
         "factors": factors_of(assembly.stepper.scheduler),
         "schedule_state": state_of(assembly.stepper.scheduler),
-        "modules": base.partition.numbers,
+        "modules": base.numbers,
         "library": _library(assembly),
         **_values(options, mesh, optimizer.clip_norm),
     }
