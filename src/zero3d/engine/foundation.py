@@ -26,6 +26,7 @@ from zero3d.memory.cgroups import usable_cores
 from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
+from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
