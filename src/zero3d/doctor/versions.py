@@ -108,7 +108,7 @@ def tested_row(here: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Ma
 
 
 def say_tested(row: Mapping[str, Any] | None) -> str:
-    """Say how the tests ended with these versions."""
+    """Return in words how the tests ended with these versions."""
     if row is None:
         return "no row of docs/tested.md has these versions"
     failed = row["failed"]

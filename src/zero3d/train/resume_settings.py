@@ -93,7 +93,7 @@ def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
 
 
 def describe(config: Config, offers: bool, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:
-    """Say whether the run goes on bitwise, and if not, why and what to type to go on as before; all ranks call it.
+    """Return the line that says whether a run goes on bitwise, and if not, why and what to type; all ranks call it.
 
     offers   whether `--resume-settings saved` can be typed, and was not
     saved    what the loop had saved
