@@ -162,12 +162,12 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         if unit.grads is not None:
             first: Any = unit.weights.params[0]
             first.register_post_accumulate_grad_hook(_backward_announcer(resolved.mesh.heartbeat, unit))
-    hooks = []
+    whole, hooks = not (pipelined and resolved.schedule.splits_backward), []
     for root in chunks.values():
         inner = set(root.modules())
         of_root = {module: needed for module, needed in used.items() if module in inner}
         hooks.append(
-            Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined)
+            Hooks(root, of_root, gathers, reductions, accumulation, lambda t: t.to(precision.dtype), pipelined, whole)
         )
         if (saved := hooks[-1].saved) is not None:
             for recorder in recorders_of(root):

@@ -8,7 +8,7 @@
     a parameter is read outside of it         its unit is one of the root's from now on (stage 3)
     ... under hooks of the caller's own       keep its unit gathered until the step (stage 3)
     a gradient reaches any of its outputs     acquire a backward token
-    gradients of all its inputs are done      release the backward token
+    gradients of all its inputs are done      release the backward token; leave its units (stage 3)
     a node reads a saved weight (saved.py)    acquire a backward token, if its unit is released (stage 3)
     a parameter's gradient is accumulated     take it
     the root's forward ends                   wait for new weights of units that were not called
@@ -35,7 +35,7 @@ ours. The unit stays gathered until the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from itertools import count
@@ -72,6 +72,7 @@ class Hooks:
     shows_masters  parameters have their masters' dtype now, and the root's forward runs in autocast
     aside  is given the gradients of forwards and backwards that belong to no step; None in steps
     scheduled  backwards are those of a pipeline's schedule (Note 6)
+    whole      a backward through the root gives the gradients of its parameters, too: not where they come later
     """
 
     aside: Callable[[Unit, int, Tensor], None] | None = None
@@ -87,13 +88,15 @@ class Hooks:
         accumulation: Accumulation,
         cast: Callable[[Tensor], Tensor],
         scheduled: bool = False,
+        whole: bool = True,
     ) -> None:
         self.keep_full = True
         self._gathers = gathers
         self._reductions = reductions
         self._accumulation = accumulation
         self._cast = cast
-        self._scheduled = scheduled
+        self._scheduled, self._whole = scheduled, whole
+        reductions.to_come = gradients_to_come
         self._calls = count()
         self._open: dict[nn.Module, list[int]] = {}
         self._mode: str | None = None  # of the root forward under way: "train" | "eval"
@@ -179,12 +182,17 @@ class Hooks:
             for unit in units:
                 self._gathers.acquire(unit, token)
                 self._last_call[unit] = call
-            if not (torch.is_grad_enabled() and needed_in_backward):
+            if not torch.is_grad_enabled():
+                return None
+            if not needed_in_backward:
+                self._reductions.unheard.update(units)
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
             if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
                 mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
                 register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
+            else:
+                self._reductions.unheard.update(units)
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -236,6 +244,8 @@ class Hooks:
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
             self._gathers.release(unit, TURN)  # the turn has served its purpose
+        if self._reduces:
+            self._reductions.look()
 
     def _node_needs(self, unit: Unit) -> None:
         """Gather a unit for a node that runs though no gradient came through its module's outputs."""
@@ -248,6 +258,14 @@ class Hooks:
     def _backward_done(self, units: list[Unit], call: int) -> None:
         for unit in units:
             self._gathers.release(unit, ("backward", call))
+        for unit in units if self._reduces else ():
+            if unit.grads is not None:
+                self._reductions.leave(unit)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward under way is one whose gradients the step takes."""
+        return self._task is not None and self.aside is None and self._whole
 
     @property
     def _keeps(self) -> bool:
@@ -258,9 +276,12 @@ class Hooks:
         weak_self, weak_unit = ref(self), ref(unit)  # the garbage collector does not see what a parameter's hook holds
 
         def take(p: Tensor) -> None:
-            if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None and p.grad is not None:
+            if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None:
                 grad, p.grad = p.grad, None
-                hooks.take(unit, index, grad.detach())
+                if grad is not None:
+                    hooks.take(unit, index, grad.detach())
+                elif hooks._reduces:  # a Function has none for it
+                    hooks.take(unit, index, None)
 
         return take
 
@@ -364,7 +385,7 @@ class Hooks:
             self._task = task
             if self.aside is None:
                 self._accumulation.backward_begins()
-                self._reductions.begin()
+                self._reductions.begin(task)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)  # Note 4
         if self.aside is None:
             first, fresh[0] = fresh[0], False
@@ -462,6 +483,12 @@ class _Reached(Enum):
         except RuntimeError:  # torch.autograd.grad returns it
             return cls.ASKED_FOR
         return cls.ACCUMULATED if executed else cls.NOT
+
+
+def gradients_to_come(unit: Unit, indices: Collection[int]) -> bool:
+    """Return whether the backward under way accumulates gradients of one of a unit's parameters, by their numbers."""
+    params = [unit.weights.params[index] for index in indices]
+    return any(p.requires_grad and _Reached.of(p) is _Reached.ACCUMULATED for p in params)
 
 
 def _is_torchs_recomputation() -> bool:

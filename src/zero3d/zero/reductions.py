@@ -1,5 +1,11 @@
 """When units are reduced: one order on all ranks, a bounded window.
 
+A unit is complete when all its gradients have come. A parameter may get none, on one rank alone (an expert without
+tokens, a branch): its gradient counts as zero, and the unit is complete when backward has left its module (stage 3) or
+has come to another unit (all stages) and autograd says that nothing of it is still to come. So ranks with and without
+such a hole begin a reduction before the same gather: were it at the end of backward on one of them, the other would
+wait for it before a gather that the first one waits for.
+
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
 those before it. At most WINDOW are in flight. Shards of which others have copies are summed over
@@ -23,6 +29,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 import torch
+from torch._C import _current_graph_task_id as current_backward
 
 from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
@@ -56,12 +63,16 @@ class Reductions:
     """Owns the queue of units whose gradients are complete.
 
     watch     is shown every local gradient before it is taken (health.py)
+    to_come   whether the backward under way will still give a gradient of a unit, of those by their numbers; without
+              it a unit with a hole is complete at the end of the backward
+    unheard   units whose modules' ends nobody hears of at stage 3, since no input of theirs has a gradient
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
     applied   how many steps have been applied
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
+    to_come: Callable[[Unit, Collection[int]], bool] | None = None
     updates: Updates | None = None
     applied: Callable[[], int] | None = None
 
@@ -76,6 +87,9 @@ class Reductions:
         self._in_flight: deque[Unit] = deque()
         self._completed: list[Unit] = []
         self._done: set[Unit] = set()  # of this backward
+        self._left: set[Unit] = set()  # whose module it has left
+        self._task = -1
+        self.unheard: set[Unit] = set()
         self.due = False  # this backward ends in a reduction
         self._backwards = 0  # since the last reduction: the same on all ranks
 
@@ -86,8 +100,9 @@ class Reductions:
         self._gathered = gathered
         self.adopted = False  # rank 0's order is in use
 
-    def begin(self) -> None:
-        """Begin a backward."""
+    def begin(self, task: int = -1) -> None:
+        """Begin a backward, by autograd's number of it."""
+        self._task = task
         self._backwards += 1
         self.due = False
         self._next = 0
@@ -95,9 +110,10 @@ class Reductions:
         self._expected.clear()
         self._completed.clear()
         self._done.clear()
+        self._left.clear()
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
-        """Take one parameter's gradient, which autograd has finished; None where there will be none.
+        """Take one parameter's gradient, which autograd has finished; None where there is none.
 
         index  of the parameter; those of a unit's second source follow those of its first
         """
@@ -105,26 +121,57 @@ class Reductions:
             self.updates.finish()
         if self.watch is not None and grad is not None:
             self.watch(unit, index, grad)
-        if self._closes is not Closes.NOTHING and unit in self._done:
+        if self._closes is not Closes.NOTHING and unit in self._done and grad is not None:
             raise ConfigError(
                 f"exact=True: {unit.slot_of(index).name} got a second gradient in one backward, after the first "
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
-        while unit in self._in_flight:
-            self._finish_oldest()
         if grad is not None:
+            while unit in self._in_flight:
+                self._finish_oldest()
             unit.gradients.take(index, grad)
         arrived = self._arrived.setdefault(unit, set())
         arrived.add(index)
+        if len(arrived) == 1:
+            self.look()
         if unit not in self._expected:
             self._expected[unit] = unit.trained * unit.sources
-        if len(arrived) >= self._expected[unit] and unit not in self._completed:
-            self._completed.append(unit)
-            unit.gradients.land()
-            if self.due:
-                self._drain()
-            elif self._closes is not Closes.NOTHING and not unit.deferred:
-                self._close(unit)
+        if len(arrived) >= self._expected[unit] or (unit in self._left and self._has_all(unit)):
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        if unit in self._completed:
+            return
+        self._completed.append(unit)
+        unit.gradients.land()
+        if self.due:
+            self._drain()
+        elif self._closes is not Closes.NOTHING and not unit.deferred:
+            self._close(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Hear that the backward under way has left a module of the unit, perhaps not the last one."""
+        self._left.add(unit)
+        if unit not in self._completed and self._has_all(unit):
+            self._complete(unit)
+        self.look()
+
+    def look(self) -> None:
+        """Reduce what is next if all of it has come, though nothing has told so; another unit begins or ends."""
+        if self.due:
+            self._drain()
+
+    @property
+    def _knows(self) -> bool:
+        """Return whether autograd can say what is to come: not what follows a checkpoint's backward of its own."""
+        return self._task == current_backward()
+
+    def _has_all(self, unit: Unit) -> bool:
+        """Return whether no gradient of a unit is still to come in this backward."""
+        if unit.sources > 1:  # its experts' own modules say of every source what there is
+            return True
+        missing = set(range(len(unit.weights.params))) - self._arrived.get(unit, set())
+        return self.to_come is not None and not self.to_come(unit, missing)
 
     def _close(self, unit: Unit) -> None:
         self._done.add(unit)
@@ -142,8 +189,13 @@ class Reductions:
     def _drain(self) -> None:
         while self._next < len(self._order):
             unit = self._order[self._next]
-            if unit.deferred or (unit not in self._completed and unit.trained):  # of frozen ones nothing comes
+            if unit.deferred:
                 return
+            if unit.trained and unit not in self._completed:  # of frozen ones nothing comes
+                if not (unit in self._arrived or unit in self.unheard) or not self._knows or not self._has_all(unit):
+                    return
+                self._completed.append(unit)
+                unit.gradients.land()
             self._next += 1
             self._reduce(unit)
 
