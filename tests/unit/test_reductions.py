@@ -87,6 +87,7 @@ class Backwards:
         side = SideStream("side", CPU)
         side.join = lambda unit: self.log.append(f"join {unit}")
         self.reductions = Reductions(list(self.units.values()), side, closes, [self.units[name] for name in gathered])
+        self.reductions.arrivals.to_come = lambda unit, indices: True
 
     def take(self, names, due=True):
         """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""
@@ -135,6 +136,101 @@ def test_a_unit_waits_for_those_before_it_and_for_all_its_gradients_of_this_back
     assert backwards.take("c") == ["reduce c wide"]
     assert backwards.take("root") == []
     assert backwards.take("b1") == ["reduce b wide", "finish c", "reduce a wide"]
+
+
+def to_come(backwards, *names):
+    """Let autograd say that these gradients are still to come: `b1` one parameter's, other names a unit's."""
+
+    def asked(unit, indices):
+        return any(unit.name in names or f"{unit.name}{index}" in names for index in indices)
+
+    backwards.reductions.arrivals.to_come = asked
+
+
+def leave(backwards, name):
+    """The log of the end of a unit's module."""
+    backwards.log.clear()
+    backwards.reductions.leave(backwards.units[name])
+    return list(backwards.log)
+
+
+def test_a_unit_with_a_hole_is_complete_when_backward_leaves_its_module():
+    backwards = Backwards()
+    backwards.units["b"].trained, backwards.units["b"].weights.params = 3, [torch.zeros(1) for _ in range(3)]
+    to_come(backwards, "b1", "a", "root")
+    backwards.reductions.begin()
+    assert backwards.take("c b0 b1") == ["reduce c"]
+    assert leave(backwards, "b") == ["reduce b"]
+    assert backwards.take("a root") == ["finish c", "reduce a"]
+    assert leave(backwards, "a") == []
+    assert backwards.flush() == ["finish b", "reduce root", "finish a", "finish root"]
+
+
+def test_a_module_s_end_reduces_nothing_of_which_more_is_to_come():
+    """Its first call's is still to come, or that of a weight which others read."""
+    backwards = Backwards()
+    to_come(backwards, "b1", "a", "root")
+    backwards.reductions.begin()
+    backwards.take("c b0")
+    assert leave(backwards, "b") == []
+    assert backwards.take("a") == []
+    assert backwards.take("b1") == ["reduce b", "finish c", "reduce a"]
+
+
+def test_what_was_still_to_come_when_backward_left_completes_a_unit_beside_a_hole():
+    backwards = Backwards()
+    backwards.units["b"].trained, backwards.units["b"].weights.params = 3, [torch.zeros(1) for _ in range(3)]
+    to_come(backwards, "b1")
+    backwards.reductions.begin()
+    backwards.take("c b0")
+    assert leave(backwards, "b") == []
+    to_come(backwards)
+    assert backwards.take("b1") == ["reduce b"]
+
+
+def test_a_hole_ends_when_another_unit_s_gradients_begin():
+    backwards = Backwards()
+    to_come(backwards, "a", "root")
+    backwards.reductions.begin()
+    assert backwards.take("c b0 a") == ["reduce c", "reduce b", "finish c", "reduce a"]
+
+
+def test_a_unit_of_which_nothing_came_waits_for_the_end_unless_no_module_s_end_tells_of_it():
+    """Its gradients may come in a checkpoint's backward of its own, which autograd does not know of yet."""
+    for unheard in (False, True):
+        backwards = Backwards()
+        to_come(backwards, "a", "root")
+        backwards.reductions.arrivals.unheard.update([backwards.units["b"]] if unheard else [])
+        backwards.reductions.begin()
+        assert backwards.take("c a") == ["reduce c", *["reduce b", "finish c", "reduce a"][: 3 * unheard]]
+
+
+def test_nothing_is_judged_inside_a_backward_of_which_autograd_does_not_know_what_follows():
+    backwards = Backwards()
+    to_come(backwards, "a", "root")
+    backwards.reductions.begin(task=5)  # another than the one under way
+    assert backwards.take("c b0 a") == ["reduce c"]
+    assert leave(backwards, "b") == ["reduce b", "finish c", "reduce a"], "but the one whose module it has left"
+
+
+def test_a_gradient_that_a_function_does_not_give_counts_as_one_that_came():
+    backwards = Backwards()
+    backwards.reductions.begin()
+    backwards.take("c b0")
+    backwards.reductions.take(backwards.units["b"], 1, None)
+    assert backwards.log == ["reduce c", "reduce b"]
+    backwards.reductions.take(backwards.units["c"], 0, None)
+    assert backwards.log == ["reduce c", "reduce b"], "nothing is waited for"
+
+
+def test_an_exact_unit_with_a_hole_is_closed_at_its_module_s_end_once():
+    backwards = Backwards(Closes.CHUNK)
+    to_come(backwards)
+    backwards.reductions.begin()
+    backwards.take("c b0", due=False)
+    assert leave(backwards, "b") == ["close b"]
+    backwards.reductions.take(backwards.units["b"], 1, None)
+    assert backwards.log == ["close b"]
 
 
 def test_only_gradients_of_one_backward_travel_narrow():

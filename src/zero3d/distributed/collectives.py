@@ -15,8 +15,8 @@ How it is done is chosen for every axis by a rule (choice.py).
 
 Ranks must run the same operations on the same units in the same order. Pairwise messages carry a tag made of
 (operation, unit), so ranks that disagree time out instead of swapping weights; for native ones a running hash of
-(operation, unit) is compared at the norm's exchange. Gathers and reductions have a process group each, so that a
-rank whose reductions come later (unused parameters) cannot interleave them with another rank's gathers.
+(operation, unit) is compared at the norm's exchange. Gathers and reductions have a process group each: a rank with a
+hole (a parameter without a gradient) begins a reduction later among its gathers than its peers (zero/reductions.py).
 """
 
 from __future__ import annotations

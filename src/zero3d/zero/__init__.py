@@ -7,6 +7,7 @@ hooks, gathers, reductions         module and autograd events; when units are ga
 streams                            the side streams of both
 buckets, masters                   a unit's states wherever they are placed; what the optimizer updates
 state_spans, updates               where which states are; a torch optimizer's step over all pieces or bucket by bucket
+arrivals                           which gradients of a unit have come in a backward, and whether more will
 accumulation, optimizer_states     when a step is due; a torch optimizer over pieces, its states in flat buffers
 optimizer                          the step: norm, clip, update, refresh
 param_groups, initial_weights      what the caller passes: optimizers and groups; the first weights

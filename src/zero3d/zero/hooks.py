@@ -35,8 +35,7 @@ ours. The unit stays gathered until the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -49,6 +48,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from zero3d.errors import ReleasedParameterError
 from zero3d.nested import map_tensors, tensors_in, tensors_out
 from zero3d.zero.accumulation import Accumulation
+from zero3d.zero.arrivals import Reached
 from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
@@ -96,7 +96,6 @@ class Hooks:
         self._accumulation = accumulation
         self._cast = cast
         self._scheduled, self._whole = scheduled, whole
-        reductions.to_come = gradients_to_come
         self._calls = count()
         self._open: dict[nn.Module, list[int]] = {}
         self._mode: str | None = None  # of the root forward under way: "train" | "eval"
@@ -185,14 +184,14 @@ class Hooks:
             if not torch.is_grad_enabled():
                 return None
             if not needed_in_backward:
-                self._reductions.unheard.update(units)
+                self._reductions.arrivals.unheard.update(units)
                 return None
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
             if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
                 mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
                 register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
             else:
-                self._reductions.unheard.update(units)
+                self._reductions.arrivals.unheard.update(units)
             return args, kwargs
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -369,13 +368,13 @@ class Hooks:
         transforms = torch._C._functorch  # torch.func.grad, jacrev and others, and what vjp has returned, call autograd
         if transforms.maybe_current_level() is not None or any(map(transforms.is_functorch_wrapped_tensor, inputs)):
             return True
-        asked_for = any(_Reached.of(t) is _Reached.ASKED_FOR for t in inputs)
+        asked_for = any(Reached.of(t) is Reached.ASKED_FOR for t in inputs)
         trained = [p for unit in self._trainable for p in unit.weights.params if p.requires_grad]
         for p in trained:
-            reached = _Reached.of(p)
-            if reached is _Reached.ACCUMULATED:
+            reached = Reached.of(p)
+            if reached is Reached.ACCUMULATED:
                 return False
-            asked_for = asked_for or reached is _Reached.ASKED_FOR
+            asked_for = asked_for or reached is Reached.ASKED_FOR
         return asked_for or not trained or torch.is_grad_enabled()
 
     def _through_root(self, fresh: list[bool]) -> None:
@@ -466,29 +465,6 @@ class Hooks:
 
 def _is(token: object, kind: str) -> bool:
     return isinstance(token, tuple) and token[0] == kind
-
-
-class _Reached(Enum):
-    """What the backward under way does with the gradient of a leaf."""
-
-    NOT = auto()
-    ACCUMULATED = auto()
-    ASKED_FOR = auto()
-
-    @classmethod
-    def of(cls, leaf: Tensor) -> _Reached:
-        """Return what happens to a leaf's gradient."""
-        try:
-            executed = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-        except RuntimeError:  # torch.autograd.grad returns it
-            return cls.ASKED_FOR
-        return cls.ACCUMULATED if executed else cls.NOT
-
-
-def gradients_to_come(unit: Unit, indices: Collection[int]) -> bool:
-    """Return whether the backward under way accumulates gradients of one of a unit's parameters, by their numbers."""
-    params = [unit.weights.params[index] for index in indices]
-    return any(p.requires_grad and _Reached.of(p) is _Reached.ACCUMULATED for p in params)
 
 
 def _is_torchs_recomputation() -> bool:

@@ -1,10 +1,8 @@
 """When units are reduced: one order on all ranks, a bounded window.
 
-A unit is complete when all its gradients have come. A parameter may get none, on one rank alone (an expert without
-tokens, a branch): its gradient counts as zero, and the unit is complete when backward has left its module (stage 3) or
-has come to another unit (all stages) and autograd says that nothing of it is still to come. So ranks with and without
-such a hole begin a reduction before the same gather: were it at the end of backward on one of them, the other would
-wait for it before a gather that the first one waits for.
+A unit is complete when all its gradients have come that will (arrivals.py): one that does not counts as zero. A rank
+with such a hole begins a reduction before the same gather as one without: at the end of backward it would be waited
+for before a gather for which it waits in turn.
 
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
@@ -29,10 +27,10 @@ from enum import Enum, auto
 from typing import Protocol
 
 import torch
-from torch._C import _current_graph_task_id as current_backward
 
 from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
+from zero3d.zero.arrivals import Arrivals
 from zero3d.zero.policy import State
 from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import SideStream
@@ -62,17 +60,14 @@ class Updates(Protocol):
 class Reductions:
     """Owns the queue of units whose gradients are complete.
 
+    arrivals  what has come in the backward under way
     watch     is shown every local gradient before it is taken (health.py)
-    to_come   whether the backward under way will still give a gradient of a unit, of those by their numbers; without
-              it a unit with a hole is complete at the end of the backward
-    unheard   units whose modules' ends nobody hears of at stage 3, since no input of theirs has a gradient
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
     applied   how many steps have been applied
     """
 
     watch: Callable[[Unit, int, torch.Tensor], None] | None = None
-    to_come: Callable[[Unit, Collection[int]], bool] | None = None
     updates: Updates | None = None
     applied: Callable[[], int] | None = None
 
@@ -81,15 +76,11 @@ class Reductions:
     ) -> None:
         self._closes, self._side = closes, side
         self.extend(units, gathered)
-        self._arrived: dict[Unit, set[int]] = {}
-        self._expected: dict[Unit, int] = {}  # gradients of this backward
+        self.arrivals = Arrivals()
         self._next = 0
         self._in_flight: deque[Unit] = deque()
         self._completed: list[Unit] = []
         self._done: set[Unit] = set()  # of this backward
-        self._left: set[Unit] = set()  # whose module it has left
-        self._task = -1
-        self.unheard: set[Unit] = set()
         self.due = False  # this backward ends in a reduction
         self._backwards = 0  # since the last reduction: the same on all ranks
 
@@ -102,15 +93,12 @@ class Reductions:
 
     def begin(self, task: int = -1) -> None:
         """Begin a backward, by autograd's number of it."""
-        self._task = task
         self._backwards += 1
         self.due = False
         self._next = 0
-        self._arrived.clear()
-        self._expected.clear()
+        self.arrivals.begin(task)
         self._completed.clear()
         self._done.clear()
-        self._left.clear()
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
         """Take one parameter's gradient, which autograd has finished; None where there is none.
@@ -130,17 +118,24 @@ class Reductions:
             while unit in self._in_flight:
                 self._finish_oldest()
             unit.gradients.take(index, grad)
-        arrived = self._arrived.setdefault(unit, set())
-        arrived.add(index)
-        if len(arrived) == 1:
+        if self.arrivals.take(unit, index):
             self.look()
-        if unit not in self._expected:
-            self._expected[unit] = unit.trained * unit.sources
-        if len(arrived) >= self._expected[unit] or (unit in self._left and self._has_all(unit)):
-            self._complete(unit)
+        self._complete(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Hear that the backward under way has left a module of the unit, perhaps not the last one."""
+        self.arrivals.leave(unit)
+        self._complete(unit)
+        self.look()
+
+    def look(self) -> None:
+        """Reduce what is next if nothing of it is still to come, though nobody has told so: backward is elsewhere."""
+        if self.due:
+            self._drain()
 
     def _complete(self, unit: Unit) -> None:
-        if unit in self._completed:
+        """Reduce a unit when it is its turn, if it has all its gradients."""
+        if unit in self._completed or not self.arrivals.has_all(unit):
             return
         self._completed.append(unit)
         unit.gradients.land()
@@ -148,30 +143,6 @@ class Reductions:
             self._drain()
         elif self._closes is not Closes.NOTHING and not unit.deferred:
             self._close(unit)
-
-    def leave(self, unit: Unit) -> None:
-        """Hear that the backward under way has left a module of the unit, perhaps not the last one."""
-        self._left.add(unit)
-        if unit not in self._completed and self._has_all(unit):
-            self._complete(unit)
-        self.look()
-
-    def look(self) -> None:
-        """Reduce what is next if all of it has come, though nothing has told so; another unit begins or ends."""
-        if self.due:
-            self._drain()
-
-    @property
-    def _knows(self) -> bool:
-        """Return whether autograd can say what is to come: not what follows a checkpoint's backward of its own."""
-        return self._task == current_backward()
-
-    def _has_all(self, unit: Unit) -> bool:
-        """Return whether no gradient of a unit is still to come in this backward."""
-        if unit.sources > 1:  # its experts' own modules say of every source what there is
-            return True
-        missing = set(range(len(unit.weights.params))) - self._arrived.get(unit, set())
-        return self.to_come is not None and not self.to_come(unit, missing)
 
     def _close(self, unit: Unit) -> None:
         self._done.add(unit)
@@ -182,7 +153,7 @@ class Reductions:
         for unit in units:
             if unit not in self._done:
                 self._close(unit)
-            self._arrived.pop(unit, None)
+            self.arrivals.forget(unit)
         self._done.difference_update(units)
         self._completed = [unit for unit in self._completed if unit not in units]
 
@@ -192,7 +163,7 @@ class Reductions:
             if unit.deferred:
                 return
             if unit.trained and unit not in self._completed:  # of frozen ones nothing comes
-                if not (unit in self._arrived or unit in self.unheard) or not self._knows or not self._has_all(unit):
+                if not self.arrivals.ends_elsewhere(unit):
                     return
                 self._completed.append(unit)
                 unit.gradients.land()

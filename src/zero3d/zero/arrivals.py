@@ -1,0 +1,97 @@
+"""Which gradients of a unit have come in the backward under way, and whether more will.
+
+A parameter may get no gradient, on one rank alone: an expert without tokens, a branch. Autograd knows which gradients
+the backward under way will still accumulate, so a unit has all of them when nothing is still to come. That is asked
+
+    when backward leaves a module of the unit         stage 3
+    when it comes to another unit, or leaves one      of units of which something has come, or which are `unheard`
+
+A checkpoint's backward of its own (reentrant) is one of which autograd does not know what follows: inside, only the
+unit whose module was left is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+from torch import Tensor
+from torch._C import _current_graph_task_id as current_backward, _will_engine_execute_node as will_execute
+from torch.autograd.graph import get_gradient_edge
+
+from zero3d.zero.unit import Unit
+
+
+class Reached(Enum):
+    """What the backward under way does with the gradient of a leaf."""
+
+    NOT = auto()
+    ACCUMULATED = auto()
+    ASKED_FOR = auto()
+
+    @classmethod
+    def of(cls, leaf: Tensor) -> Reached:
+        """Return what happens to a leaf's gradient."""
+        try:
+            executed = will_execute(get_gradient_edge(leaf).node)
+        except RuntimeError:  # torch.autograd.grad returns it
+            return cls.ASKED_FOR
+        return cls.ACCUMULATED if executed else cls.NOT
+
+
+class Arrivals:
+    """Counts each unit's gradients in one backward.
+
+    unheard  units of whose modules' ends nobody hears at stage 3, since no input of theirs has a gradient
+    """
+
+    def __init__(self) -> None:
+        self.unheard: set[Unit] = set()
+        self._arrived: dict[Unit, set[int]] = {}
+        self._expected: dict[Unit, int] = {}
+        self._left: set[Unit] = set()
+        self._task = -1
+
+    def begin(self, task: int) -> None:
+        """Begin a backward, by autograd's number of it."""
+        self._task = task
+        self._arrived.clear()
+        self._expected.clear()
+        self._left.clear()
+
+    def forget(self, unit: Unit) -> None:
+        """Begin anew with one unit."""
+        self._arrived.pop(unit, None)
+        self._left.discard(unit)
+
+    def take(self, unit: Unit, index: int) -> bool:
+        """Count a gradient, by the number of its parameter, or that there is none; return whether it is the first."""
+        arrived = self._arrived.setdefault(unit, set())
+        arrived.add(index)
+        if unit not in self._expected:
+            self._expected[unit] = unit.trained * unit.sources
+        return len(arrived) == 1
+
+    def leave(self, unit: Unit) -> None:
+        """Hear that backward has left a module of the unit, perhaps not the last one."""
+        self._left.add(unit)
+
+    def has_all(self, unit: Unit) -> bool:
+        """Return whether all gradients of a unit have come, or backward has left it and none is still to come."""
+        arrived = len(self._arrived.get(unit, ()))
+        return (0 < self._expected.get(unit, 0) <= arrived) or (unit in self._left and not self._is_to_come(unit))
+
+    def ends_elsewhere(self, unit: Unit) -> bool:
+        """Return whether none is still to come of a unit whose end nobody has told of, in what autograd oversees."""
+        begun = unit in self._arrived or unit in self.unheard
+        return begun and self._task == current_backward() and not self._is_to_come(unit)
+
+    def _is_to_come(self, unit: Unit) -> bool:
+        if unit.sources > 1:  # its experts' own modules say of every source what there is
+            return False
+        return self.to_come(unit, set(range(len(unit.weights.params))) - self._arrived.get(unit, set()))
+
+    def to_come(self, unit: Unit, indices: Collection[int]) -> bool:
+        """Return whether the backward under way will accumulate one of these parameters' gradients."""
+        params = [unit.weights.params[index] for index in indices]
+        return any(p.requires_grad and Reached.of(p) is Reached.ACCUMULATED for p in params)

@@ -1,0 +1,168 @@
+"""A parameter that gets no gradient on one rank alone, in each block: the step of one process, and never a wait.
+
+hole    of a block: its second expert, which is no unit of its own, has no tokens on one rank
+first   in the first step, whose reductions have the layout's order; later ones have the recorded order
+"""
+
+import copy
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3d
+from zero3d.activations.recomputation import recompute
+from zero3d.zero.stages import WINDOW
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+BLOCKS, WIDTH, STEPS = 10, 96, 2
+assert BLOCKS > 2 * WINDOW + 2, "so that ranks would wait for each other"
+PARAMETERS = "offload of parameters"
+WAYS = {  # of training: options of an engine, and what is done with the model
+    "plain": ({}, None),
+    "accumulation": ({"accumulate": 2}, None),
+    "accumulation, reduced every step": ({"accumulate": 2, "reduce": "every_step"}, None),
+    "recomputation": ({}, "full"),
+    "recomputation of two blocks": ({}, "every:2"),
+    "recomputation of attention": ({}, "selective"),
+    "reentrant recomputation": ({}, "reentrant"),
+    "offload": ({"offload": {"optimizer": "host", "gradients": "host"}}, None),
+    PARAMETERS: ({"offload": {"optimizer": "host", "params": "host"}}, None),
+    "exact": ({"exact": True}, None),
+    "LoRA": ({}, "LoRA"),
+    "a Function without a gradient": ({}, "function"),
+    "the first block's input has no gradient": ({}, "bare"),
+}
+
+
+class NoGradient(torch.autograd.Function):
+    """Adds an expert's weights times zero, and has no gradient for them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        return x + 0.0 * (weight.sum() + bias.sum())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class Block(nn.Module):
+    """Two experts behind what stands for attention; the second one may have no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.hole, self.function = False, False
+
+    def forward(self, x):
+        x = x + torch.tanh(self.attn(x))
+        first, second = self.experts
+        if self.hole:
+            x = NoGradient.apply(x, second.weight, second.bias) if self.function else x
+            return x + torch.tanh(first(x))
+        return x + torch.tanh(first(x)) + torch.tanh(second(x))
+
+
+class Net(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(11)
+        self.entrance = nn.Identity() if way == "bare" else nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 1)
+        self.reentrant = way == "reentrant"
+        for block in self.blocks:
+            block.function = way == "function"
+
+    def forward(self, x, hole=None):
+        for number, block in enumerate(self.blocks):
+            block.hole = number == hole
+        x = self.entrance(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+        return self.head(x).square().mean()
+
+
+def build(way):
+    net = Net(way)
+    if way == "LoRA":
+        import peft
+
+        options = {"r": 4, "target_modules": r".*(attn|experts\.\d)", "init_lora_weights": False}
+        net = peft.get_peft_model(net, peft.LoraConfig(**options))
+    return net.double()
+
+
+def data(step, part, rank):
+    """One rank's part of a step."""
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank)).double()
+
+
+def holes_of(place, first, steps):
+    """By step: the block with a hole, None in a step without."""
+    return [place if (step == 0) == first else None for step in range(steps)]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def expected(way, parts, holes, owner):
+    """The parameters that one process has after these steps over the parts of two ranks."""
+    net = build(way)
+    optimizer = sgd([p for p in net.parameters() if p.requires_grad])
+    for step, hole in enumerate(holes):
+        optimizer.zero_grad()
+        for part, rank in product(range(parts), range(2)):
+            (net(data(step, part, rank), hole if rank == owner else None) / (2 * parts)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+
+
+def differences(stage, name, cases, communicators=None):
+    """The worst differences of each case's parameters from those of one process."""
+    rank, found = torch.distributed.get_rank(), []
+    options, way = WAYS[name]
+    parts = options.get("accumulate", 1)
+    if communicators is not None:
+        options = options | {"communicators": communicators}
+    for place, first in cases:
+        net, owner, holes = build(way), place % 2, holes_of(place, first, STEPS)
+        wanted = expected(way, parts, holes, owner)
+        if way in ("full", "every:2", "selective"):
+            recompute(net, way)
+        engine = zero3d.Engine(
+            net, stage=stage, precision="fp64", clip_norm=None, units=[Block], optimizer=sgd, **copy.deepcopy(options)
+        )
+        for step, hole in enumerate(holes):
+            for part in range(parts):
+                engine.backward(engine(data(step, part, rank), hole if rank == owner else None))
+            assert engine.step().applied
+        with engine.full_params():
+            have = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+        assert have.keys() == wanted.keys()
+        found.append(max(float((have[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted))
+        engine.close()
+    return found
+
+
+ALL = [(place, first) for place in range(BLOCKS) for first in (True, False)]
+FEW = [(3, True), (5, False), (9, True)]
+
+
+@pytest.mark.parametrize(("stage", "name", "cases"), [
+    (3, "plain", FEW), (3, "reentrant recomputation", FEW[1:]), (2, "plain", FEW[:1]),
+    *(pytest.param(stage, name, ALL, marks=pytest.mark.long) for stage, name in [
+        *product((3, 2), [name for name in WAYS if name != PARAMETERS]), (3, PARAMETERS),
+        *product((1, 0), ("plain", "accumulation")),
+    ]),
+])  # fmt: skip
+def test_a_hole_on_one_rank_gives_the_step_of_one_process(ranks, stage, name, cases):
+    for found in ranks(2, differences, stage, name, cases):
+        assert max(found) < 1e-10
