@@ -5,20 +5,20 @@ first   in the first step, whose reductions have the layout's order; later ones 
 """
 
 import copy
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from models import VOCAB
+from pipelines import MICRO_BATCHES, micro_batches, weights_of
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.zero.stages import WINDOW
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 BLOCKS, WIDTH, STEPS = 10, 96, 2
 assert BLOCKS > 2 * WINDOW + 2, "so that ranks would wait for each other"
 PARAMETERS = "offload of parameters"
@@ -113,33 +113,32 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.05)
 
 
-def expected(way, parts, holes, owner):
-    """The parameters that one process has after these steps over the parts of two ranks."""
+def expected(way, parts, holes, owner, world=2):
+    """The parameters that one process has after these steps over the parts of all ranks."""
     net = build(way)
     optimizer = sgd([p for p in net.parameters() if p.requires_grad])
     for step, hole in enumerate(holes):
         optimizer.zero_grad()
-        for part, rank in product(range(parts), range(2)):
-            (net(data(step, part, rank), hole if rank == owner else None) / (2 * parts)).backward()
+        for part, rank in product(range(parts), range(world)):
+            (net(data(step, part, rank), hole if rank == owner else None) / (world * parts)).backward()
         optimizer.step()
     return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
 
 
-def differences(stage, name, cases, communicators=None):
+def differences(stage, name, cases, shard=None):
     """The worst differences of each case's parameters from those of one process."""
-    rank, found = torch.distributed.get_rank(), []
+    rank, world, found = torch.distributed.get_rank(), torch.distributed.get_world_size(), []
     options, way = WAYS[name]
     parts = options.get("accumulate", 1)
-    if communicators is not None:
-        options = options | {"communicators": communicators}
     for place, first in cases:
-        net, owner, holes = build(way), place % 2, holes_of(place, first, STEPS)
-        wanted = expected(way, parts, holes, owner)
+        net, owner, holes = build(way), place % world, holes_of(place, first, STEPS)
+        wanted = expected(way, parts, holes, owner, world)
         if way in ("full", "every:2", "selective"):
             recompute(net, way)
         engine = zero3d.Engine(
-            net, stage=stage, precision="fp64", clip_norm=None, units=[Block], optimizer=sgd, **copy.deepcopy(options)
-        )
+            net, stage=stage, mesh=zero3d.Mesh(shard=shard), precision="fp64", clip_norm=None, units=[Block],
+            optimizer=sgd, **copy.deepcopy(options),
+        )  # fmt: skip
         for step, hole in enumerate(holes):
             for part in range(parts):
                 engine.backward(engine(data(step, part, rank), hole if rank == owner else None))
@@ -165,4 +164,77 @@ FEW = [(3, True), (5, False), (9, True)]
 ])  # fmt: skip
 def test_a_hole_on_one_rank_gives_the_step_of_one_process(ranks, stage, name, cases):
     for found in ranks(2, differences, stage, name, cases):
+        assert max(found) < 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["plain", "accumulation", "exact"])
+@pytest.mark.parametrize("shard", [2, 4])
+def test_a_hole_on_one_of_four_ranks_that_have_copies_of_shards(ranks, shard, name):
+    for found in ranks(4, differences, 3, name, ALL[1::3], shard):
+        assert max(found) < 1e-10
+
+
+class Tokens(nn.Module):
+    """A model that a pipeline cuts: blocks of which one may have a hole on a rank."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(12)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(logits, given):
+    """The sum over next tokens in fp64, and their number."""
+    targets = given["targets"][:, 1:].flatten()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum"), float(targets.numel())
+
+
+def through_pipelines(schedule, stage, release, places):
+    """The worst differences from one process of steps whose first row of ranks has a hole in these blocks, by block."""
+    found, layers = [], 2 * BLOCKS
+    for place in places:
+        mesh = zero3d.Mesh(dp=2, pp=2)
+        whole, net = Tokens(layers).double(), Tokens(layers)
+        net.layers[place].hole = mesh.place.dp == 0
+        engine = zero3d.Engine(
+            net, mesh=mesh, stage=stage, precision="fp64", clip_norm=None, units=[Block], optimizer=sgd, loss=loss_of,
+            schedule=schedule, accumulate=MICRO_BATCHES, release=release,
+        )  # fmt: skip
+        optimizer = sgd(whole.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            total = 0.0
+            for row in range(2):
+                whole.layers[place].hole = row == 0
+                for given in micro_batches(step, row):
+                    loss, weight = loss_of(whole(given["input_ids"]), given)
+                    loss.backward()
+                    total += weight
+            for p in whole.parameters():
+                p.grad /= total
+            optimizer.step()
+            engine.train_batch(micro_batches(step, mesh.place.dp))
+            assert engine.last_step.applied
+        wanted, have = {n: p.detach() for n, p in whole.named_parameters()}, weights_of(engine)
+        found.append(max(float((have[n] - wanted[n]).norm() / wanted[n].norm()) for n in have))
+        engine.close()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "stage", "release"), [
+    ("1f1b", 3, "every_use"), ("zero-bubble", 3, "every_use"), ("gpipe", 3, "every_step"), ("1f1b", 2, "every_use"),
+])  # fmt: skip
+def test_a_hole_in_a_pipeline_on_one_row_of_ranks(ranks, schedule, stage, release):
+    for found in ranks(4, through_pipelines, schedule, stage, release, (0, 3, 9, 13, 19)):
         assert max(found) < 1e-10
