@@ -118,9 +118,12 @@ class Reductions:
             while unit in self._in_flight:
                 self._finish_oldest()
             unit.gradients.take(index, grad)
-        if self.arrivals.take(unit, index):
-            self.look()
+        if self.arrivals.take(unit, index) and self.due and self._next_is_not(unit):
+            self._drain()
         self._complete(unit)
+
+    def _next_is_not(self, unit: Unit) -> bool:
+        return self._next < len(self._order) and self._order[self._next] is not unit
 
     def leave(self, unit: Unit) -> None:
         """Hear that the backward under way has left a module of the unit, perhaps not the last one."""
