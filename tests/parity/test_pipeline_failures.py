@@ -9,7 +9,9 @@ from pipelines import build, engine_of, micro_batches, sum_of, weights_of
 import zero3d
 from zero3d.distributed.axis import Axis, leave_note, read_note
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.pipeline import runner
 from zero3d.pipeline.failures import Failures
+from zero3d.pipeline.stage import Stage
 
 CHUNK = "model chunk 1 of 2 of the pipeline, on rank 1 of axis pp,"
 
@@ -185,17 +187,32 @@ def test_lengths_and_numbers_that_alternate_and_any_iterable_give_the_bits_of_no
         assert all(torch.equal(value, weights[name]) for name, value in own.items())
 
 
-def keep_the_schedule():
-    engine = engine_of(build("net", 4), zero3d.Mesh(pp=2))
-    made = []
-    for step in range(3):
-        engine.train_batch(micro_batches(step, 0))
-        made.append(engine.pipeline._made)
-    return made[0] is made[1] is made[2]
+def count_starts(steps, most):
+    """Which of steps of (length, micro-batches) started a schedule, at which all stages vote; evaluations between."""
+    engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), accumulate=2)
+    prepare, started, now = Stage._prepare_forward_infra, [], []
+
+    def noted(stage, *args, **kwargs):
+        now.append(stage.stage_index)
+        return prepare(stage, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "_prepare_forward_infra", noted)
+        patch.setattr(runner, "KEPT", most)
+        for step, (length, count) in enumerate(steps):
+            now.clear()
+            engine.train_batch(micro_batches(step, 0, count, length=length))
+            started.append(len(now))
+            engine.evaluate(micro_batches(step, 0, 1, length=5))
+    return started
 
 
-def test_equal_shapes_are_run_by_one_schedule(ranks):
-    assert ranks(2, keep_the_schedule) == [True, True]
+@pytest.mark.parametrize(("steps", "most", "started"), [
+    ([(9, 2), (6, 2), (9, 2), (9, 3), (6, 2), (9, 2), (9, 3)], 16, [1, 1, 0, 1, 0, 0, 0]),
+    ([(9, 2), (6, 2), (9, 2), (7, 2), (9, 2), (6, 2)], 2, [1, 1, 0, 1, 0, 1]),  # 7 took the place of 6, used before 9
+])  # fmt: skip
+def test_a_shape_that_comes_back_is_run_by_the_schedule_it_had(ranks, steps, most, started):
+    assert ranks(2, count_starts, steps, most) == [started] * 2
 
 
 def test_a_broken_axis_is_refused_with_the_reason():
