@@ -35,6 +35,7 @@ from zero3d.train.device_memory import memory_bytes, reserved_bytes
 from zero3d.train.evaluations import Evaluations
 from zero3d.train.flops import peak_flops
 from zero3d.train.folder import Folder
+from zero3d.train.garbage import collected_between_steps
 from zero3d.train.loop_state import RUN, LoopState
 from zero3d.train.metrics import Metrics, Record
 from zero3d.train.plan_check import PlanCheck
@@ -124,7 +125,12 @@ class Loop:
                 self.engine.reserve_saves()
         tracer = Tracer(self.config.profile, self.folder.root, self.engine.world.rank)
         heartbeat = self.engine.mesh.heartbeat
-        with StopRequest() as request, tracer, heartbeat.phase("between steps"):  # files, records, traces
+        with (
+            StopRequest() as request,
+            tracer,
+            heartbeat.phase("between steps"),  # files, records, traces
+            collected_between_steps() as collect_garbage,
+        ):
             self._tell("on_start", self.config, self.state.step)
             for step in progress.track(self.state.step + 1, steps):
                 with heartbeat.phase(TRAINING):
@@ -156,6 +162,7 @@ class Loop:
                 if stop_signal and not last:
                     self.engine.optimizer.flush()  # this process ends at once
                     raise Stopped(stop_signal, self._kept(step))
+                collect_garbage(step)
                 if self.why_over is not None:
                     break
             self._tell("on_end", self.history[-1] if self.history else {})

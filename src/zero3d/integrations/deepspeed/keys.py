@@ -146,7 +146,7 @@ IDLE: Mapping[str, str] = MappingProxyType(
         "checkpoint.parallel_write": "each rank writes its own files",
         "vocabulary_size": "it is taken from the model",
         "log_level": "there is only one log level",
-        "disable_python_gc": "garbage collection does not affect training",
+        "disable_python_gc": "zero3d train collects garbage between steps only",
         "tensor_parallel.vocab_parallel_lm_head": "the model's tensor-parallel plan decides this",
         "tensor_parallel.vocab_parallel_ce_backend": "the loss is torch's",
         "use_data_before_expert_parallelism": "expert parallelism always uses data-parallel ranks: mesh.ep",
