@@ -117,7 +117,7 @@ def beside_groups_of_the_caller(local, before, between):
     for mesh in (second, third):
         mesh.close()
     left.append(len(groups))
-    found.append(summed(dist.get_rank(), make_groups([[0, 1, 2, 3]], local=False)[0]))
+    found.append(summed(dist.get_rank(), dist.group.WORLD))
     dist.destroy_process_group()
     return found, [*left, len(groups)]
 
