@@ -2,6 +2,7 @@
 
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipelines import build, engine_of
+from torch.distributed import HashStore, distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero3d
@@ -210,6 +212,7 @@ def test_a_default_group_that_is_bound_to_a_device_is_not_split(monkeypatch):
         monkeypatch.setattr(groups, "backends_of", lambda: {"cpu": "fake"})
         monkeypatch.setattr(groups, "dist", SimpleNamespace(
             group=SimpleNamespace(WORLD=world),
+            get_backend=lambda: "fake",
             new_group=lambda ranks, **options: seen.append((ranks, world.bound_device_id, options)) or group,
         ))  # fmt: skip
         assert groups.new_group("tp", range(2), torch.device("cpu"), everyone=False) is group
@@ -226,3 +229,55 @@ def test_a_group_of_the_caller_s_that_cannot_carry_the_device_s_tensors_is_refus
         )
         with pytest.raises(zero3d.MeshError, match=said):
             zero3d.Mesh(device="cpu")
+
+
+@pytest.fixture
+def alone_on_gloo():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def torchs_name():
+    return c10d._process_group_name([0], use_hashed_name=True)
+
+
+def test_groups_are_named_by_axis_ranks_and_number_and_take_none_of_torch_s_own_names(alone_on_gloo):
+    """torch counts the groups of everyone in their names, and ranks on which it counted otherwise would not meet."""
+    device, counted = torch.device("cpu"), c10d._world.group_count
+    names = [
+        groups.new_group(axis, [0], device, everyone).group_name
+        for axis, everyone in (("dp", True), ("dp", False), ("tp", False))
+    ]
+    assert [name.rpartition("/")[2] for name in names] == ["1", "2", "1"]
+    assert len({name.rpartition("/")[0] for name in names}) == 2
+    assert all(name.startswith(f"zero3d/groups/{axis}/") for name, axis in zip(names, ("dp", "dp", "tp"), strict=True))
+    assert c10d._world.group_count == counted
+    dist.destroy_process_group(c10d._resolve_process_group(names[1]))
+    assert groups.new_group("dp", [0], device, everyone=False).group_name.endswith("/3"), "addresses of a group stay"
+
+
+def test_a_group_is_named_in_the_thread_that_makes_it_and_torch_names_those_of_others(alone_on_gloo):
+    before = c10d._process_group_name
+    first, second = groups._named("dp", [0]), groups._named("tp", [0])
+    with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(1) as caller:
+        first.__enter__()
+        beside.submit(second.__enter__).result()
+        names = torchs_name(), beside.submit(torchs_name).result(), caller.submit(torchs_name).result()
+        first.__exit__(None, None, None)
+        later = torchs_name(), beside.submit(torchs_name).result()
+        beside.submit(second.__exit__, None, None, None).result()
+        last = beside.submit(torchs_name).result()
+    c10d._process_group_name = before  # the first one's stays, and passes on
+    assert [name.split("/")[:3] for name in names[:2]] == [["zero3d", "groups", axis] for axis in ("dp", "tp")]
+    assert later[1] == names[1]
+    assert not any(name.startswith("zero3d") for name in (names[2], later[0], last))
+
+
+def test_torch_names_groups_again_after_one_could_not_be_made(alone_on_gloo):
+    before = c10d._process_group_name
+    with pytest.raises(ValueError, match="duplicate|size"):
+        groups.new_group("dp", [0, 0], torch.device("cpu"), everyone=False)
+    assert c10d._process_group_name is before

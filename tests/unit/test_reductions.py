@@ -150,7 +150,7 @@ def to_come(backwards, *names):
 def leave(backwards, name):
     """The log of the end of a unit's module."""
     backwards.log.clear()
-    backwards.reductions.leave(backwards.units[name])
+    backwards.reductions.leave(backwards.units[name], 0)
     return list(backwards.log)
 
 

@@ -8,10 +8,17 @@
 
 A group's first batched point-to-point must include all its ranks, or NCCL hangs; one collective of all of them as soon
 as it is made sees to that. It also connects ranks where a failure is told early, and not in the middle of a step.
+
+Ranks find each other in the store under a group's name, which torch (2.11 to 2.14) makes of how many groups a process
+has made: ranks whose caller made groups of some of them would wait under different names. Ours have names of their own,
+by axis, ranks, and how many of these there were before, which is alike on all members and in no one else's hands.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,10 +27,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from zero3d.distributed.axis import Axis, backends_of
 from zero3d.errors import MeshError
 
+_NAMES = "zero3d/groups"  # in the store, and in what torch says of a group
+_naming = threading.Lock()
 EARLY = 0.9  # of the groups' timeout: a rank that waits for its device says why before NCCL's watchdog ends it
 
 
@@ -41,6 +51,15 @@ def options_of(axis: str) -> GroupOptions:
     return GroupOptions(high_priority=axis in ("dp", "node"))
 
 
+def usual_communicators(device: torch.device) -> int:
+    """Return how many groups an axis has where nobody says: 1 where two over the same ranks may wait for each other.
+
+    ROCm starts kernels of both in an order of its own on each rank; one hardware queue runs them one after the other.
+    """
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return 1 if device.type != "cpu" and (torch.version.hip is not None or one_queue) else 2
+
+
 def backend_options(backend: str, options: GroupOptions, patience: timedelta) -> Any:
     """Return the options as torch.distributed takes them; None for a backend that has none of them."""
     if backend != "nccl":
@@ -56,7 +75,7 @@ def new_group(axis: str, ranks: Sequence[int], device: torch.device, everyone: b
     """Make a group of these ranks, which all call it, and no others; `everyone`: they are all ranks, in an order."""
     patience = timeout(device)
     options = backend_options(backends_of()[device.type], options_of(axis), patience)
-    with _bound_to_no_device():
+    with _bound_to_no_device(), _named(axis, ranks):
         group = dist.new_group(
             list(ranks), timeout=patience, pg_options=options, use_local_synchronization=not everyone
         )
@@ -90,6 +109,35 @@ def timeout(device: torch.device) -> timedelta:
     group = dist.group.WORLD
     options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None) or timedelta(minutes=10)
+
+
+@contextmanager
+def _named(axis: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Let torch take our name for the group that this thread makes inside; a dry run, without a store, has torch's.
+
+    The count is kept in the store, as the addresses that ranks left there are: a name is never used twice.
+    """
+    if dist.get_backend() == "fake":
+        yield
+        return
+    digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
+    called = f"{_NAMES}/{axis}/{digest}"
+    made = c10d._get_default_store().add(f"{called}/{dist.get_rank()}", 1)
+    names: Any = c10d
+    makes: int | None = threading.get_ident()
+
+    def name(*arguments: Any, **options: Any) -> Any:
+        return f"{called}/{made}" if threading.get_ident() == makes else before(*arguments, **options)
+
+    with _naming:
+        before, names._process_group_name = names._process_group_name, name
+    try:
+        yield
+    finally:
+        with _naming:
+            makes = None  # another thread may have put its own in front: then this one stays, and passes on
+            if names._process_group_name is name:
+                names._process_group_name = before
 
 
 @contextmanager

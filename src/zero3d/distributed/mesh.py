@@ -1,7 +1,8 @@
 """The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
-Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py); those of one
-rank's axes make torch's DeviceMesh.
+Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py), or one where an engine asks
+for it (zero.communicators): a group takes device memory. Those of one rank's axes make torch's DeviceMesh. Where engines
+that share a mesh ask for different numbers, the second group is made for the first one that needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,7 +30,16 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 from zero3d.distributed.axis import Axis, backends_of, read_note, say_ended
 from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
-from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
+from zero3d.distributed.groups import (
+    EARLY,
+    backend_options,
+    check_carries,
+    new_group,
+    options_of,
+    timeout,
+    usual_communicators,
+    warm_up,
+)
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
@@ -89,7 +100,9 @@ class Mesh:
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
-        self._axes: dict[str, Axis] = {}
+        self.usual_communicators = usual_communicators(self.device)
+        self.communicators = self.usual_communicators  # groups of an axis that is opened now: an engine says its own
+        self._axes: dict[int, dict[str, Axis]] = {1: {}, 2: {}}  # by this number
         self._node = 1  # ranks of the axis "node"
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
@@ -98,12 +111,15 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
-        for axis in self._axes.values():
-            groups = {axis.gathers, axis.reductions} - {None, dist.group.WORLD}
+        opened = [axis for axes in self._axes.values() for axis in axes.values()]
+        groups = dict.fromkeys(group for axis in opened for group in (axis.gathers, axis.reductions))
+        for axis in opened:
             axis.close()
-            for group in groups:
+        for group in groups:
+            if group is not None and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        self._axes.clear()
+        for axes in self._axes.values():
+            axes.clear()
         if self in _of_one_process:
             _of_one_process.discard(self)
             if not _of_one_process:
@@ -154,13 +170,16 @@ class Mesh:
 
         An axis that is all of another one is that one: the complement of a degree of 1 is dp itself.
         """
-        name = self.degrees.group(name)
-        if name not in self._axes:
-            self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*self._axes, name)})
-            self._axes[name] = axis = self.open_axis(name)
+        name, axes, others = self.degrees.group(name), self._axes[self.communicators], self._axes[3 - self.communicators]
+        if name not in axes:
+            if name in others:
+                axes[name] = axis = self._with_groups(others[name])
+            else:
+                self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*axes, *others, name)})
+                axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
-        return self._axes[name]
+        return axes[name]
 
     def node(self, ranks: int) -> Axis:
         """Return so many neighbours on dp, who keep second shards together, as the axis "node", and make its group.
@@ -169,8 +188,9 @@ class Mesh:
         """
         if ranks != self._node:
             for name, becomes in (("node", f"node/{self._node}"), (f"node/{ranks}", "node")):
-                if name in self._axes:
-                    self._axes[becomes] = self._axes.pop(name)
+                for axes in self._axes.values():
+                    if name in axes:
+                        axes[becomes] = axes.pop(name)
             self._node = ranks
         return self.axis("node")
 
@@ -183,16 +203,25 @@ class Mesh:
             return Axis(name, 0, 1, device=self.device, patience=patience, heartbeat=self.heartbeat)
         on_host = backends_of()[self.device.type] in ("gloo", "fake")
         make = partial(new_group, name, ranks, self.device, size == self.world)  # in the order of the axis
-        if name == "world":
-            first = second = dist.group.WORLD
-        elif name in ("replica", "node"):
-            first = second = make()
-        else:  # on the host a group has no options, and every pair of its ranks a connection
-            first, second = dist.group.WORLD if on_host and size == self.world else make(), make()
+        # On the host a group has no options, and every pair of its ranks a connection.
+        of_all = name == "world" or (on_host and size == self.world and not _has_one(name))
+        first = dist.group.WORLD if of_all else make()
+        second = first if self.communicators == 1 or _has_one(name) else make()
         axis = Axis(
             name, position, size, first, second, device=self.device, patience=patience, heartbeat=self.heartbeat
         )
         axis.meet = None if on_host else self._through_the_store(name, ranks)
+        warm_up(axis)
+        return axis
+
+    def _with_groups(self, axis: Axis) -> Axis:
+        """Return an axis that was opened with another number of groups, with as many as are asked for now."""
+        if axis.size == 1 or _has_one(axis.name):
+            return axis
+        if self.communicators == 1:
+            return replace(axis, reductions=axis.gathers)
+        ranks = self._ranks(axis.name)
+        axis = replace(axis, reductions=new_group(axis.name, ranks, self.device, len(ranks) == self.world))
         warm_up(axis)
         return axis
 
@@ -259,6 +288,11 @@ class Mesh:
         if self.world == 1:
             return Axis("world", 0, 1)
         return Axis("world", self.rank, self.world, meet=self._through_the_store(name, range(self.world)))
+
+
+def _has_one(name: str) -> bool:
+    """Return whether gathers and reductions of an axis never overlap: it has one group."""
+    return name in ("world", "replica") or name.startswith("node")
 
 
 _begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world of this process alone, if a mesh has begun it

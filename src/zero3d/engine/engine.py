@@ -132,6 +132,10 @@ class Engine:
     slow_wire     "same" | "bf16" | "int8" | "int4": how sums of gradients travel between copies of shards, where mesh
                   has shard=; each rank's term is coded once, sums are in fp32 and equal on all ranks
     slow_rounding "nearest" | "stochastic": how codes of int8 and int4 round
+    communicators 1 | 2: process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one
+                  for both, in one order on all ranks, and with less device memory: a unit is then reduced when
+                  backward has left its modules, or at its end. None: 2, and 1 on ROCm and where the environment has
+                  CUDA_DEVICE_MAX_CONNECTIONS=1, alike on all ranks. The same bits
     replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
                   one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
                   differs; on a GPU after `zero3d.make_deterministic()`. 0: never
@@ -232,6 +236,7 @@ class Engine:
         second_shard: int | str | None = None,
         slow_wire: str = "same",
         slow_rounding: str = "nearest",
+        communicators: int | None = None,
         tiled_loss: bool = False,
         replay: int = 0,
         ema: float | None = None,
@@ -251,6 +256,7 @@ class Engine:
                 second_shard=second_shard,
                 slow_wire=slow_wire,
                 slow_rounding=slow_rounding,
+                communicators=communicators,
                 exact=exact,
             ),
             spec.Offload.of(offload),

@@ -133,6 +133,7 @@ class Foundation:
     def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
         """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         numbers = numbers_in(model)
+        resolved.mesh.communicators = options.zero.communicators or resolved.mesh.usual_communicators
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there

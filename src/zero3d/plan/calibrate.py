@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from zero3d.distributed.groups import new_group
 from zero3d.distributed.mesh import Mesh
 from zero3d.errors import ConfigError
 from zero3d.offload.direct_file import DirectFile
@@ -243,7 +244,7 @@ def _link(mesh: Mesh, ranks: Sequence[int], messages: Sequence[int]) -> Link | N
     """Measure the link between these ranks; every rank of the mesh is in one such group."""
     if len(ranks) == 1:
         return None
-    group = cast("dist.ProcessGroup", dist.new_group(list(ranks), use_local_synchronization=True))
+    group = new_group("link", ranks, mesh.device, everyone=False)
     n, seconds = len(ranks), []
     for size in messages:
         message = torch.zeros(size // 4, device=mesh.device)

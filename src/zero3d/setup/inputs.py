@@ -62,7 +62,9 @@ def open_mesh(config: Config) -> Mesh:
     needed = config.zero.exact or config.health.replay > 0
     if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
-    return Mesh(**asked_degrees(config))
+    mesh = Mesh(**asked_degrees(config))
+    mesh.communicators = config.zero.communicators or mesh.usual_communicators
+    return mesh
 
 
 def open_inputs(

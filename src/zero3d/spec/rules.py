@@ -140,6 +140,12 @@ RULES = (
         "host, or {zero.second_shard=null}.",
     ),
     Rule(
+        "zero.communicators",
+        lambda s: s.zero.communicators is not None and s.zero.communicators not in (1, 2),
+        "{zero.communicators} is not a number of process groups of an axis: type {zero.communicators=1} or "
+        "{zero.communicators=2}, or {zero.communicators=null} for what the machine needs.",
+    ),
+    Rule(
         "zero.slow_wire",
         lambda s: s.zero.slow_wire != SAME and s.mesh.shard is None,
         "{zero.slow_wire} says how sums travel between copies of shards, and without mesh.shard there are no copies: "

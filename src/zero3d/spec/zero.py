@@ -81,6 +81,16 @@ class Zero:
         bits="sums of gradients are rounded differently between copies of shards",
         choices=("nearest", "stochastic"),
     )
+    communicators: int | None = key(
+        None,
+        "process groups of an axis: 2, one for gathers and one for reductions, which then overlap, or 1 for both, which "
+        "takes less device memory and gives them one order on all ranks; by default 2, and 1 on ROCm and where the "
+        "environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
+        bits=None,
+        in_plan=False,
+        least=1,
+        most=2,
+    )
     exact: bool = key(
         False,
         "the same bits at every dp that is a power of two up to 64; needs train.batch and train.micro_batch",

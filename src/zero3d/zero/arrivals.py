@@ -8,6 +8,10 @@ the backward under way will still accumulate, so a unit has all of them when not
 
 A checkpoint's backward of its own (reentrant) is one of which autograd does not know what follows: inside, only the
 unit whose module was left is judged.
+
+Where gathers and reductions share a process group (zero.communicators: 1), a unit is reduced at the same place among
+gathers on all ranks, whatever gradients came: when backward has left all calls of its modules, which what ranks gather
+makes alike. One of which no such end tells (`unheard`, `unclear`) is reduced at the end of the backward.
 """
 
 from __future__ import annotations
@@ -43,13 +47,21 @@ class Arrivals:
     """Counts each unit's gradients in one backward.
 
     unheard  units of whose modules' ends nobody hears at stage 3, since no input of theirs has a gradient
+    unclear  units that backward may read again, or leave at another place on another rank: with several inputs that
+             have gradients, one of which may get none
+    at_module_ends  a unit is complete when backward has left its modules, and not before
     """
+
+    at_module_ends = False
 
     def __init__(self) -> None:
         self.unheard: set[Unit] = set()
+        self.unclear: set[Unit] = set()
+        self._calls: dict[Unit, set[int]] = {}  # of forwards, of whose ends backward will tell
+        self._over: dict[Unit, set[int]] = {}  # of these: left by backwards before this one
         self._arrived: dict[Unit, set[int]] = {}
         self._expected: dict[Unit, int] = {}
-        self._left: set[Unit] = set()
+        self._left: dict[Unit, set[int]] = {}  # calls of its modules
         self._task = -1
 
     def begin(self, task: int) -> None:
@@ -57,12 +69,20 @@ class Arrivals:
         self._task = task
         self._arrived.clear()
         self._expected.clear()
+        for unit, calls in self._left.items():
+            self._over.setdefault(unit, set()).update(calls)
+        self._left.clear()
+
+    def reset(self) -> None:
+        """Forget calls whose backward will not come."""
+        self._calls.clear()
+        self._over.clear()
         self._left.clear()
 
     def forget(self, unit: Unit) -> None:
         """Begin anew with one unit."""
         self._arrived.pop(unit, None)
-        self._left.discard(unit)
+        self._over.setdefault(unit, set()).update(self._left.pop(unit, set()))
 
     def take(self, unit: Unit, index: int) -> bool:
         """Count a gradient, by the number of its parameter, or that there is none; return whether it is the first."""
@@ -72,18 +92,34 @@ class Arrivals:
             self._expected[unit] = unit.trained * unit.sources
         return len(arrived) == 1
 
-    def leave(self, unit: Unit) -> None:
-        """Hear that backward has left a module of the unit, perhaps not the last one."""
-        self._left.add(unit)
+    def call(self, unit: Unit, call: int) -> None:
+        """Hear that a forward calls a module of the unit, and that backward will tell when it has left this call."""
+        calls = self._calls.setdefault(unit, set())
+        calls -= self._over.pop(unit, set())
+        calls.add(call)
+
+    def leave(self, unit: Unit, call: int) -> None:
+        """Hear that backward has left a call of a module of the unit, perhaps not the last one."""
+        self._left.setdefault(unit, set()).add(call)
+
+    def _has_left(self, unit: Unit) -> bool:
+        """Return whether backward has left all calls that no backward had left before; all, if it goes there again."""
+        calls = self._calls.get(unit, set())
+        return unit in self._left and (calls - self._over.get(unit, set()) or calls) <= self._left[unit]
+
+    def have_come(self, unit: Unit) -> bool:
+        """Return whether every gradient of a unit has come."""
+        return 0 < self._expected.get(unit, 0) <= len(self._arrived.get(unit, ()))
 
     def has_all(self, unit: Unit) -> bool:
         """Return whether all gradients of a unit have come, or backward has left it and none is still to come."""
-        arrived = len(self._arrived.get(unit, ()))
-        return (0 < self._expected.get(unit, 0) <= arrived) or (unit in self._left and not self._is_to_come(unit))
+        if self.at_module_ends:
+            return self._has_left(unit) and unit not in self.unheard and unit not in self.unclear
+        return self.have_come(unit) or (unit in self._left and not self._is_to_come(unit))
 
     def ends_elsewhere(self, unit: Unit) -> bool:
         """Return whether none is still to come of a unit whose end nobody has told of, in what autograd oversees."""
-        begun = unit in self._arrived or unit in self.unheard
+        begun = not self.at_module_ends and (unit in self._arrived or unit in self.unheard)
         return begun and self._task == current_backward() and not self._is_to_come(unit)
 
     def _is_to_come(self, unit: Unit) -> bool:

@@ -353,9 +353,16 @@ class Gradients:
     def gather(self) -> None:
         """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
 
-        A sum is gathered once: this does nothing where that was begun.
+        A sum is gathered once: this does nothing where that was begun. A unit that has taken late gradients since its sum
+        was over takes its turn, as peers that will take theirs later gather that sum, and needs nothing of it.
         """
-        if self._gathering is None and not self._setting.policy.stage.shards_optimizer:
+        if self._setting.policy.stage.shards_optimizer:
+            return
+        if self.state is State.FILLING:
+            unused = self._arena.borrow("bucket", self._layout.total, self.shard.dtype)
+            self._setting.comm.all_gather(unused, self._setting.slot(unused), self._name).wait()
+            self._arena.give_back("bucket", unused)
+        elif self._gathering is None:
             self._gathering = self._setting.comm.all_gather(self.whole, self.shard, self._name)
 
     def wait(self) -> None:

@@ -190,6 +190,7 @@ class Hooks:
             if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
                 mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
                 register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
+                self._expect_end(units, call, len(inputs))
             else:
                 self._reductions.arrivals.unheard.update(units)
             return args, kwargs
@@ -213,6 +214,14 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
+    def _expect_end(self, units: list[Unit], call: int, inputs: int) -> None:
+        """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own."""
+        if inputs > 1:
+            self._reductions.arrivals.unclear.update(units)
+        elif self.aside is None and torch._C._current_graph_task_id() == -1:
+            for unit in units:
+                self._reductions.arrivals.call(unit, call)
+
     def _read(self, module: nn.Module, unit: Unit) -> None:
         """Gather a unit that is read outside of its module's forward; keep one that hooks of the caller's may pack."""
         if unit.weights.state is not State.FULL and unit in self._read_outside:
@@ -226,6 +235,7 @@ class Hooks:
         """Gather a unit with the root's, whose forward is under way, from now on."""
         if self._mode is not None and self._calls_of_root and unit not in self._with_root:
             self._with_root.append(unit)
+            self._reductions.arrivals.unclear.add(unit)
             self._gathers.acquire(unit, KEEP if self._keeps else ("forward", self._calls_of_root[-1]))
 
     def _waiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
@@ -259,7 +269,7 @@ class Hooks:
             self._gathers.release(unit, ("backward", call))
         for unit in units if self._reduces else ():
             if unit.grads is not None:
-                self._reductions.leave(unit)
+                self._reductions.leave(unit, call)
 
     @property
     def _reduces(self) -> bool:

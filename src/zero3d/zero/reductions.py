@@ -13,6 +13,10 @@ At stage 0 a sum is gathered when it has been waited for: when the window is ful
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
 other moments gather in one order.
 
+Where gathers and reductions share a process group (`shared`), their places among each other are the same on all ranks,
+whenever gradients came: at stage 3 a unit is reduced when backward has left its modules (arrivals.py), and at stage 0 a sum
+that a late gradient wants to be over is gathered in its turn all the same, for nothing.
+
 On an accelerator terms that ranks send each other are added up on the side stream, too: those of a unit when the next
 one's are on their way, so that neither compute nor what moves waits for the sum.
 
@@ -64,6 +68,7 @@ class Reductions:
     watch     is shown every local gradient before it is taken (health.py)
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
+    shared    gathers have the process group of reductions
     applied   how many steps have been applied
     """
 
@@ -72,9 +77,14 @@ class Reductions:
     applied: Callable[[], int] | None = None
 
     def __init__(
-        self, units: Sequence[Unit], side: SideStream, closes: Closes = Closes.NOTHING, gathered: Collection[Unit] = ()
+        self,
+        units: Sequence[Unit],
+        side: SideStream,
+        closes: Closes = Closes.NOTHING,
+        gathered: Collection[Unit] = (),
+        shared: bool = False,
     ) -> None:
-        self._closes, self._side = closes, side
+        self._closes, self._side, self._shared = closes, side, shared
         self.extend(units, gathered)
         self.arrivals = Arrivals()
         self._next = 0
@@ -115,25 +125,27 @@ class Reductions:
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
         if grad is not None:
-            while unit in self._in_flight:
-                self._finish_oldest()
+            self._finish(unit)
             unit.gradients.take(index, grad)
-        if self.arrivals.take(unit, index) and self.due and self._next_is_not(unit):
+        ends_only = self.arrivals.at_module_ends
+        if self.arrivals.take(unit, index) and self.due and not ends_only and self._next_is_not(unit):
             self._drain()
+        if self.due and ends_only and self.arrivals.have_come(unit):
+            self._make_room()  # before backward gathers the next unit, as where its reduction began now
         self._complete(unit)
 
     def _next_is_not(self, unit: Unit) -> bool:
         return self._next < len(self._order) and self._order[self._next] is not unit
 
-    def leave(self, unit: Unit) -> None:
-        """Hear that the backward under way has left a module of the unit, perhaps not the last one."""
-        self.arrivals.leave(unit)
+    def leave(self, unit: Unit, call: int) -> None:
+        """Hear that the backward under way has left a call of a module of the unit, perhaps not the last one."""
+        self.arrivals.leave(unit, call)
         self._complete(unit)
         self.look()
 
     def look(self) -> None:
         """Reduce what is next if nothing of it is still to come, though nobody has told so: backward is elsewhere."""
-        if self.due:
+        if self.due and not self.arrivals.at_module_ends:
             self._drain()
 
     def _complete(self, unit: Unit) -> None:
@@ -178,8 +190,7 @@ class Reductions:
         if self.updates is not None:
             self.updates.finish()  # no gradient came that would have asked for it
             self.updates.prefetch()
-        while len(self._in_flight) >= WINDOW:
-            self._finish_oldest()
+        self._make_room()
         unit.gradients.fill_up()
         with self._side.issue(unit.name):
             unit.gradients.reduce(single=self._backwards == 1)
@@ -191,6 +202,18 @@ class Reductions:
         for unit in units:
             if self._side.beside_compute and unit.comm.enqueues:
                 unit.gradients.add_up()
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= WINDOW:
+            self._finish_oldest()
+
+    def _finish(self, unit: Unit) -> None:
+        """Finish the sums up to a unit's, if that is under way; shared groups gather them in their turns."""
+        while unit in self._in_flight and not self._shared:
+            self._finish_oldest()
+        for place in range(self._in_flight.index(unit) + 1 if unit in self._in_flight else 0):
+            self._side.join(self._in_flight[place].name)
+            self._in_flight[place].gradients.finish()
 
     def _finish_oldest(self) -> None:
         unit = self._in_flight.popleft()
@@ -261,6 +284,7 @@ class Reductions:
         """Forget the gradients of this step."""
         self._in_flight.clear()
         self.begin()
+        self.arrivals.reset()
         self._backwards = 0
         for unit in self._order:
             unit.gradients.reset()
