@@ -39,13 +39,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from instruments.durations import COMPUTE, Machine, Timeline
 from zero3d.distributed import algorithms
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import Arena
+from zero3d.sim.flops import FORMULAS
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
 
-COMPUTE = "compute"
 FAULTS = ("issue", "join", "wait")
 TEMPORARY, LASTING = "temporary", "lasting"  # what the arena did not lend; what was there before
 ARRIVED = 0.01  # what absent neighbours in a pipeline send
@@ -90,14 +91,16 @@ class Buffer:
 
 
 class Clocks:
-    """How far every stream has come, and how far of the others it has waited for."""
+    """How far every stream has come, and how far of the others it has waited for; `timeline`: and when that is."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self._seen: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._timeline = timeline
 
-    def advance(self, stream: str) -> int:
+    def advance(self, stream: str, operation: str = "", seconds: float = 0.0) -> int:
         """Enqueue something, and return its number on the stream."""
         self._seen[stream][stream] += 1
+        self._timeline.add(stream, operation, seconds)
         return self._seen[stream][stream]
 
     def moment(self, stream: str) -> dict[str, int]:
@@ -108,6 +111,12 @@ class Clocks:
         """Let what a stream is given next come after a moment."""
         for other, number in moment.items():
             self._seen[stream][other] = max(self._seen[stream][other], number)
+        self._timeline.ready(stream, moment)
+
+    def news(self, stream: str, moment: dict[str, int]) -> dict[str, tuple[int, int]]:
+        """Return what of a moment is not over yet when the stream goes on: of each other one the first and last."""
+        seen = self._seen[stream]
+        return {other: (seen[other] + 1, number) for other, number in moment.items() if other != stream}
 
     def precedes(self, stream: str, number: int, other: str) -> bool:
         """Return whether what has this number on `stream` is over before what `other` is given next."""
@@ -117,8 +126,9 @@ class Clocks:
 class Model:
     """The streams, what they have touched, and the races among that."""
 
-    def __init__(self) -> None:
-        self.clocks = Clocks()
+    def __init__(self, machine: Machine | None = None) -> None:
+        self.timeline = Timeline(machine or Machine())
+        self.clocks = Clocks(self.timeline)
         self.current = [COMPUTE]
         self.category = TEMPORARY  # of what is allocated now
         self.races: Counter[Race] = Counter()
@@ -150,8 +160,16 @@ class Model:
         if storage._cdata in self._buffers:
             self._free(storage._cdata)
 
+    def waits_for(self, stream: str, moment: dict[str, int]) -> None:
+        """Let a stream wait for a moment of another one, as it asks to."""
+        if stream == COMPUTE:
+            self.timeline.waits(self.clocks.news(stream, moment))
+        self.clocks.wait(stream, moment)
+
     def _free(self, key: int) -> None:
         buffer = self._buffers.pop(key)
+        if any(access.stream == COMPUTE for access in buffer.accesses):  # not what a side stream has for itself
+            self.timeline.needs((access.stream, number) for access, number in buffer.accesses.items())
         pool = self._pools[buffer.stream]
         self._shared.discard(key)
         for access, number in buffer.accesses.items():
@@ -169,10 +187,19 @@ class Model:
         self._buffers[storage._cdata] = before = Buffer(storage, COMPUTE, LASTING, {})
         return before
 
-    def run(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: str = "") -> None:
-        """Enqueue an operation on a stream, the current one by default."""
-        stream = stream or self.stream
-        number = self.clocks.advance(stream)
+    def run(
+        self,
+        operation: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        stream: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        """Enqueue an operation on a stream, the current one by default; by default it lasts as its memory takes."""
+        stream, reads, writes = stream or self.stream, list(reads), list(writes)
+        if seconds is None:
+            seconds = sum(tensor.nbytes for tensor in (*reads, *writes)) / self.timeline.machine.memory
+        number = self.clocks.advance(stream, operation, seconds)
         self.operations += 1
         for tensors, writing in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -191,6 +218,10 @@ class Model:
                 self.races[Race(buffer.category, f"another buffer used on {other}", did, operation)] += 1
         for access, count in buffer.accesses.items():
             overlaps = access.start < here.stop and here.start < access.stop and (access.writes or writing)
+            if overlaps and stream == COMPUTE:
+                self.timeline.needs([(access.stream, count)])
+            elif overlaps and access.writes and not writing:
+                self.timeline.reads(stream, number, (access.stream, count))
             if overlaps and access.stream != stream and not self.clocks.precedes(access.stream, count, stream):
                 first = f"{'written' if access.writes else 'read'} on {access.stream}"
                 self.races[Race(buffer.category, first, did, operation)] += 1
@@ -209,7 +240,10 @@ class Stream:
         self._model, self.name = model, name
 
     def wait_stream(self, other: Stream) -> None:
-        self._model.clocks.wait(self.name, self._model.clocks.moment(other.name))
+        self._model.waits_for(self.name, self._model.clocks.moment(other.name))
+
+    def wait_event(self, event: Event) -> None:
+        self._model.waits_for(self.name, event.moment)
 
     def __enter__(self) -> Stream:
         self._model.current.append(self.name)
@@ -219,6 +253,17 @@ class Stream:
         self._model.current.pop()
 
 
+class Event:
+    """Stands for a torch.Event."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.moment: dict[str, int] = {}
+
+    def record(self, stream: Stream) -> None:
+        self.moment = self._model.clocks.moment(stream.name)
+
+
 class Work:
     """Stands for the handle of a collective under way, which holds its tensors."""
 
@@ -226,7 +271,7 @@ class Work:
         self._model, self._moment, self._tensors = model, moment, tensors
 
     def wait(self) -> bool:
-        self._model.clocks.wait(self._model.stream, self._moment)
+        self._model.waits_for(self._model.stream, self._moment)
         self._tensors = ()
         return True
 
@@ -238,11 +283,18 @@ class Collectives:
         self._model = model
 
     def _start(
-        self, name: str, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor], waits: bool = False
+        self,
+        name: str,
+        stream: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        waits: bool = False,
+        nbytes: float = 0,
     ) -> Work:
+        """Start one that sends so many bytes."""
         model = self._model
         model.clocks.wait(stream, model.clocks.moment(model.stream))
-        model.run(name, reads, writes, stream)
+        model.run(name, reads, writes, stream, nbytes / model.timeline.machine.link)
         work = Work(model, model.clocks.moment(stream), [*reads, *writes])
         if waits:
             work.wait()
@@ -251,21 +303,25 @@ class Collectives:
     def all_gather(self, full: Tensor, shard: Tensor, group: Any = None, async_op: bool = False) -> Work:
         with _disable_current_modes():
             full.view(-1, shard.numel()).copy_(shard.view(1, -1).clone())
-        return self._start("all_gather", _stream_of(group), [shard], [full], not async_op)
+        sent = full.nbytes - shard.nbytes
+        return self._start("all_gather", _stream_of(group), [shard], [full], not async_op, sent)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
         with _disable_current_modes():
             out.copy_(full.view(-1, out.numel())[dist.get_rank(group)])
-        return self._start("reduce_scatter", _stream_of(group), [full], [out], not async_op)
+        sent = full.nbytes - out.nbytes
+        return self._start("reduce_scatter", _stream_of(group), [full], [out], not async_op, sent)
 
     def all_to_all(self, out: Tensor, full: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
         with _disable_current_modes():
             rows = full.view(dist.get_world_size(group), -1)
             out.view(rows.shape).copy_(rows[dist.get_rank(group)].clone())
-        return self._start("all_to_all", _stream_of(group), [full], [out], not async_op)
+        sent = full.nbytes * (1 - 1 / dist.get_world_size(group))
+        return self._start("all_to_all", _stream_of(group), [full], [out], not async_op, sent)
 
     def all_reduce(self, values: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
-        return self._start("all_reduce", _stream_of(group), [], [values], not async_op)
+        sent = 2 * values.nbytes * (1 - 1 / dist.get_world_size(group))
+        return self._start("all_reduce", _stream_of(group), [], [values], not async_op, sent)
 
     def messages(self, operations: Sequence[dist.P2POp], *_: Any, **__: Any) -> list[Work]:
         return [self._message(operation) for operation in operations]
@@ -273,13 +329,13 @@ class Collectives:
     def _message(self, operation: dist.P2POp) -> Work:
         stream = f"{_stream_of(operation.group)}, peer {operation.group_peer}"
         if operation.op is dist.isend:
-            return self._start("send", stream, [operation.tensor], [])
+            return self._start("send", stream, [operation.tensor], [], nbytes=operation.tensor.nbytes)
         with _disable_current_modes(), torch.no_grad():
             if operation.tensor.is_floating_point():
                 operation.tensor.fill_(ARRIVED)
             else:
                 operation.tensor.zero_()
-        return self._start("receive", stream, [], [operation.tensor])
+        return self._start("receive", stream, [], [operation.tensor], nbytes=operation.tensor.nbytes)
 
 
 def _stream_of(group: Any) -> str:
@@ -314,8 +370,13 @@ class Operations(TorchDispatchMode):
                 self._model.free(storage)
                 self._model.allocate(storage)
         if not kind.only_allocates:
-            self._model.run(func._schema.name, reads, [*writes, *new])
+            self._model.run(func._schema.name, reads, [*writes, *new], seconds=self._seconds(func, args, kwargs, out))
         return out
+
+    def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
+        """Return how long a product takes; of other operations their memory says it."""
+        formula = FORMULAS.get(func._overloadpacket)
+        return None if formula is None else formula(*args, **kwargs, out_val=out) / self._model.timeline.machine.flops
 
 
 class Kind(NamedTuple):
@@ -422,9 +483,9 @@ def collectives_of(model: Model) -> Iterator[None]:
 
 
 @contextmanager
-def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
+def modelled(engine: Engine, without: str = "", machine: Machine | None = None) -> Iterator[Model]:
     """Model the streams of an engine inside; `without`: plant one of FAULTS. What was allocated before is compute's."""
-    model = Model()
+    model = Model(machine)
     arena = engine.arena
     assert isinstance(arena, LabellingArena), "build the engine on a lonely_mesh"
     resize = torch.UntypedStorage.resize_
@@ -439,6 +500,7 @@ def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
     with ExitStack() as stack:
         stack.enter_context(collectives_of(model))
         stack.enter_context(replaced(torch.accelerator, "current_stream", lambda *_: Stream(model, model.stream)))
+        stack.enter_context(replaced(torch, "Event", lambda *_: Event(model)))
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         if without == "wait":
             stack.enter_context(replaced(Work, "wait", lambda _: True))
@@ -447,8 +509,10 @@ def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
             if without == "issue":
                 stream.wait_stream = lambda _: None
             stack.enter_context(replaced(side, "_stream", stream))
+            stack.enter_context(replaced(side, "_ends", {}))
             if without == "join":
                 stack.enter_context(replaced(side, "join", lambda _: None))
         stack.enter_context(replaced(arena, "model", model))
         stack.enter_context(Operations(model))
         yield model
+    model.timeline.judge()
