@@ -13,20 +13,28 @@ over. It lasts as long as the slowest of what it uses; the host takes no time, a
     timeline.superfluous       what compute has waited for, and did not need
 
 **An edge to compute ends in a tensor that compute reads next.** Compute waits for a moment of another stream, which
-covers operations of that. It needs one of them if, before it waits again, it reads or overwrites what that wrote,
-overwrites what that read, or gives memory back that that has used (of which compute had a part, too: what a side stream
-has for itself comes back when compute waits, which is no reason to wait); and if it finishes one that is needed, by reading
-what it wrote. Where another one ends later than all that are needed, and later than compute came to the wait, compute
-has stood still for nothing.
+covers operations of that. It needs one of them when it reads or overwrites what that wrote, or overwrites what that
+read, or when memory comes back to its pool that that has used: not memory which a side stream had for itself and which
+comes back because compute waits, that is no reason to wait. What reads the result of an operation that is needed
+finishes it, and is needed as soon. So with
+
+    came       when compute would have gone on without the wait
+    end[i]     of an operation that it covers
+    work[i]    what compute has to do from the wait to where it first needs that, in seconds; without end if it never does
+
+compute goes on at max(end), and waiting for each where it is needed would have let it come as far as if it had gone on at
+max(came, end[i] - work[i]). What is between these is lost, and the wait superfluous.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COMPUTE = "compute"
+
+NOTHING = 1e-8  # seconds that a wait may cost for nothing: less than one launch takes on any card
 
 Place = tuple[str, int]  # a stream, and an operation's number on it
 
@@ -64,21 +72,23 @@ class Superfluous(NamedTuple):
 
 
 class Wait:
-    """What compute has waited for since its last operation, and what it needed of that so far.
+    """What compute waits for between two of its operations.
 
+    came     when it would have gone on
+    worked   seconds that it had worked by then
     covered  of every stream the numbers that were not over for compute before: first, last
-    came     when compute would have gone on
+    before   its next operation
     """
 
-    def __init__(self, came: float) -> None:
-        self.came = came
+    def __init__(self, came: float, worked: float) -> None:
+        self.came, self.worked = came, worked
         self.covered: dict[str, tuple[int, int]] = {}
-        self.needed: set[Place] = set()
         self.before = ""
 
-    def has(self, stream: str, number: int) -> bool:
-        first, last = self.covered.get(stream, (1, 0))
-        return first <= number <= last
+    def places(self) -> Iterator[Place]:
+        """Yield what it covers."""
+        for stream, (first, last) in self.covered.items():
+            yield from ((stream, number) for number in range(first, last + 1))
 
 
 class Timeline:
@@ -86,11 +96,12 @@ class Timeline:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.superfluous: list[Superfluous] = []
         self._done: defaultdict[str, list[Done]] = defaultdict(list)
         self._ready: dict[str, tuple[float, Place]] = {}
         self._reads: dict[Place, set[Place]] = {}  # whose results an operation reads
-        self._wait: Wait | None = None
+        self._needed: dict[Place, float] = {}  # what compute had worked when it first needed one
+        self._waits: list[Wait] = []
+        self._worked = self._worked_before = 0.0  # with and without compute's last operation
 
     def ready(self, stream: str, moment: dict[str, int]) -> None:
         """Let a stream go on after a moment of others."""
@@ -108,44 +119,53 @@ class Timeline:
         begins = max(last, ready)
         before = after if ready > last else (stream, len(done)) if done else None
         done.append(Done(stream, operation, begins, begins + seconds, before))
-        if stream == COMPUTE and self._wait is not None and not self._wait.before:
-            self._wait.before = operation
+        if stream == COMPUTE:
+            self._worked_before, self._worked = self._worked, self._worked + seconds
+            if self._waits and not self._waits[-1].before:
+                self._waits[-1].before = operation
 
     def waits(self, covered: dict[str, tuple[int, int]]) -> None:
         """Say that compute waits for operations of others; those that it waits for in a row are one wait."""
         covered = {other: both for other, both in covered.items() if both[0] <= both[1] and other in self._done}
         if not covered:
             return
-        if self._wait is None or self._wait.before:
-            self.judge()
+        if not self._waits or self._waits[-1].before:
             done = self._done[COMPUTE]
-            self._wait = Wait(max(done[-1].end if done else 0.0, self._ready.get(COMPUTE, (0.0, None))[0]))
+            came = max(done[-1].end if done else 0.0, self._ready.get(COMPUTE, (0.0, None))[0])
+            self._waits.append(Wait(came, self._worked))
+        known = self._waits[-1].covered
         for other, (first, last) in covered.items():
-            known = self._wait.covered.get(other, (first, last))
-            self._wait.covered[other] = min(first, known[0]), max(last, known[1])
+            before = known.get(other, (first, last))
+            known[other] = min(first, before[0]), max(last, before[1])
 
     def reads(self, stream: str, number: int, writer: Place) -> None:
         """Say that an operation reads what another one wrote."""
         self._reads.setdefault((stream, number), set()).add(writer)
 
-    def needs(self, places: Iterable[Place]) -> None:
-        """Say which operations must be over for what compute, or the owner of memory, does now."""
-        if self._wait is not None:
-            self._wait.needed.update(place for place in places if self._wait.has(*place))
+    def needs(self, places: Iterable[Place], by_last: bool) -> None:
+        """Say which operations must be over for compute's last operation, or for what it does next."""
+        for place in places:
+            self._needed.setdefault(place, self._worked_before if by_last else self._worked)
 
-    def judge(self) -> None:
-        """Judge the last wait, of which nothing more is to come."""
-        wait, self._wait = self._wait, None
-        if wait is None or not wait.before:
-            return
-        for stream, (first, last) in sorted(wait.covered.items(), key=lambda item: item[0] == COMPUTE):
-            for number in range(first, last + 1):
-                if self._reads.get((stream, number), set()) & wait.needed:
-                    wait.needed.add((stream, number))
-        late = max((self._at((other, last)) for other, (_, last) in wait.covered.items()), key=lambda done: done.end)
-        enough = max([wait.came, *(self._at(place).end for place in wait.needed)])
-        if late.end > enough:
-            self.superfluous.append(Superfluous(late.stream, late.operation, late.end - enough, wait.before))
+    @property
+    def superfluous(self) -> list[Superfluous]:
+        """Waits of compute that cost time for what it did not need yet, of those that are over."""
+        untils = [wait.worked for wait in self._waits[1:]] + [self._worked]
+        judged = [self._judged(wait, until) for wait, until in zip(self._waits, untils, strict=False) if wait.before]
+        return [found for found in judged if found.seconds > NOTHING]
+
+    def _judged(self, wait: Wait, until: float) -> Superfluous:
+        """Judge a wait; until: what compute had worked when it waited next."""
+        needed: dict[Place, float] = {}
+        for place in sorted(wait.places(), key=lambda place: self._at(place).start):
+            found = [needed[writer] for writer in self._reads.get(place, ()) if writer in needed]
+            if place in self._needed:
+                found.append(self._needed[place])
+            if found:
+                needed[place] = min(found) if min(found) > until else wait.worked
+        late = max(map(self._at, wait.places()), key=lambda done: done.end)
+        enough = max([wait.came, *(self._at(place).end - (when - wait.worked) for place, when in needed.items())])
+        return Superfluous(late.stream, late.operation, max(0.0, late.end - enough), wait.before)
 
     def _at(self, place: Place) -> Done:
         return self._done[place[0]][place[1] - 1]
@@ -157,13 +177,13 @@ class Timeline:
         """Seconds until all is over."""
         return max((done[-1].end for done in self._done.values() if done), default=0.0)
 
-    def busy(self, stream: str) -> float:
-        """Return the seconds in which a stream does something."""
-        return sum(done.end - done.start for done in self._done[stream])
+    def busy(self, stream: str, since: float = 0.0) -> float:
+        """Return the seconds in which a stream does something, from some second on."""
+        return sum(done.end - max(done.start, since) for done in self._done[stream] if done.end > since)
 
-    def idle(self, stream: str = COMPUTE) -> float:
-        """Return the seconds in which a stream does nothing while others do."""
-        return self.makespan - self.busy(stream)
+    def idle(self, stream: str = COMPUTE, since: float = 0.0) -> float:
+        """Return the seconds in which a stream does nothing, from some second on until all is over."""
+        return self.makespan - since - self.busy(stream, since)
 
     @property
     def streams(self) -> list[str]:

@@ -169,7 +169,7 @@ class Model:
     def _free(self, key: int) -> None:
         buffer = self._buffers.pop(key)
         if any(access.stream == COMPUTE for access in buffer.accesses):  # not what a side stream has for itself
-            self.timeline.needs((access.stream, number) for access, number in buffer.accesses.items())
+            self.timeline.needs(((a.stream, number) for a, number in buffer.accesses.items()), by_last=False)
         pool = self._pools[buffer.stream]
         self._shared.discard(key)
         for access, number in buffer.accesses.items():
@@ -219,7 +219,7 @@ class Model:
         for access, count in buffer.accesses.items():
             overlaps = access.start < here.stop and here.start < access.stop and (access.writes or writing)
             if overlaps and stream == COMPUTE:
-                self.timeline.needs([(access.stream, count)])
+                self.timeline.needs([(access.stream, count)], by_last=True)
             elif overlaps and access.writes and not writing:
                 self.timeline.reads(stream, number, (access.stream, count))
             if overlaps and access.stream != stream and not self.clocks.precedes(access.stream, count, stream):
@@ -312,16 +312,35 @@ class Collectives:
         sent = full.nbytes - out.nbytes
         return self._start("reduce_scatter", _stream_of(group), [full], [out], not async_op, sent)
 
-    def all_to_all(self, out: Tensor, full: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
-        with _disable_current_modes():
-            rows = full.view(dist.get_world_size(group), -1)
-            out.view(rows.shape).copy_(rows[dist.get_rank(group)].clone())
-        sent = full.nbytes * (1 - 1 / dist.get_world_size(group))
+    def all_to_all(
+        self,
+        out: Tensor,
+        full: Tensor,
+        receives: Sequence[int] | None = None,
+        sends: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Give every rank its slot, or so many rows: absent ranks send what this one has for itself, over and over."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        with _disable_current_modes(), torch.no_grad():
+            if receives is None or sends is None:
+                rows = full.view(size, -1)
+                out.view(rows.shape).copy_(rows[rank].clone())
+                sent = full.nbytes * (1 - 1 / size)
+            else:
+                own = torch.split(full, list(sends))[rank].clone()
+                for peer, part in enumerate(torch.split(out, list(receives))):
+                    part.copy_(own if peer == rank else _as_many(full if not len(own) else own, len(part)))
+                sent = full.nbytes - own.nbytes
         return self._start("all_to_all", _stream_of(group), [full], [out], not async_op, sent)
 
     def all_reduce(self, values: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
         sent = 2 * values.nbytes * (1 - 1 / dist.get_world_size(group))
         return self._start("all_reduce", _stream_of(group), [], [values], not async_op, sent)
+
+    def broadcast(self, values: Tensor, *_: Any, group: Any = None, async_op: bool = False, **__: Any) -> Work:
+        return self._start("broadcast", _stream_of(group), [], [values], not async_op, values.nbytes)
 
     def messages(self, operations: Sequence[dist.P2POp], *_: Any, **__: Any) -> list[Work]:
         return [self._message(operation) for operation in operations]
@@ -336,6 +355,13 @@ class Collectives:
             else:
                 operation.tensor.zero_()
         return self._start("receive", stream, [], [operation.tensor], nbytes=operation.tensor.nbytes)
+
+
+def _as_many(rows: Tensor, count: int) -> Tensor:
+    """Return so many of these rows, again and again; zeros where there are none."""
+    if not len(rows):
+        return rows.new_zeros(count, *rows.shape[1:])
+    return rows.repeat(-(-count // len(rows)), *(1 for _ in rows.shape[1:]))[:count]
 
 
 def _stream_of(group: Any) -> str:
@@ -446,9 +472,12 @@ def alone_in(world: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def lonely_mesh(dp: int = 1, tp: int = 1, pp: int = 1) -> FakeMesh:
-    """Return a mesh on the CPU whose axes take NCCL's algorithms, for an engine that is to be modelled."""
-    mesh = FakeMesh(dp, tp, pp, "nccl")
+def lonely_mesh(dp: int = 1, tp: int = 1, pp: int = 1, **folds: int) -> FakeMesh:
+    """Return a mesh on the CPU whose axes take NCCL's algorithms, for an engine that is to be modelled.
+
+    folds  ep, sp and shard
+    """
+    mesh = FakeMesh(dp, tp, pp, "nccl", **folds)
     mesh.make_arena = LabellingArena
     return mesh
 
@@ -474,6 +503,7 @@ def collectives_of(model: Model) -> Iterator[None]:
             (algorithms, "_reduce_scatter", calls.reduce_scatter),
             (dist, "all_to_all_single", calls.all_to_all),
             (dist, "all_reduce", calls.all_reduce),
+            (dist, "broadcast", calls.broadcast),
             (dist, "batch_isend_irecv", calls.messages),
             (schedules, "_batch_p2p", calls.messages),
         ):
@@ -515,4 +545,3 @@ def modelled(engine: Engine, without: str = "", machine: Machine | None = None) 
         stack.enter_context(replaced(arena, "model", model))
         stack.enter_context(Operations(model))
         yield model
-    model.timeline.judge()
