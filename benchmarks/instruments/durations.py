@@ -20,10 +20,11 @@ finishes it, and is needed as soon. So with
 
     came       when compute would have gone on without the wait
     end[i]     of an operation that it covers
-    work[i]    what compute has to do from the wait to where it first needs that, in seconds; without end if it never does
+    work[i]    seconds of what compute has to do from the wait to where it first needs that; none if it is before its
+               next wait, without end if it never needs it
 
-compute goes on at max(end), and waiting for each where it is needed would have let it come as far as if it had gone on at
-max(came, end[i] - work[i]). What is between these is lost, and the wait superfluous.
+compute goes on at max(end), and waiting for each where it is needed would have let it come as far as if it had gone on
+at max(came, end[i] - work[i]). What is between these is lost, and the wait superfluous.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from zero3d.zero.streams import SideStream
 
 @contextmanager
 def tail_joined() -> Iterator[None]:
-    """Let compute wait for all that a side stream was given, also for units that are gathered ahead (before decision 95)."""
+    """Let compute wait for all that a side stream was given, also for units ahead: what decision 95 has changed."""
 
     def join(self: SideStream, unit: str) -> None:
         self.note("join", unit)

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from instruments.durations import COMPUTE, Machine, Timeline
 from zero3d.distributed import algorithms
 from zero3d.engine.engine import Engine
+from zero3d.expert_parallel.dispatch import Dispatch
 from zero3d.memory.arena import Arena
 from zero3d.sim.flops import FORMULAS
 from zero3d.sim.group import FakeMesh
@@ -434,7 +435,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class LabellingArena(Arena):
-    """Says what the buffers are for that it allocates. `model` is there while there is one."""
+    """Says what the buffers are for that it allocates. `model` is there while there is one.
+
+    They hold zeros: what absent ranks send is made of this rank's, and what nobody has written would go everywhere.
+    """
 
     model: Model | None = None
 
@@ -451,10 +455,14 @@ class LabellingArena(Arena):
         return self._label(category, lambda: super(LabellingArena, self).allocate(category, *how))
 
     def borrow(self, category: str, *how: Any) -> Tensor:
-        return self._label(category, lambda: super(LabellingArena, self).borrow(category, *how))
+        buffer = self._label(category, lambda: super(LabellingArena, self).borrow(category, *how))
+        with _disable_current_modes():
+            return buffer.zero_()
 
     def fill(self, category: str, buffer: Tensor) -> None:
         self._label(category, lambda: super(LabellingArena, self).fill(category, buffer))
+        with _disable_current_modes(), torch.no_grad():
+            buffer.zero_()
 
 
 # --- use --------------------------------------------------------------------------------------------------------------
@@ -480,6 +488,19 @@ def lonely_mesh(dp: int = 1, tp: int = 1, pp: int = 1, **folds: int) -> FakeMesh
     mesh = FakeMesh(dp, tp, pp, "nccl", **folds)
     mesh.make_arena = LabellingArena
     return mesh
+
+
+@contextmanager
+def uneven_experts() -> Iterator[None]:
+    """Let absent ranks of the ep axis have other rows than this one: its experts in turn, each rank from another on."""
+    counts = Dispatch._counts
+
+    def turned(self: Dispatch, sorted_experts: Tensor) -> list[list[int]]:
+        rows, own = counts(self, sorted_experts), self._ep.rank
+        return [rows[own][rank - own :] + rows[own][: rank - own] for rank in range(len(rows))]
+
+    with replaced(Dispatch, "_counts", turned):
+        yield
 
 
 @contextmanager
