@@ -77,12 +77,13 @@ class Wait:
 
     came     when it would have gone on
     worked   seconds that it had worked by then
+    until    how many operations it has been given when it is asked to wait again; 0: not yet
     covered  of every stream the numbers that were not over for compute before: first, last
     before   its next operation
     """
 
     def __init__(self, came: float, worked: float) -> None:
-        self.came, self.worked = came, worked
+        self.came, self.worked, self.until = came, worked, 0
         self.covered: dict[str, tuple[int, int]] = {}
         self.before = ""
 
@@ -100,7 +101,7 @@ class Timeline:
         self._done: defaultdict[str, list[Done]] = defaultdict(list)
         self._ready: dict[str, tuple[float, Place]] = {}
         self._reads: dict[Place, set[Place]] = {}  # whose results an operation reads
-        self._needed: dict[Place, float] = {}  # what compute had worked when it first needed one
+        self._needed: dict[Place, tuple[int, float]] = {}  # by which of compute's operations, and its work before
         self._waits: list[Wait] = []
         self._worked = self._worked_before = 0.0  # with and without compute's last operation
 
@@ -127,11 +128,13 @@ class Timeline:
 
     def waits(self, covered: dict[str, tuple[int, int]]) -> None:
         """Say that compute waits for operations of others; those that it waits for in a row are one wait."""
+        done = self._done[COMPUTE]
+        if self._waits and self._waits[-1].before and not self._waits[-1].until:
+            self._waits[-1].until = len(done)
         covered = {other: both for other, both in covered.items() if both[0] <= both[1] and other in self._done}
         if not covered:
             return
         if not self._waits or self._waits[-1].before:
-            done = self._done[COMPUTE]
             came = max(done[-1].end if done else 0.0, self._ready.get(COMPUTE, (0.0, None))[0])
             self._waits.append(Wait(came, self._worked))
         known = self._waits[-1].covered
@@ -145,27 +148,27 @@ class Timeline:
 
     def needs(self, places: Iterable[Place], by_last: bool) -> None:
         """Say which operations must be over for compute's last operation, or for what it does next."""
+        now = len(self._done[COMPUTE]), self._worked_before if by_last else self._worked
         for place in places:
-            self._needed.setdefault(place, self._worked_before if by_last else self._worked)
+            self._needed.setdefault(place, now)
 
     @property
     def superfluous(self) -> list[Superfluous]:
         """Waits of compute that cost time for what it did not need yet, of those that are over."""
-        untils = [wait.worked for wait in self._waits[1:]] + [self._worked]
-        judged = [self._judged(wait, until) for wait, until in zip(self._waits, untils, strict=False) if wait.before]
+        judged = [self._judged(wait) for wait in self._waits if wait.before]
         return [found for found in judged if found.seconds > NOTHING]
 
-    def _judged(self, wait: Wait, until: float) -> Superfluous:
-        """Judge a wait; until: what compute had worked when it waited next."""
-        needed: dict[Place, float] = {}
+    def _judged(self, wait: Wait) -> Superfluous:
+        needed: dict[Place, float] = {}  # and what compute has to do before
         for place in sorted(wait.places(), key=lambda place: self._at(place).start):
             found = [needed[writer] for writer in self._reads.get(place, ()) if writer in needed]
             if place in self._needed:
-                found.append(self._needed[place])
+                operation, worked = self._needed[place]
+                found.append(worked - wait.worked if 0 < wait.until < operation else 0.0)
             if found:
-                needed[place] = min(found) if min(found) > until else wait.worked
+                needed[place] = min(found)
         late = max(map(self._at, wait.places()), key=lambda done: done.end)
-        enough = max([wait.came, *(self._at(place).end - (when - wait.worked) for place, when in needed.items())])
+        enough = max([wait.came, *(self._at(place).end - work for place, work in needed.items())])
         return Superfluous(late.stream, late.operation, max(0.0, late.end - enough), wait.before)
 
     def _at(self, place: Place) -> Done:
