@@ -106,19 +106,30 @@ class HostModel(Model):
         name = threading.current_thread().name
         return HOST if threading.current_thread() is threading.main_thread() else f"thread {name}"
 
-    def run(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: str = "") -> None:
-        """Enqueue an operation on a stream, or do it on this thread where all tensors are the host's."""
+    def run(
+        self,
+        operation: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        stream: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        """Enqueue an operation on a stream, or do it on this thread where all tensors are the host's: in no time."""
         reads, writes = list(reads), list(writes)
         with self._lock:
             if not stream and not any(accelerator.is_here(tensor) for tensor in (*reads, *writes)):
-                super().run(operation, reads, writes, self.thread)
+                super().run(operation, reads, writes, self.thread, 0.0)
                 return
+            crossing = [tensor for tensor in (*reads, *writes) if tensor.dim() and not accelerator.is_here(tensor)]
+            if crossing and not stream:
+                seconds = sum(tensor.nbytes for tensor in crossing) / self.timeline.machine.host
             stream = stream or self.stream
             self.clocks.wait(stream, self.clocks.moment(self.thread))
             now = [tensor for tensor in reads if not accelerator.is_here(tensor) and not tensor.dim()]
             if now:  # numbers go with the launch
-                super().run(operation, now, [], self.thread)
-            super().run(operation, [tensor for tensor in reads if not any(tensor is n for n in now)], writes, stream)
+                super().run(operation, now, [], self.thread, 0.0)
+            reads = [tensor for tensor in reads if not any(tensor is n for n in now)]
+            super().run(operation, reads, writes, stream, seconds)
 
     def allocate(self, storage: torch.UntypedStorage, category: str = "") -> Buffer:
         """Give a storage memory of the current stream's pool, or the host's."""
@@ -196,7 +207,7 @@ class HostStream(Stream):
 
     def wait_event(self, event: HostEvent) -> None:
         if event.moment is not None and event.name != self._model.without:
-            self._model.clocks.wait(self.name, event.moment)
+            self._model.waits_for(self.name, event.moment)
 
     def synchronize(self) -> None:
         self._model.wait(self._model.clocks.moment(self.name))

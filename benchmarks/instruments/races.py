@@ -39,13 +39,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from instruments.durations import COMPUTE, Machine, Timeline
 from zero3d.distributed import algorithms
 from zero3d.engine.engine import Engine
+from zero3d.expert_parallel.dispatch import Dispatch
 from zero3d.memory.arena import Arena
+from zero3d.sim.flops import FORMULAS
 from zero3d.sim.group import FakeMesh
 from zero3d.sim.patches import replaced
 
-COMPUTE = "compute"
 FAULTS = ("issue", "join", "wait")
 TEMPORARY, LASTING = "temporary", "lasting"  # what the arena did not lend; what was there before
 ARRIVED = 0.01  # what absent neighbours in a pipeline send
@@ -90,14 +92,16 @@ class Buffer:
 
 
 class Clocks:
-    """How far every stream has come, and how far of the others it has waited for."""
+    """How far every stream has come, and how far of the others it has waited for; `timeline`: and when that is."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self._seen: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._timeline = timeline
 
-    def advance(self, stream: str) -> int:
+    def advance(self, stream: str, operation: str = "", seconds: float = 0.0) -> int:
         """Enqueue something, and return its number on the stream."""
         self._seen[stream][stream] += 1
+        self._timeline.add(stream, operation, seconds)
         return self._seen[stream][stream]
 
     def moment(self, stream: str) -> dict[str, int]:
@@ -108,6 +112,12 @@ class Clocks:
         """Let what a stream is given next come after a moment."""
         for other, number in moment.items():
             self._seen[stream][other] = max(self._seen[stream][other], number)
+        self._timeline.ready(stream, moment)
+
+    def news(self, stream: str, moment: dict[str, int]) -> dict[str, tuple[int, int]]:
+        """Return what of a moment is not over yet when the stream goes on: of each other one the first and last."""
+        seen = self._seen[stream]
+        return {other: (seen[other] + 1, number) for other, number in moment.items() if other != stream}
 
     def precedes(self, stream: str, number: int, other: str) -> bool:
         """Return whether what has this number on `stream` is over before what `other` is given next."""
@@ -117,8 +127,9 @@ class Clocks:
 class Model:
     """The streams, what they have touched, and the races among that."""
 
-    def __init__(self) -> None:
-        self.clocks = Clocks()
+    def __init__(self, machine: Machine | None = None) -> None:
+        self.timeline = Timeline(machine or Machine())
+        self.clocks = Clocks(self.timeline)
         self.current = [COMPUTE]
         self.category = TEMPORARY  # of what is allocated now
         self.races: Counter[Race] = Counter()
@@ -150,8 +161,16 @@ class Model:
         if storage._cdata in self._buffers:
             self._free(storage._cdata)
 
+    def waits_for(self, stream: str, moment: dict[str, int]) -> None:
+        """Let a stream wait for a moment of another one, as it asks to."""
+        if stream == COMPUTE:
+            self.timeline.waits(self.clocks.news(stream, moment))
+        self.clocks.wait(stream, moment)
+
     def _free(self, key: int) -> None:
         buffer = self._buffers.pop(key)
+        if any(access.stream == COMPUTE for access in buffer.accesses):  # not what a side stream has for itself
+            self.timeline.needs(((a.stream, number) for a, number in buffer.accesses.items()), by_last=False)
         pool = self._pools[buffer.stream]
         self._shared.discard(key)
         for access, number in buffer.accesses.items():
@@ -169,10 +188,19 @@ class Model:
         self._buffers[storage._cdata] = before = Buffer(storage, COMPUTE, LASTING, {})
         return before
 
-    def run(self, operation: str, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: str = "") -> None:
-        """Enqueue an operation on a stream, the current one by default."""
-        stream = stream or self.stream
-        number = self.clocks.advance(stream)
+    def run(
+        self,
+        operation: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        stream: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        """Enqueue an operation on a stream, the current one by default; by default it lasts as its memory takes."""
+        stream, reads, writes = stream or self.stream, list(reads), list(writes)
+        if seconds is None:
+            seconds = sum(tensor.nbytes for tensor in (*reads, *writes)) / self.timeline.machine.memory
+        number = self.clocks.advance(stream, operation, seconds)
         self.operations += 1
         for tensors, writing in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -191,6 +219,10 @@ class Model:
                 self.races[Race(buffer.category, f"another buffer used on {other}", did, operation)] += 1
         for access, count in buffer.accesses.items():
             overlaps = access.start < here.stop and here.start < access.stop and (access.writes or writing)
+            if overlaps and stream == COMPUTE:
+                self.timeline.needs([(access.stream, count)], by_last=True)
+            elif overlaps and access.writes and not writing:
+                self.timeline.reads(stream, number, (access.stream, count))
             if overlaps and access.stream != stream and not self.clocks.precedes(access.stream, count, stream):
                 first = f"{'written' if access.writes else 'read'} on {access.stream}"
                 self.races[Race(buffer.category, first, did, operation)] += 1
@@ -209,7 +241,10 @@ class Stream:
         self._model, self.name = model, name
 
     def wait_stream(self, other: Stream) -> None:
-        self._model.clocks.wait(self.name, self._model.clocks.moment(other.name))
+        self._model.waits_for(self.name, self._model.clocks.moment(other.name))
+
+    def wait_event(self, event: Event) -> None:
+        self._model.waits_for(self.name, event.moment)
 
     def __enter__(self) -> Stream:
         self._model.current.append(self.name)
@@ -219,6 +254,17 @@ class Stream:
         self._model.current.pop()
 
 
+class Event:
+    """Stands for a torch.Event."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.moment: dict[str, int] = {}
+
+    def record(self, stream: Stream) -> None:
+        self.moment = self._model.clocks.moment(stream.name)
+
+
 class Work:
     """Stands for the handle of a collective under way, which holds its tensors."""
 
@@ -226,7 +272,7 @@ class Work:
         self._model, self._moment, self._tensors = model, moment, tensors
 
     def wait(self) -> bool:
-        self._model.clocks.wait(self._model.stream, self._moment)
+        self._model.waits_for(self._model.stream, self._moment)
         self._tensors = ()
         return True
 
@@ -238,11 +284,18 @@ class Collectives:
         self._model = model
 
     def _start(
-        self, name: str, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor], waits: bool = False
+        self,
+        name: str,
+        stream: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        waits: bool = False,
+        nbytes: float = 0,
     ) -> Work:
+        """Start one that sends so many bytes."""
         model = self._model
         model.clocks.wait(stream, model.clocks.moment(model.stream))
-        model.run(name, reads, writes, stream)
+        model.run(name, reads, writes, stream, nbytes / model.timeline.machine.link)
         work = Work(model, model.clocks.moment(stream), [*reads, *writes])
         if waits:
             work.wait()
@@ -251,21 +304,44 @@ class Collectives:
     def all_gather(self, full: Tensor, shard: Tensor, group: Any = None, async_op: bool = False) -> Work:
         with _disable_current_modes():
             full.view(-1, shard.numel()).copy_(shard.view(1, -1).clone())
-        return self._start("all_gather", _stream_of(group), [shard], [full], not async_op)
+        sent = full.nbytes - shard.nbytes
+        return self._start("all_gather", _stream_of(group), [shard], [full], not async_op, sent)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
         with _disable_current_modes():
             out.copy_(full.view(-1, out.numel())[dist.get_rank(group)])
-        return self._start("reduce_scatter", _stream_of(group), [full], [out], not async_op)
+        sent = full.nbytes - out.nbytes
+        return self._start("reduce_scatter", _stream_of(group), [full], [out], not async_op, sent)
 
-    def all_to_all(self, out: Tensor, full: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
-        with _disable_current_modes():
-            rows = full.view(dist.get_world_size(group), -1)
-            out.view(rows.shape).copy_(rows[dist.get_rank(group)].clone())
-        return self._start("all_to_all", _stream_of(group), [full], [out], not async_op)
+    def all_to_all(
+        self,
+        out: Tensor,
+        full: Tensor,
+        receives: Sequence[int] | None = None,
+        sends: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Give every rank its slot, or so many rows: absent ranks send what this one has for itself, over and over."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        with _disable_current_modes(), torch.no_grad():
+            if receives is None or sends is None:
+                rows = full.view(size, -1)
+                out.view(rows.shape).copy_(rows[rank].clone())
+                sent = full.nbytes * (1 - 1 / size)
+            else:
+                own = torch.split(full, list(sends))[rank].clone()
+                for peer, part in enumerate(torch.split(out, list(receives))):
+                    part.copy_(own if peer == rank else _as_many(full if not len(own) else own, len(part)))
+                sent = full.nbytes - own.nbytes
+        return self._start("all_to_all", _stream_of(group), [full], [out], not async_op, sent)
 
     def all_reduce(self, values: Tensor, *_: Any, group: Any = None, async_op: bool = False) -> Work:
-        return self._start("all_reduce", _stream_of(group), [], [values], not async_op)
+        sent = 2 * values.nbytes * (1 - 1 / dist.get_world_size(group))
+        return self._start("all_reduce", _stream_of(group), [], [values], not async_op, sent)
+
+    def broadcast(self, values: Tensor, *_: Any, group: Any = None, async_op: bool = False, **__: Any) -> Work:
+        return self._start("broadcast", _stream_of(group), [], [values], not async_op, values.nbytes)
 
     def messages(self, operations: Sequence[dist.P2POp], *_: Any, **__: Any) -> list[Work]:
         return [self._message(operation) for operation in operations]
@@ -273,13 +349,20 @@ class Collectives:
     def _message(self, operation: dist.P2POp) -> Work:
         stream = f"{_stream_of(operation.group)}, peer {operation.group_peer}"
         if operation.op is dist.isend:
-            return self._start("send", stream, [operation.tensor], [])
+            return self._start("send", stream, [operation.tensor], [], nbytes=operation.tensor.nbytes)
         with _disable_current_modes(), torch.no_grad():
             if operation.tensor.is_floating_point():
                 operation.tensor.fill_(ARRIVED)
             else:
                 operation.tensor.zero_()
-        return self._start("receive", stream, [], [operation.tensor])
+        return self._start("receive", stream, [], [operation.tensor], nbytes=operation.tensor.nbytes)
+
+
+def _as_many(rows: Tensor, count: int) -> Tensor:
+    """Return so many of these rows, again and again; zeros where there are none."""
+    if not len(rows):
+        return rows.new_zeros(count, *rows.shape[1:])
+    return rows.repeat(-(-count // len(rows)), *(1 for _ in rows.shape[1:]))[:count]
 
 
 def _stream_of(group: Any) -> str:
@@ -314,8 +397,13 @@ class Operations(TorchDispatchMode):
                 self._model.free(storage)
                 self._model.allocate(storage)
         if not kind.only_allocates:
-            self._model.run(func._schema.name, reads, [*writes, *new])
+            self._model.run(func._schema.name, reads, [*writes, *new], seconds=self._seconds(func, args, kwargs, out))
         return out
+
+    def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
+        """Return how long a product takes; of other operations their memory says it."""
+        formula = FORMULAS.get(func._overloadpacket)
+        return None if formula is None else formula(*args, **kwargs, out_val=out) / self._model.timeline.machine.flops
 
 
 class Kind(NamedTuple):
@@ -347,7 +435,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class LabellingArena(Arena):
-    """Says what the buffers are for that it allocates. `model` is there while there is one."""
+    """Says what the buffers are for that it allocates. `model` is there while there is one.
+
+    They hold zeros: what absent ranks send is made of this rank's, and what nobody has written would go everywhere.
+    """
 
     model: Model | None = None
 
@@ -364,10 +455,14 @@ class LabellingArena(Arena):
         return self._label(category, lambda: super(LabellingArena, self).allocate(category, *how))
 
     def borrow(self, category: str, *how: Any) -> Tensor:
-        return self._label(category, lambda: super(LabellingArena, self).borrow(category, *how))
+        buffer = self._label(category, lambda: super(LabellingArena, self).borrow(category, *how))
+        with _disable_current_modes():
+            return buffer.zero_()
 
     def fill(self, category: str, buffer: Tensor) -> None:
         self._label(category, lambda: super(LabellingArena, self).fill(category, buffer))
+        with _disable_current_modes(), torch.no_grad():
+            buffer.zero_()
 
 
 # --- use --------------------------------------------------------------------------------------------------------------
@@ -385,11 +480,27 @@ def alone_in(world: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def lonely_mesh(dp: int = 1, tp: int = 1, pp: int = 1) -> FakeMesh:
-    """Return a mesh on the CPU whose axes take NCCL's algorithms, for an engine that is to be modelled."""
-    mesh = FakeMesh(dp, tp, pp, "nccl")
+def lonely_mesh(dp: int = 1, tp: int = 1, pp: int = 1, **folds: int) -> FakeMesh:
+    """Return a mesh on the CPU whose axes take NCCL's algorithms, for an engine that is to be modelled.
+
+    folds  ep, sp and shard
+    """
+    mesh = FakeMesh(dp, tp, pp, "nccl", **folds)
     mesh.make_arena = LabellingArena
     return mesh
+
+
+@contextmanager
+def uneven_experts() -> Iterator[None]:
+    """Let absent ranks of the ep axis have other rows than this one: its experts in turn, each rank from another on."""
+    counts = Dispatch._counts
+
+    def turned(self: Dispatch, sorted_experts: Tensor) -> list[list[int]]:
+        rows, own = counts(self, sorted_experts), self._ep.rank
+        return [rows[own][rank - own :] + rows[own][: rank - own] for rank in range(len(rows))]
+
+    with replaced(Dispatch, "_counts", turned):
+        yield
 
 
 @contextmanager
@@ -413,6 +524,7 @@ def collectives_of(model: Model) -> Iterator[None]:
             (algorithms, "_reduce_scatter", calls.reduce_scatter),
             (dist, "all_to_all_single", calls.all_to_all),
             (dist, "all_reduce", calls.all_reduce),
+            (dist, "broadcast", calls.broadcast),
             (dist, "batch_isend_irecv", calls.messages),
             (schedules, "_batch_p2p", calls.messages),
         ):
@@ -422,9 +534,9 @@ def collectives_of(model: Model) -> Iterator[None]:
 
 
 @contextmanager
-def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
+def modelled(engine: Engine, without: str = "", machine: Machine | None = None) -> Iterator[Model]:
     """Model the streams of an engine inside; `without`: plant one of FAULTS. What was allocated before is compute's."""
-    model = Model()
+    model = Model(machine)
     arena = engine.arena
     assert isinstance(arena, LabellingArena), "build the engine on a lonely_mesh"
     resize = torch.UntypedStorage.resize_
@@ -439,6 +551,7 @@ def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
     with ExitStack() as stack:
         stack.enter_context(collectives_of(model))
         stack.enter_context(replaced(torch.accelerator, "current_stream", lambda *_: Stream(model, model.stream)))
+        stack.enter_context(replaced(torch, "Event", lambda *_: Event(model)))
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         if without == "wait":
             stack.enter_context(replaced(Work, "wait", lambda _: True))
@@ -447,6 +560,7 @@ def modelled(engine: Engine, without: str = "") -> Iterator[Model]:
             if without == "issue":
                 stream.wait_stream = lambda _: None
             stack.enter_context(replaced(side, "_stream", stream))
+            stack.enter_context(replaced(side, "_ends", {}))
             if without == "join":
                 stack.enter_context(replaced(side, "join", lambda _: None))
         stack.enter_context(replaced(arena, "model", model))

@@ -9,22 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from bases import base_folder
 from meshes import LOSSES, engine_of, micro_batches, sum_of
+from mixtures import mixture, summand
 from models import adamw, batch, net
 from pipelines import covering
 from tensors import tiny
 
 import zero3d
 from zero3d.activations.recomputation import recompute
+from zero3d.config import load
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
+from zero3d.models.trained import open_trained
 from zero3d.zero import weights
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.hooks import Hooks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from instruments.races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled
+from instruments.races import COMPUTE, FAULTS, Model, alone_in, collectives_of, lonely_mesh, modelled, uneven_experts
 
 SETTINGS = (
     ((4, 1, 1), (1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)),  # dp, tp, pp
@@ -73,7 +77,75 @@ def run(case, without=""):
     return model
 
 
+AXES = (
+    ("", "tp", "pp", "ep", "ep fast", "sp", "sp gather", "shard", "shard 1"),  # of 4 ranks
+    (2, 3),
+    ("same", "int8"),  # zero.gather_wire
+    (None, 2),  # zero.second_shard
+    ("same", "bf16", "int8", "int4", "int4 stochastic"),  # zero.slow_wire
+    ("none", "lora", "qlora"),
+    (False, True),  # tiles of layers and of the loss
+    ("none", "full"),  # recomputation
+    (0, 1),  # replay
+    (False, True),  # exact
+)
+
+
+def is_possible_on_axes(case):
+    axis, stage, wire, second, slow, adapters, tiled, _, replay, exact = case
+    of_stage_3 = stage == 3 or (wire == "same" and second is None)
+    of_copies = axis.startswith("shard") or slow == "same"
+    experts = axis.startswith("ep")
+    return (
+        of_stage_3 and of_copies and not (exact and (replay or slow != "same" or wire != "same"))
+        and not (second and (axis in ("tp", "pp", "shard", "shard 1") or experts))
+        and not (experts and (tiled or replay or adapters != "none")) and not (axis == "ep fast" and exact)
+        and not (adapters == "qlora" and (tiled or axis in ("tp", "pp", "sp", "sp gather")))
+    )  # fmt: skip
+
+
+def tiny_batches(number, count):
+    """Those of `micro_batches` with 9 tokens each: ranks of an sp group have 5 and 4."""
+    return [summand(number, each) for each in range(count)]
+
+
+def run_on_axes(case, folder):
+    """The model of two steps, an evaluation and a stream of weights."""
+    axis, stage, wire, second, slow, adapters, tiled, activations, replay, exact = case
+    name, _, how = axis.partition(" ")
+    degrees = {"dp": 2, name: 2} if name in ("tp", "pp") else {"dp": 4}
+    degrees |= {"ep": {"ep": 2}, "sp": {"sp": 2}, "shard": {"shard": 1 if how == "1" else 2}}.get(name, {})
+    form, _, rounding = slow.partition(" ")
+    options = {"weights": None}
+    with alone_in(4, rank=2 if name == "pp" else 1), collectives_of(Model()), uneven_experts():
+        if adapters == "qlora":
+            model = {"path": str(folder), "quantize": "nf4"}
+            opened = open_trained(load({"model": model, "lora": {"rank": 4, "targets": ["all-linear"]}}))
+            module, options["weights"] = opened.module, opened.weights
+        else:
+            layers = 4 if name == "pp" else 2
+            module = mixture() if name == "ep" else tiny("llama", kv_heads=4, layers=layers, lora=adapters == "lora")
+        recompute(module, activations)
+        engine = engine_of(
+            module, lonely_mesh(**degrees), stage=stage, precision="bf16", gather_wire=wire, second_shard=second, slow_wire=form,
+            slow_rounding=rounding or "nearest", gather_budget=4096 if tiled else None, tiled_loss=tiled, replay=replay, exact=exact,
+            experts="fast" if axis == "ep fast" else "exact", sp_kind="gather" if axis == "sp gather" else "auto", optimizer=adamw,
+            accumulate=4 if name == "pp" else 2, schedule="1f1b" if name == "pp" else None, **options,
+        )  # fmt: skip
+        given = tiny_batches if name in ("ep", "sp") else micro_batches
+        with modelled(engine) as model:
+            for number in range(2):
+                engine.train_batch(given(number, engine.accumulation.usual), wait=False)
+                assert engine.last_step.reason == "applied"
+            engine.evaluate(given(0, 2))
+            for bucket in engine.stream_weights(bucket_bytes=8192):
+                assert bucket
+    return model
+
+
 PAIRS = covering(SETTINGS, is_possible)
+ON_AXES = covering(AXES, is_possible_on_axes)
+FEW_ON_AXES = [next(case for case in ON_AXES if case[:2] == (axis, 3)) for axis in ("sp", "shard 1", "ep")]
 FEW = PAIRS[:2]  # those with most pairs come first
 
 
@@ -86,6 +158,20 @@ def test_accesses_are_ordered_and_all_memory_is_of_computes_pool(case):
     assert {allocation.stream for allocation in model.allocations} == {COMPUTE}
     lent = {allocation.buffer for allocation in model.allocations}
     assert "wire" in lent or case[0][0] == 1 or "fp32" in case  # whose sums of one micro-batch land where they stay
+
+
+@pytest.mark.parametrize("case", [
+    *FEW_ON_AXES, *(pytest.param(case, marks=pytest.mark.long) for case in ON_AXES if case not in FEW_ON_AXES),
+], ids=lambda case: " ".join(map(str, case)))  # fmt: skip
+def test_on_every_axis_and_wire_accesses_are_ordered_and_all_memory_is_of_computes_pool(case, base):
+    model = run_on_axes(case, base)
+    assert model.races == {}
+    assert {allocation.stream for allocation in model.allocations} == {COMPUTE}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return base_folder(tmp_path_factory.mktemp("base") / "llama", intermediate_size=96)
 
 
 def read_by(engine):

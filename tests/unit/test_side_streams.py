@@ -1,5 +1,6 @@
 """What side streams enqueue on an accelerator's streams: nothing before compute is there, and compute never too early."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,26 @@ class Stream:
     def wait_stream(self, other):
         self._log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event):
+        self._log.append(f"{self.name} waits for {event.recorded}")
+
     def __enter__(self):
         self._log.append(f"on {self.name}")
 
     def __exit__(self, *_):
         self._log.append(f"off {self.name}")
+
+
+class Event:
+    """An event of a device, which knows how much its stream had been given when it was recorded."""
+
+    def __init__(self, device, log):
+        self._index, self._log, self.recorded = device.index or 0, log, "nothing"
+
+    def record(self, stream):
+        assert stream.name.startswith(f"side {self._index}")
+        given = [line for line in self._log if line.startswith("gather ")]
+        self.recorded = f"{stream.name}, after {given[-1]}" if given else stream.name
 
 
 class Devices:
@@ -32,6 +48,7 @@ class Devices:
     def __init__(self, monkeypatch):
         self.log = []
         monkeypatch.setattr(torch, "Stream", self._new)
+        monkeypatch.setattr(torch, "Event", lambda device: Event(device, self.log))
         monkeypatch.setattr(torch.accelerator, "current_stream", self._current)
 
     def _new(self, device=None, *, priority=0):
@@ -58,6 +75,40 @@ def test_what_is_issued_waits_for_compute_and_compute_for_what_is_joined(devices
     assert devices.log == [
         f"{side} waits for compute 0", f"on {side}", "gather", f"off {side}", f"compute 0 waits for {side}",
     ]  # fmt: skip
+
+
+def test_compute_waits_for_what_was_issued_for_a_unit_and_not_for_what_is_gathered_ahead(devices):
+    side = SideStream("gather", Arena(torch.device("meta")))
+    for unit, others in (("a", ()), ("b", ("a",)), ("c", ())):
+        with side.issue(unit, *others):
+            devices.log.append(f"gather {unit}")
+    devices.log.clear()
+    for unit in "acbx":
+        side.join(unit)
+    waits = "compute 0 waits for side 0, priority -1, after gather"
+    assert devices.log == [f"{waits} b", f"{waits} c", f"{waits} b"]  # nothing was issued for x
+
+
+def test_memory_that_a_lane_gives_back_lives_until_compute_has_waited_for_its_last_use(devices):
+    arena = Arena(torch.device("meta"))
+    side, held = SideStream("gather", arena), []
+
+    def gather(unit, elements):
+        with side.issue(unit):
+            buffer = arena.borrow("wire", elements, torch.float32)
+            held.append(weakref.ref(buffer))
+            arena.give_back("wire", buffer)
+
+    gather("a", 4)
+    gather("b", 5)
+    gather("c", 4)
+    assert held[0]() is held[2]() is not None  # the lane's work is done in order
+    side.join("a")
+    assert [buffer() is not None for buffer in held] == [True, True, True]
+    side.join("b")
+    assert [buffer() is not None for buffer in held] == [True, False, True]
+    side.join("c")
+    assert [buffer() for buffer in held] == [None] * 3
 
 
 def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_current_streams(devices):

@@ -18,6 +18,7 @@ Source: Wang et al., "ZeRO++: extremely efficient collective communication" (202
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,33 +50,42 @@ class BlockCodec(NamedTuple):
     ) -> None:
         """Write values [n] as a message [message_bytes(n)] of uint8, some blocks at a time.
 
-        noise  rounds up or down by chance, with numbers of this generator
+        scratch  of `coding_scratch` elements, with noise twice as many: nothing else is allocated
+        noise    rounds up or down by chance, with numbers of this generator
         """
         scales, codes = self._parts(message[None])
+        if scratch is None:
+            scratch = _scratch(message.numel() // self.message_bytes(BLOCK), 1 if noise is None else 2, values)
+        drawn = None
+        if noise is not None:
+            scratch, drawn = scratch.chunk(2)
         for wide, part, cells in self._groups(values[None], scratch):
             flat = wide.view(1, -1)
             flat[:, : part.shape[1]].copy_(part)
             flat[:, part.shape[1] :].zero_()
-            self._encode(wide, scales[cells], codes[cells], noise)
+            chances = None if drawn is None else drawn[: wide.numel()].view(wide.shape).uniform_(generator=noise)
+            self._encode(wide, scales[cells], codes[cells], chances)
 
-    def _encode(self, wide: Tensor, scales: Tensor, codes: Tensor, noise: torch.Generator | None) -> None:
+    def _encode(self, wide: Tensor, scales: Tensor, codes: Tensor, chances: Tensor | None) -> None:
         torch.linalg.vector_norm(wide, float("inf"), dim=2, out=scales)
-        scales.add_(scales - scales)  # infinity, too, is NaN from here on
+        scales.nan_to_num_(nan=math.nan, posinf=math.nan)
         scales.div_(self.most).clamp_(LEAST_SCALE, LARGEST / self.most)
         wide.div_(scales[..., None])
-        if noise is None:
+        if chances is None:
             wide.round_()
         else:
-            wide.add_(torch.rand(wide.shape, generator=noise, device=wide.device)).floor_().clamp_(max=self.most)
+            wide.add_(chances).floor_().clamp_(max=self.most)
         wide.nan_to_num_(0.0)
-        if self.bits == 8:
-            codes.view(torch.int8).copy_(wide)
-        else:
-            pairs = wide.to(torch.int8).view(torch.uint8)
-            torch.bitwise_or(pairs[..., ::2] & 15, pairs[..., 1::2] << 4, out=codes)
+        if self.bits == 4:  # two in a byte: 16 times the second one, and the first one modulo 16
+            first, second = wide[..., ::2], wide[..., 1::2]
+            wide = second.mul_(16).add_(first).add_(first.lt_(0), alpha=16)
+        codes.view(torch.int8).copy_(wide)
 
     def decode(self, messages: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
-        """Write the values of messages [R, bytes] into `out` [R, n], or those of one into [n], in groups."""
+        """Write the values of messages [R, bytes] into `out` [R, n], or those of one into [n], in groups.
+
+        scratch  of `coding_scratch` elements: nothing else is allocated
+        """
         if messages.dim() == 1:
             messages, out = messages[None], out[None]
         scales, codes = self._parts(messages)
@@ -84,8 +94,10 @@ class BlockCodec(NamedTuple):
             if self.bits == 8:
                 wide.copy_(signed)
             else:
-                wide[..., ::2].copy_((signed << 4) >> 4)
-                wide[..., 1::2].copy_(signed >> 4)
+                first, second = wide[..., ::2], wide[..., 1::2]
+                first.copy_(signed)
+                first.sub_(second.copy_(first).add_(8).mul_(1 / 16).floor_(), alpha=16)
+                second.copy_(signed).mul_(1 / 16).floor_()
             wide.mul_(scales[cells][..., None])
             part.copy_(wide.view(len(wide), -1)[:, : part.shape[1]])
 
@@ -102,8 +114,7 @@ class BlockCodec(NamedTuple):
         """
         count, blocks = len(values), -(-values.shape[1] // BLOCK)
         if scratch is None:
-            elements = coding_scratch(count * blocks * BLOCK, values.device.type)
-            scratch = torch.empty(elements, dtype=torch.float32, device=values.device)
+            scratch = _scratch(count * blocks, 1, values)
         fits = scratch.numel() // BLOCK
         rows, columns = max(1, fits // blocks), min(blocks, fits)
         for row in range(0, count, rows):
@@ -112,3 +123,8 @@ class BlockCodec(NamedTuple):
                 wide = scratch[: here * (last - first) * BLOCK].view(here, last - first, BLOCK)
                 part = values[row : row + here, first * BLOCK : last * BLOCK]
                 yield wide, part, (slice(row, row + here), slice(first, last))
+
+
+def _scratch(blocks: int, times: int, values: Tensor) -> Tensor:
+    elements = times * coding_scratch(blocks * BLOCK, values.device.type)
+    return torch.empty(elements, dtype=torch.float32, device=values.device)

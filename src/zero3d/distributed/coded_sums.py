@@ -84,7 +84,7 @@ class CodedSum(NamedTuple):
         nbytes = self.codec.message_bytes(parts[0].numel())
         messages = self.arena.borrow("wire", self.size * nbytes, torch.uint8)
         rows = list(messages.view(self.size, -1))
-        scratch = self._scratch(parts[0])
+        scratch = self._scratch(parts[0], 1 if noise is None else 2)
         for row, part in zip([rows[self.rank]] if gathers else rows, parts, strict=True):
             self.codec.encode(part, row, scratch, noise)
         self.arena.give_back("wire", scratch)
@@ -114,5 +114,6 @@ class CodedSum(NamedTuple):
         self.arena.give_back("wire", term)
         self.arena.give_back("wire", scratch)
 
-    def _scratch(self, values: Tensor) -> Tensor:
-        return self.arena.borrow("wire", coding_scratch(values.numel(), values.device.type), torch.float32)
+    def _scratch(self, values: Tensor, times: int = 1) -> Tensor:
+        elements = times * coding_scratch(values.numel(), values.device.type)
+        return self.arena.borrow("wire", elements, torch.float32)

@@ -31,6 +31,35 @@ LOOK = 5e-5  # seconds between two looks at whether the device has got to a copy
 Number = TypeVar("Number", int, float)
 
 
+class GivenBack:
+    """Buffers that a side stream gave back, until compute has waited for their last use there.
+
+    Before that the side stream may borrow them again, whose work is done in order.
+
+    number  of what is being issued: a buffer that is given back was used by it, and by none after
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._buffers: list[tuple[int, Tensor]] = []
+
+    def keep(self, buffer: Tensor) -> None:
+        """Keep a buffer that is given back."""
+        self._buffers.append((self.number, buffer))
+
+    def again(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Return one of this size and dtype, which is no longer kept, if there is one."""
+        for place, (_, buffer) in enumerate(self._buffers):
+            if buffer.numel() == elements and buffer.dtype == dtype:
+                del self._buffers[place]
+                return buffer
+        return None
+
+    def let_go(self, number: int) -> None:
+        """Drop those whose last use was issued as this number or before: compute has waited for it."""
+        self._buffers = [kept for kept in self._buffers if kept[0] > number]
+
+
 class Arena:
     """Allocates flat buffers on one device and keeps account of them by category.
 
@@ -48,7 +77,7 @@ class Arena:
         self.stream: AbstractContextManager[object] = (
             nullcontext()
         )  # of whose pool transient memory is; see `SideStream`
-        self.used: list[Tensor] | None = None  # what a side stream gives back goes here
+        self.used: GivenBack | None = None  # what a side stream gives back goes here
 
     def _account(self, category: str, change: Fraction | int) -> None:
         live = self._live.get(category, Fraction(0)) + change
@@ -75,6 +104,9 @@ class Arena:
     def borrow(self, category: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised transient buffer, to be given back."""
         self._account(category, elements * dtype.itemsize)
+        again = None if self.used is None else self.used.again(elements, dtype)
+        if again is not None:
+            return again
         with self.stream:
             return torch.empty(elements, dtype=dtype, device=self.device)
 
@@ -82,7 +114,7 @@ class Arena:
         """Take a transient buffer off the account; its owner drops the reference."""
         self._account(category, -buffer.numel() * buffer.dtype.itemsize)
         if self.used is not None:
-            self.used.append(buffer)
+            self.used.keep(buffer)
 
     def fill(self, category: str, buffer: Tensor) -> None:
         """Give a storage its memory back: views saved by autograd come alive with it."""

@@ -192,7 +192,7 @@ class Reductions:
             self.updates.prefetch()
         self._make_room()
         unit.gradients.fill_up()
-        with self._side.issue(unit.name):
+        with self._side.issue(unit.name, *(other.name for other in self._in_flight)):
             unit.gradients.reduce(single=self._backwards == 1)
             self._add_up(self._in_flight)
         self._in_flight.append(unit)

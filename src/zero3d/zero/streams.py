@@ -7,7 +7,13 @@ All transient memory is of compute's pool: an allocator keeps one for each strea
 another. What compute has freed may still be in use on its stream. A side stream may have it all the same: it has
 waited for what compute had enqueued when the side stream was entered, and compute is given nothing while it is open
 (`Pool`). What a side stream borrowed and gave back lives until compute has waited for it: the pool would hand it to
-compute at once.
+compute at once. The side stream itself may borrow it again before that.
+
+Compute waits for what was enqueued for a unit, not for all that a side stream has been given: behind it stand copies
+and encodings of units that are gathered ahead, which would hide behind nothing.
+
+    side stream    | copy k | copy k+1 | copy k+2 |
+    compute                 | use k               | use k+1 ...     join(k) waits for copy k alone
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zero3d.distributed.axis import Pending
-from zero3d.memory.arena import Arena
+from zero3d.memory.arena import Arena, GivenBack
 from zero3d.memory.threads import Threads
 from zero3d.zero.stages import LEAVING
 
@@ -30,14 +36,20 @@ PRIORITY = -1  # high: a collective that is ready does not wait behind compute's
 
 
 class SideStream:
-    """A side stream on an accelerator; on the CPU only its log, if one is given."""
+    """A side stream on an accelerator; on the CPU only its log, if one is given.
+
+    _ends   where the last work for each unit ends: its number among all that was issued, and an event
+    _used   buffers that were given back on it since compute waited for that
+    """
 
     def __init__(self, name: str, arena: Arena, log: list[tuple[str, str]] | None = None) -> None:
         self._name = name
         self._arena = arena
         self._log = log
         self._stream = torch.Stream(arena.device, priority=PRIORITY) if arena.device.type != "cpu" else None
-        self._used: list[Tensor] = []  # buffers that were given back on it since compute waited for it
+        self._issued = 0
+        self._ends: dict[str, tuple[int, torch.Event]] = {}
+        self._used = GivenBack()
 
     @property
     def beside_compute(self) -> bool:
@@ -45,13 +57,18 @@ class SideStream:
         return self._stream is not None
 
     @contextmanager
-    def issue(self, unit: str) -> Iterator[None]:
-        """Enqueue on the side stream, after everything compute has enqueued so far."""
+    def issue(self, unit: str, *others: str) -> Iterator[None]:
+        """Enqueue on the side stream, after everything compute has enqueued so far.
+
+        others  units for which something is enqueued, too: who joins them waits for all of this
+        """
         self.note("issue", unit)
         if self._stream is None:
             yield
             return
         compute = torch.accelerator.current_stream(self._arena.device)
+        self._issued += 1
+        self._used.number = self._issued
         self._arena.stream, self._arena.used = Pool(compute), self._used
         self._stream.wait_stream(compute)
         try:
@@ -59,13 +76,17 @@ class SideStream:
                 yield
         finally:
             self._arena.stream, self._arena.used = nullcontext(), None
+            event = torch.Event(self._arena.device)
+            event.record(self._stream)
+            self._ends.update(dict.fromkeys((unit, *others), (self._issued, event)))
 
     def join(self, unit: str) -> None:
-        """Let compute wait for what this side stream has enqueued."""
+        """Let compute wait for what was enqueued for a unit, and what came before that, but for nothing behind it."""
         self.note("join", unit)
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._arena.device).wait_stream(self._stream)
-            self._used.clear()
+        if self._stream is not None and unit in self._ends:
+            number, event = self._ends[unit]
+            torch.accelerator.current_stream(self._arena.device).wait_event(event)
+            self._used.let_go(number)
 
     def note(self, what: str, unit: str) -> None:
         """Write the log that tests read."""

@@ -1,0 +1,79 @@
+"""Faults to plant in an engine, one function each: a tool of this folder that cannot see one is no proof against it.
+
+Each is a context manager around the steps of engines, whichever tool watches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from zero3d.memory.arena import Arena
+from zero3d.sim.patches import replaced
+from zero3d.zero import gathers, reductions
+from zero3d.zero.gradients import Gradients
+from zero3d.zero.streams import SideStream
+
+
+@contextmanager
+def tail_joined() -> Iterator[None]:
+    """Let compute wait for all that a side stream was given, also for units ahead: what decision 95 has changed."""
+
+    def join(self: SideStream, unit: str) -> None:
+        self.note("join", unit)
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._arena.device).wait_stream(self._stream)
+            self._used.let_go(self._issued)
+
+    with replaced(SideStream, "join", join):
+        yield
+
+
+@contextmanager
+def window_of_one() -> Iterator[None]:
+    """Gather one unit ahead, and have one reduction in flight."""
+    with ExitStack() as stack:
+        for owner in (gathers, reductions):
+            stack.enter_context(replaced(owner, "WINDOW", 1))
+        yield
+
+
+@contextmanager
+def join_dropped() -> Iterator[None]:
+    """Let compute not wait for side streams: neither for what they added up, nor before memory comes back."""
+
+    def join(self: SideStream, unit: str) -> None:
+        self.note("join", unit)
+        self._used.let_go(self._issued)
+
+    with replaced(SideStream, "join", join):
+        yield
+
+
+@contextmanager
+def bucket_given_back_early() -> Iterator[None]:
+    """Give a bucket back when its reduction is added up on the side stream: compute has not waited for that yet."""
+    add_up = Gradients.add_up
+
+    def added_up(self: Gradients) -> None:
+        add_up(self)
+        used, self._arena.used = self._arena.used, None
+        self._drop_bucket()
+        self._arena.used = used
+
+    with replaced(Gradients, "add_up", added_up):
+        yield
+
+
+@contextmanager
+def given_back_at_once() -> Iterator[None]:
+    """Let what a side stream gives back go to compute's pool at once."""
+
+    def give_back(self: Arena, category: str, buffer: Tensor) -> None:
+        self._account(category, -buffer.nbytes)
+
+    with replaced(Arena, "give_back", give_back):
+        yield
