@@ -23,15 +23,27 @@ from unittest import mock
 
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from instruments import groups
 from instruments.groups import Logs, Operation, Read, Wait
+from zero3d.distributed.axis import Axis
 
 Key = tuple[str, tuple[int, ...]]  # a communicator: its group, its ranks
 
 
 @contextmanager
 def labelled() -> Iterator[None]:
-    """Write on what pipelines send and receive which message it is: direction, receiving stage, micro-batch."""
+    """Say of what ranks send what it is for.
+
+    Collectives of zero3d: operation and unit. Messages of pipelines: direction, receiving stage, micro-batch.
+    """
+    call = Axis.call
+
+    def labelling(axis: Axis, op: str, unit: str, inner: Any, *rest: Any, **named: Any) -> Any:
+        with groups.labelled((op, unit)):
+            return call(axis, op, unit, inner, *rest, **named)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Axis, "call", labelling))
         for name, kind, offset in (
             ("get_fwd_recv_ops", "forward", 0), ("get_fwd_send_ops", "forward", 1),
             ("get_bwd_recv_ops", "backward", 0), ("get_bwd_send_ops", "backward", -1),
