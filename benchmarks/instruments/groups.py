@@ -528,6 +528,11 @@ def on_streams() -> Iterator[None]:
         yield
 
 
+def note_alone(what: str) -> None:
+    """Note in this thread's log something that no group is asked for."""
+    _thread.log.append(Operation("", (_thread.rank,), what, (), None, stream=_thread.streams[-1]))
+
+
 @contextmanager
 def labelled(label: Any) -> Iterator[None]:
     """Say what this thread asks groups for inside."""
