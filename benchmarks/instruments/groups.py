@@ -612,18 +612,20 @@ def on_threads(
     case: Callable[[], Any],
     device: str = "cpu",
     stuck: list[str] | None = None,
+    errors: list[BaseException] | None = None,
 ) -> tuple[list[Any], Logs]:
     """Run `case` as every rank of a world, each a thread; return results and what every rank asked of its groups.
 
     stuck  is told where all ranks stood still: each went on with values of its own (see above). Without it that is an
            error
-
-    Raises the first error of a rank.
+    errors is told the first error of a rank, which ends all; without it that is raised
     """
     fabric = Fabric(device, world, threads=True)
-    results = list(_run(fabric, case))
+    results = _run(fabric, case)
     if fabric.failed is not None:
-        raise fabric.failed
+        if errors is None:
+            raise fabric.failed
+        errors.append(fabric.failed)
     if stuck is None and fabric.stuck:
         raise Lost("all ranks stood still: " + "; ".join(fabric.stuck))
     if stuck is not None:
@@ -639,7 +641,7 @@ def each_on_a_thread(
     The others are told what gloo tells: that a connection was closed, or that time is up.
     """
     fabric = Fabric(device, world, threads=True, lost=TIME_OUT, plan=plan)
-    return list(_run(fabric, case, apart=True)), fabric.log
+    return _run(fabric, case, apart=True), fabric.log
 
 
 def _run(fabric: Fabric, case: Callable[[], Any], apart: bool = False) -> list[Any]:
