@@ -250,11 +250,11 @@ class Hooks:
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph and self.saved is not None:
             self.saved.follow_functions()
+        if self._reduces:
+            self._reductions.look()  # before the gather, as ranks on which the last unit has no hole have begun it
         for unit in units:
             self._gathers.acquire(unit, ("backward", call))
             self._gathers.release(unit, TURN)  # the turn has served its purpose
-        if self._reduces:
-            self._reductions.look()
 
     def _node_needs(self, unit: Unit) -> None:
         """Gather a unit for a node that runs though no gradient came through its module's outputs."""
