@@ -162,6 +162,7 @@ CHANGES = [
     Change("second_shard", 2, keeps=True),
     Change("slow_wire", "bf16", "copies"),
     Change("slow_rounding", "stochastic", "coded copies"),
+    Change("communicators", 1, keeps=True),
     Change("tiled_loss", True, "llama"),
     Change("replay", 1, keeps=True),
     Change("ema", 0.5, keeps=True),

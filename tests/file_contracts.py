@@ -152,6 +152,7 @@ KEYS = [
     Key("zero.second_shard", 2, "dp", keeps=True),
     Key("zero.slow_wire", "bf16", "copies"),
     Key("zero.slow_rounding", "stochastic", "coded copies"),
+    Key("zero.communicators", 1, "dp", keeps=True),
     Key("zero.exact", True, "dp"),
     Key("offload.optimizer", "host", "dp", keeps=True),
     Key("offload.params", "host", "offload", keeps=True),

@@ -36,6 +36,10 @@ WAYS = {  # of training: options of an engine, and what is done with the model
     "LoRA": ({}, "LoRA"),
     "a Function without a gradient": ({}, "function"),
     "the first block's input has no gradient": ({}, "bare"),
+    "one communicator": ({"communicators": 1}, None),
+    "one communicator, accumulation": ({"communicators": 1, "accumulate": 2}, None),
+    "one communicator, reentrant recomputation": ({"communicators": 1}, "reentrant"),
+    "one communicator, recomputation of two blocks": ({"communicators": 1}, "every:2"),
 }
 
 
@@ -157,6 +161,7 @@ FEW = [(3, True), (5, False), (9, True)]
 
 @pytest.mark.parametrize(("stage", "name", "cases"), [
     (3, "plain", FEW), (3, "reentrant recomputation", FEW[1:]), (2, "plain", FEW[:1]),
+    (3, "one communicator", FEW),
     *(pytest.param(stage, name, ALL, marks=pytest.mark.long) for stage, name in [
         *product((3, 2), [name for name in WAYS if name != PARAMETERS]), (3, PARAMETERS),
         *product((1, 0), ("plain", "accumulation")),

@@ -184,12 +184,15 @@ def test_units_are_reduced_while_the_backward_goes_on_and_two_at_a_time(stage):
     assert len(before_embedding) == 3
 
 
-def on_two_ranks(stages):
+def on_two_ranks(stages, communicators):
     """By stage: the worst difference of late gradients from those that come at once; what is left in buckets."""
     rank, found = torch.distributed.get_rank(), []
     for stage in stages:
-        once, often = (engine_of(net(width=96), stage) for _ in range(2))
-        at_once, late = (engine_of(Twice(how, width=96), stage, units=[nn.Sequential]) for how in (False, True))
+        groups = {"communicators": communicators}
+        once, often = (engine_of(net(width=96), stage, **groups) for _ in range(2))
+        at_once, late = (
+            engine_of(Twice(how, width=96), stage, units=[nn.Sequential], **groups) for how in (False, True)
+        )
         for step in range(2):
             sum(losses(once(batch(step, rank)))).backward()
             for loss in losses(often(batch(step, rank))):
@@ -203,7 +206,8 @@ def on_two_ranks(stages):
         found += [float(engine.arena.live("bucket")) for engine in (often, late)]
     for stage in set(stages) - {0}:  # sums of micro-batches that no plan knew of travel as wide as they are
         planned, surprised = (
-            engine_of(net(width=96), stage, precision="bf16", reduce="every_step", accumulate=m) for m in (3, 1)
+            engine_of(net(width=96), stage, precision="bf16", reduce="every_step", accumulate=m, **groups)
+            for m in (3, 1)
         )
         for engine in (planned, surprised):
             for m in range(3):
@@ -213,9 +217,12 @@ def on_two_ranks(stages):
     return found
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.long)], ids=str)
-def test_late_gradients_of_two_ranks_come_while_reductions_are_under_way(ranks, stages):
-    for found in ranks(2, on_two_ranks, stages):
+@pytest.mark.parametrize(("stages", "communicators"), [
+    ((1, 3), 2), ((0, 3), 1), pytest.param((0, 2), 2, marks=pytest.mark.long),
+    pytest.param((1, 2), 1, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_late_gradients_of_two_ranks_come_while_reductions_are_under_way(ranks, stages, communicators):
+    for found in ranks(2, on_two_ranks, stages, communicators):
         assert max(found) < 1e-6
 
 
@@ -233,8 +240,8 @@ class Branching(nn.Module):
         return x
 
 
-def train_with_branches(stage):
-    engine = engine_of(Branching(), stage, units=[nn.Sequential])
+def train_with_branches(stage, communicators):
+    engine = engine_of(Branching(), stage, units=[nn.Sequential], communicators=communicators)
     for step in range(2):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
         engine(x, [2] if torch.distributed.get_rank() else []).square().mean().backward()
@@ -243,5 +250,5 @@ def train_with_branches(stage):
 
 
 def test_ranks_may_leave_units_out_while_others_have_late_gradients(ranks):
-    found = [ranks(2, train_with_branches, stage) for stage in range(3)]
+    found = [ranks(2, train_with_branches, *case) for case in [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)]]
     assert len({fingerprint for ranks_of in found for fingerprint in ranks_of}) == 1

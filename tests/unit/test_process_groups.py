@@ -58,6 +58,15 @@ def test_a_rank_of_4096_makes_two_groups_for_each_of_its_own_axes_and_no_others(
     assert all(rank in ranks for ranks in made)
 
 
+def test_with_one_communicator_a_rank_makes_one_group_for_each_of_its_axes(made):
+    with world_of(8):
+        mesh = zero3d.Mesh(pp=2, dp=2, tp=2)
+        mesh.communicators = 1
+        axes = [mesh.axis(name) for name in NAMES]
+    assert len(made) == 4
+    assert all(axis.reductions is axis.gathers for axis in axes)
+
+
 def calls_of(work):
     """How many functions a call of `work` calls, in Python and in C."""
     count = 0
@@ -91,6 +100,18 @@ def test_what_opening_an_axis_costs_is_a_matter_of_its_own_ranks(made):
 ])  # fmt: skip
 def test_groups_are_like_what_they_carry(axis, options):
     assert options_of(axis) == options
+
+
+@pytest.mark.parametrize(("device", "hip", "queues", "wanted"), [
+    ("cuda", None, None, 2), ("cuda", None, "8", 2), ("cuda", None, "1", 1), ("cuda", "6.4", None, 1),
+    ("xpu", None, "1", 1), ("cpu", "6.4", "1", 2),
+])  # fmt: skip
+def test_an_axis_has_one_group_where_two_might_wait_for_each_other(monkeypatch, device, hip, queues, wanted):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    assert groups.usual_communicators(torch.device(device)) == wanted
 
 
 class NcclOptions:
@@ -278,6 +299,6 @@ def test_a_group_is_named_in_the_thread_that_makes_it_and_torch_names_those_of_o
 
 def test_torch_names_groups_again_after_one_could_not_be_made(alone_on_gloo):
     before = c10d._process_group_name
-    with pytest.raises(ValueError, match="duplicate|size"):
+    with pytest.raises(ValueError, match=r"duplicate|size"):
         groups.new_group("dp", [0, 0], torch.device("cpu"), everyone=False)
     assert c10d._process_group_name is before

@@ -47,6 +47,8 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "zero.second_shard=node is for gathers", "type zero.release=every_use, or zero.second_shard=null."),
     (Spec(Zero(second_shard="host")),
      "zero.second_shard=host is not a group size", "for the ranks of a host, or zero.second_shard=null."),
+    (Spec(Zero(communicators=3)),
+     "zero.communicators=3 is not a number of process groups", "or zero.communicators=null for what the machine needs."),
     (Spec(Zero(slow_wire="int8")),
      "zero.slow_wire=int8 says how sums travel", "or the number of ranks of a host, or zero.slow_wire=same."),
     (Spec(Zero(slow_wire="int4", exact=True), mesh=Mesh(shard=2)),

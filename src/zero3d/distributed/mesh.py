@@ -1,8 +1,8 @@
 """The ranks of a run on their axes: DP = world / (PP x TP), tp innermost (degrees.py has the arithmetic).
 
 Every axis of this rank has two process groups over the same ranks (axis.Axis, groups.py), or one where an engine asks
-for it (zero.communicators): a group takes device memory. Those of one rank's axes make torch's DeviceMesh. Where engines
-that share a mesh ask for different numbers, the second group is made for the first one that needs it.
+for it (zero.communicators): a group takes device memory. Where engines that share a mesh ask for different numbers, the
+second group is made for the first one that needs it. Those of one rank's axes make torch's DeviceMesh.
 """
 
 from __future__ import annotations
@@ -170,7 +170,11 @@ class Mesh:
 
         An axis that is all of another one is that one: the complement of a degree of 1 is dp itself.
         """
-        name, axes, others = self.degrees.group(name), self._axes[self.communicators], self._axes[3 - self.communicators]
+        name, axes, others = (
+            self.degrees.group(name),
+            self._axes[self.communicators],
+            self._axes[3 - self.communicators],
+        )
         if name not in axes:
             if name in others:
                 axes[name] = axis = self._with_groups(others[name])

@@ -83,9 +83,9 @@ class Zero:
     )
     communicators: int | None = key(
         None,
-        "process groups of an axis: 2, one for gathers and one for reductions, which then overlap, or 1 for both, which "
-        "takes less device memory and gives them one order on all ranks; by default 2, and 1 on ROCm and where the "
-        "environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "process groups of an axis: 2, one for gathers and one for reductions, which then overlap; or 1 for both, "
+        "which takes less device memory and gives them one order on all ranks; by default 2, and 1 on ROCm and where "
+        "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1",
         bits=None,
         in_plan=False,
         least=1,

@@ -353,8 +353,8 @@ class Gradients:
     def gather(self) -> None:
         """Start giving every rank's sums to all where each updates all (stage 0): the second half of an all-reduce.
 
-        A sum is gathered once: this does nothing where that was begun. A unit that has taken late gradients since its sum
-        was over takes its turn, as peers that will take theirs later gather that sum, and needs nothing of it.
+        A sum is gathered once: this does nothing where that was begun. A unit that has taken late gradients since its
+        sum was over needs nothing of it, and takes its turn: peers that take theirs later gather that sum now.
         """
         if self._setting.policy.stage.shards_optimizer:
             return

@@ -14,8 +14,8 @@ in which they began, also where more gradients of a unit come while its sum is u
 other moments gather in one order.
 
 Where gathers and reductions share a process group (`shared`), their places among each other are the same on all ranks,
-whenever gradients came: at stage 3 a unit is reduced when backward has left its modules (arrivals.py), and at stage 0 a sum
-that a late gradient wants to be over is gathered in its turn all the same, for nothing.
+whenever gradients come: at stage 3 a unit is reduced when backward has left its modules (arrivals.py), and at stage 0 a
+sum that a late gradient wants to be over is gathered in its turn all the same, for nothing.
 
 On an accelerator terms that ranks send each other are added up on the side stream, too: those of a unit when the next
 one's are on their way, so that neither compute nor what moves waits for the sum.
