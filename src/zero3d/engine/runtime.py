@@ -149,7 +149,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
     final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
-    reductions = Reductions(units, SideStream("reduce", axes.arena), order.closes, everywhere)
+    sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
+    reductions = Reductions(units, *sides, order.closes, everywhere)
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
     per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw
