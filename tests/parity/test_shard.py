@@ -1,12 +1,16 @@
 """Two-level dp: states cut over some neighbours and repeated over the others give what one dp axis does."""
 
+import copy
+
 import meshes
 import mixtures
 import pytest
 import torch
+from deep import deep
 from models import LiftCasts, adamw, batch, bits, hf, loss_of, train_plain
 from pipelines import covering
 from tensors import assert_near
+from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.account.traffic import Levels, Moved, step_traffic
@@ -16,6 +20,7 @@ from zero3d.config import Lora
 from zero3d.engine.state import engine_state
 from zero3d.models.adapters import add_adapters
 from zero3d.models.open import Opened
+from zero3d.zero.stages import WINDOW
 from zero3d.zero.tokens import count_gathers
 
 WORLD, STEPS = 4, 2
@@ -76,6 +81,154 @@ def test_all_shards_train_as_one_process_does_in_float64(ranks, cases):
             torch.testing.assert_close(torch.tensor(norms), torch.tensor(wanted[0]), rtol=1e-10, atol=0)
             torch.testing.assert_close(values, wanted[1], rtol=1e-8, atol=1e-10)
             assert weights == found[0][number][2], (shard, stage, "ranks differ")
+
+
+# --- sums over copies, and gradients that come behind them ---------------------------------------
+
+
+def behind(engine, step, way):
+    """A step whose sums over copies have begun when more gradients come."""
+    rank = torch.distributed.get_rank()
+    if way == "twice through one forward":
+        half = loss_of(engine, batch(step, rank)) / 2
+        half.backward(retain_graph=True)
+        half.backward()
+        return
+    for k in range(3 if way == "put off" else 2):
+        loss = loss_of(engine, batch(step, (3 if way == "put off" else 2) * rank + k))
+        if way == "put off" and k:
+            engine.backward(loss, last=k == 2)
+        else:
+            loss.backward()
+
+
+BEHIND = {"twice through one forward": 1, "one micro-batch more": 2, "put off": 3}  # micro-batches of a rank
+
+
+def come_late(shard, stage, options, ways):
+    """Norms and weights of steps by way, and how often units were summed over copies in one of them."""
+    found = {}
+    for way in ways:
+        with LiftCasts():
+            engine = zero3d.Engine(
+                hf("llama"), mesh=zero3d.Mesh(shard=shard), stage=stage[0], reduce=stage[1], precision="fp64",
+                optimizer=adamw, clip_norm=0.05, **copy.deepcopy(options),
+            )  # fmt: skip
+            norms = []
+            for step in range(STEPS):
+                behind(engine, step, way)
+                norms.append(float(engine.step().grad_norm))
+        with engine.full_params():
+            values = torch.cat([p.detach().double().flatten() for p in engine.module.parameters()])
+        sums = sum(e.calls for e in engine.traffic if e.op == "all_reduce") / len(engine.units) / STEPS
+        left = [engine.arena.live(category) for category in ("bucket", "wire")]
+        found[way] = norms, values, sums, left
+        engine.close()
+    return found
+
+
+HOST = {"offload": {"optimizer": "host", "gradients": "host"}}
+LATE = [
+    *((shard, stage, {}) for shard, stage in [(1, STAGES[0]), (1, STAGES[1]), (1, STAGES[2]), (2, STAGES[0]),
+                                              (2, STAGES[1]), (2, STAGES[3]), (2, STAGES[4])]),
+    (1, STAGES[3], HOST), (2, STAGES[2], HOST),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shard", "stage", "options", "ways"), [
+    (2, STAGES[3], {}, ["twice through one forward"]), (1, (2, "every_step"), {}, ["put off"]),
+    *(pytest.param(*case, list(BEHIND), marks=pytest.mark.long) for case in LATE),
+], ids=str)  # fmt: skip
+def test_gradients_behind_the_sums_over_copies_give_the_step_of_one_process(ranks, shard, stage, options, ways):
+    for of_rank in ranks(WORLD, come_late, shard, stage, options, ways):
+        for way, (norms, values, sums, left) in of_rank.items():
+            wanted, whole = reference(BEHIND[way], 0.05)
+            torch.testing.assert_close(torch.tensor(norms), torch.tensor(wanted), rtol=1e-10, atol=0)
+            torch.testing.assert_close(values, whole, rtol=1e-8, atol=1e-10)
+            assert sums == 2, "once, and the late ones once more"
+            assert left == [0, 0]
+
+
+class Twice(torch.nn.Module):
+    """Blocks that run twice each, in checkpoints whose backwards give all of a block's gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            for _ in range(2):
+                x = x + torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return x.square().mean()
+
+
+def given_to(rank):
+    return torch.randn(2, 16, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
+
+
+def run_twice(shard, stage):
+    rank, model = torch.distributed.get_rank(), Twice()
+    engine = zero3d.Engine(
+        model, mesh=zero3d.Mesh(shard=shard), stage=stage[0], reduce=stage[1], precision="fp64", units=["blocks.*"],
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0), clip_norm=None,
+    )  # fmt: skip
+    engine.backward(engine(given_to(rank)))
+    engine.step()
+    with engine.full_params():
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+@pytest.mark.parametrize(("shard", "stage"), [
+    (2, STAGES[3]), *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, STAGES[1]), (1, STAGES[2])]),
+], ids=str)  # fmt: skip
+def test_blocks_whose_gradients_come_twice_in_the_last_backward_give_the_step_of_one_process(ranks, shard, stage):
+    whole = Twice().double()
+    for rank in range(WORLD):
+        (whole(given_to(rank)) / WORLD).backward()
+    wanted = [p.detach() - p.grad for p in whole.parameters()]
+    for found in ranks(WORLD, run_twice, shard, stage):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def order_of_sums(stage, accumulate):
+    """What is begun and waited for in each backward of a second step, and at its boundary."""
+    rank, model = torch.distributed.get_rank(), deep("llama", layers=8)
+    engine = zero3d.Engine(
+        model, mesh=zero3d.Mesh(shard=2), stage=stage[0], reduce=stage[1], precision="fp32", accumulate=accumulate,
+        optimizer=adamw,
+    )  # fmt: skip
+    log, parts = [], []
+    for side in (engine.reductions._side, engine.reductions._across):
+        side._log = log
+    for step in range(STEPS):
+        parts.clear()
+        for k in range(accumulate):
+            engine.backward(loss_of(engine, batch(step, accumulate * rank + k)))
+            parts.append(list(log))
+            log.clear()
+        engine.step()
+        parts.append([what for what in log if what[0].startswith("copies")])
+        log.clear()
+    return parts, len([unit for unit in engine.units if unit.grads is not None])
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [
+    (STAGES[3], 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [(STAGES[1], 1), (STAGES[4], 2)])
+], ids=str)  # fmt: skip
+def test_all_but_the_last_sums_over_copies_begin_before_the_last_reduction_of_the_step(ranks, stage, accumulate):
+    for parts, units in ranks(WORLD, order_of_sums, stage, accumulate):
+        *earlier, last, boundary = parts
+        assert not any(what.startswith("copies") for part in earlier for what, _ in part)
+        assert boundary == []
+        reduced = [unit for what, unit in last if what == "reduce.join"]
+        summed = [unit for what, unit in last if what == "copies.join"]
+        assert summed == reduced
+        assert len(summed) == units
+        before = last[: max(place for place, (what, _) in enumerate(last) if what == "reduce.issue")]
+        assert len([unit for what, unit in before if what == "reduce.join"]) == units - WINDOW
+        assert len([unit for what, unit in before if what == "copies.join"]) == units - 2 * WINDOW
 
 
 # --- bits -----------------------------------------------------------------------------------------

@@ -14,11 +14,15 @@ CPU = Arena(torch.device("cpu"))
 
 
 class Gradients:
+    has_copies = False
+
     def __init__(self, name, log):
         self._name, self._log, self.state, self.taken = name, log, State.EMPTY, []
+        self.differs_on_copies = False
 
     def take(self, index, grad):
         self.taken.append(index)
+        self.differs_on_copies = self.has_copies
         self.state = State.FILLING
 
     def land(self):
@@ -52,6 +56,7 @@ class Gradients:
 
     def sum_copies(self, step):
         self._log.append(f"sum {self._name}")
+        self.differs_on_copies = False
         return Pending(lambda: self._log.append(f"summed {self._name}"))
 
     def close(self):
@@ -60,6 +65,7 @@ class Gradients:
 
     def reset(self):
         self.state = State.EMPTY
+        self.differs_on_copies = self.has_copies
 
 
 class Trained:
@@ -79,20 +85,24 @@ class Trained:
 class Backwards:
     """Reductions of a, b (two parameters), root (deferred) and c, in layout order."""
 
-    def __init__(self, closes=Closes.NOTHING, gathered=""):
+    def __init__(self, closes=Closes.NOTHING, gathered="", copies=False):
         self.log = []
         self.units = {
             name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
         }
         side = SideStream("side", CPU)
         side.join = lambda unit: self.log.append(f"join {unit}")
-        self.reductions = Reductions(list(self.units.values()), side, closes, [self.units[name] for name in gathered])
+        across = SideStream("copies", CPU)
+        units = list(self.units.values())
+        self.reductions = Reductions(units, side, across, closes, [self.units[name] for name in gathered])
+        for unit in units:
+            unit.gradients.has_copies = unit.gradients.differs_on_copies = copies
         self.reductions.arrivals.to_come = lambda unit, indices: True
 
-    def take(self, names, due=True):
+    def take(self, names, due=True, final=False):
         """The log of gradients that arrive: `b0 b1` one parameter's each, other names a unit's."""
         self.log.clear()
-        self.reductions.due = due
+        self.reductions.due, self.reductions.final = due, final
         for name in names.split():
             unit, index = (self.units[name[0]], int(name[1])) if name[1:] in ("0", "1") else (self.units[name], 0)
             self.reductions.take(unit, index, torch.zeros(1))
@@ -103,10 +113,10 @@ class Backwards:
         self.reductions.end_backward()
         return list(self.log)
 
-    def run(self, names, due=True):
+    def run(self, names, due=True, final=False):
         """The log of a whole backward."""
         self.reductions.begin()
-        return [*self.take(names, due), "|", *self.flush()]
+        return [*self.take(names, due, final), "|", *self.flush()]
 
 
 def test_frozen_parameters_and_units_are_not_waited_for():
@@ -300,13 +310,77 @@ def test_what_no_root_forward_announced_is_reduced_when_the_step_is_due():
     backwards.log.clear()
     backwards.reductions.catch_up()
     completed = [f"complete {name}" for name in ("c", "b", "a", "root")]
-    summed = ["sum c", "sum b", "summed c", "sum a", "summed b", "sum root", "summed a", "summed root"]
-    assert backwards.log[-12:] == completed + summed, "over copies of shards, two at a time"
+    assert backwards.log[-4:] == completed
     assert backwards.log[0] == "reduce c"
-    assert len(backwards.log) == 4 + 3 * 4 + 4
+    assert len(backwards.log) == 4 + 4 + 4
     backwards.log.clear()
     backwards.reductions.catch_up()
-    assert backwards.log == completed + summed
+    assert backwards.log == completed
+
+
+COPIES = ["sum c", "sum b", "summed c", "sum a", "summed b", "sum root", "summed a", "summed root"]
+
+
+def of_copies(log):
+    return [what for what in log if what.startswith("sum")]
+
+
+def test_sums_over_copies_begin_behind_reductions_of_the_last_backward_two_at_a_time():
+    backwards = Backwards(copies=True)
+    assert of_copies(backwards.run("root c b0 b1 a")) == [], "another micro-batch comes"
+    assert backwards.run("root c b0 b1 a", final=True) == [
+        "reduce c", "reduce b", "finish c", "sum c", "reduce a", "|", "finish b", "sum b", "reduce root",
+        "finish a", "summed c", "sum a", "finish root", "summed b", "sum root", "summed a", "summed root",
+    ]  # fmt: skip
+    backwards.log.clear()
+    for _ in range(2):
+        backwards.reductions.catch_up()
+    assert of_copies(backwards.log) == [], "once a step"
+    backwards.reductions.reset()
+    assert of_copies(backwards.run("root c b0 b1 a", final=True)) == COPIES
+
+
+def test_sums_over_copies_that_no_backward_began_are_made_at_the_boundary():
+    for announced in (False, True):
+        backwards = Backwards(copies=True)
+        if announced:
+            backwards.run("c b0 b1 a root")
+        else:
+            backwards.run("c", due=False)
+        backwards.log.clear()
+        backwards.reductions.catch_up()
+        assert of_copies(backwards.log) == COPIES
+
+
+@pytest.mark.parametrize("late", ["b0", "c"])
+def test_sums_over_copies_have_one_order_wherever_more_gradients_come(late):
+    """Also what is waited for before another one begins: its second half is an operation of the same ranks."""
+    orders = []
+    for arriving in ((f"c b0 b1 {late} a root",), (f"c b0 b1 a {late} root",), ("c b0 b1 a root", late)):
+        backwards = Backwards(copies=True)
+        backwards.reductions.begin()
+        log = [what for names in arriving for what in backwards.take(names, final=True)] + backwards.flush()
+        orders.append(of_copies(log))
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0] == [*COPIES[:-1], f"sum {late[0]}", "summed root", f"summed {late[0]}"]
+
+
+def test_what_comes_in_another_backward_after_the_last_one_is_summed_over_copies_once_more():
+    backwards = Backwards(copies=True)
+    backwards.run("c b0 b1 a root", final=True)
+    again = backwards.run("c b0", final=True)
+    assert of_copies(again) == ["sum c", "sum b", "summed c", "summed b"]
+
+
+def test_a_step_that_died_waits_for_no_sum_over_copies_before_the_next_backward():
+    backwards = Backwards(copies=True)
+    backwards.reductions.begin()
+    assert backwards.take("c b0 b1 a", final=True)[-2:] == ["sum c", "reduce a"]
+    backwards.log.clear()
+    backwards.reductions.reset()
+    assert backwards.log == []
+    backwards.reductions.begin()
+    assert backwards.log == ["summed c"]
 
 
 def test_a_failed_step_s_reductions_are_forgotten():

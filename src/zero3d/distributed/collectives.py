@@ -121,7 +121,9 @@ class Comm:
         self._ledger = ledger
         self._check = check_every_gather
         self._last = "nothing yet"
-        self._order: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0} if within is None else within._order
+        self._order: dict[str, int] = (
+            dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0) if within is None else within._order
+        )
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
         self._first: Tensor | None = None  # rank 0's receive buffer, where this rank can write into it
@@ -176,7 +178,7 @@ class Comm:
             return DONE
         coded = CodedSum(form, self.rank, self.size, self._algorithm, self._arena)
         self._last = f"all_reduce of unit {unit!r}"
-        self._hash("reduce_scatter", unit)
+        self._hash("all_reduce", unit)
         for number, (elements, width) in enumerate(sum_of_copies(shard.numel(), self.size, shard.element_size(), form)):
             count = self._ledger.record if number == 0 else self._ledger.widen
             count("all_reduce", self.axis, unit, elements, width)
@@ -200,7 +202,7 @@ class Comm:
     def _all_reduction(self, shard: Tensor, unit: str, wire: torch.dtype) -> Call:
         """Announce both halves of an all-reduce as one operation."""
         self._last = f"all_reduce of unit {unit!r}"
-        self._hash("reduce_scatter", unit)
+        self._hash("all_reduce", unit)
         half = shard.numel() // self.size * (self.size - 1)
         self._ledger.record("all_reduce", self.axis, unit, half, wire.itemsize)
         self._ledger.widen("all_reduce", self.axis, unit, half, shard.element_size())
@@ -346,8 +348,12 @@ class Comm:
         self._axis.broadcast(buffer, unit)
 
     def order_values(self) -> list[float]:
-        """Return what this rank's operations so far hash to; equal on all ranks or their orders differ."""
-        return [float(value) for value in self._order.values()]
+        """Return what this rank's operations so far hash to; equal on all ranks or their orders differ.
+
+        Sums over copies begin where reductions end, at another moment on every rank: each kind has a hash of its own.
+        """
+        gathers, *sums = self._order.values()
+        return [float(gathers), float(_joined(*sums))]
 
     def order_error(self) -> OrderError:
         """Return the error of this rank when hashes differ."""
@@ -392,7 +398,7 @@ class Comm:
         self._hash("reduce_scatter", "\0".join(names))
 
     def _hash(self, kind: str, text: str) -> None:
-        self._order[kind] = (self._order[kind] * 1000003 + zlib.crc32(text.encode())) % _HASH_MODULUS
+        self._order[kind] = _joined(self._order[kind], zlib.crc32(text.encode()))
 
     def _announce(self, op: str, unit: str, full: Tensor, wire: torch.dtype | None = None) -> None:
         self._last = f"{op} of unit {unit!r}"
@@ -439,6 +445,11 @@ def _set_sum(out: Tensor, terms: list[Tensor], here: int) -> None:
         terms[0].add_(term)
     for term in (*terms[: min(here, 1)], *terms[here + 1 :]):
         out.add_(term)
+
+
+def _joined(value: int, after: int) -> int:
+    """Return a hash of two numbers in their order."""
+    return (value * 1000003 + after) % _HASH_MODULUS
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

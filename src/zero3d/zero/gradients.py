@@ -1,7 +1,7 @@
 """A unit's gradients: taken from autograd, reduced over the dp axis, kept as a shard of their sum.
 
 Where dp ranks have copies of shards (Setting.across), a reduction sums over the ranks that states are cut over, and
-what a step has in the end is summed once more over the copies: `complete`, then `sum_copies`.
+what a step has in the end is summed once more over the copies: `sum_copies`.
 
     full    [sources, total]  local gradients of this rank, on their way to the reduction
     shard   [total/N]  reduced dtype; the sum over ranks of this rank's slice
@@ -26,11 +26,16 @@ no unit holds more than HELD bytes.
 
 Note 3, one rank alone. Where a unit is reduced after every micro-batch and no other rank has gradients of it, there is
 nothing to sum: they add up in the shard, as they come, and have no bucket.
+
+Note 4, gradients that arrive after the shard was summed over copies (or while it is): what comes of them here is a term
+of a sum over all ranks, as the first was, and not of that sum. They have a bucket and a shard of their own, which is
+summed over copies by itself and then added. The first sum is waited for in its turn, not when they arrive: that may
+be at another moment on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -69,6 +74,9 @@ class Gradients:
         self._adding: set[int] = set()  # of those that are held, to what came before
         self._summed = False  # the shard already holds a sum of this step
         self._stash: Tensor | None = None  # Note 1
+        self._is_of_all = False  # the shard is, or will be, summed over the ranks that have copies of it
+        self._late: Tensor | None = None  # Note 4: what reductions come to
+        self._away: Tensor | None = None  # Note 4: the buffer that `full` is when no gradient is late
         self._incoming: Tensor | None = None  # Note 0
         self._crossing: Tensor | None = None  # the same in the shard's own dtype, where that is narrower
         self._pending = DONE
@@ -175,6 +183,11 @@ class Gradients:
         return [self.shard] if self.full is None else [self.full, self.shard]
 
     @property
+    def differs_on_copies(self) -> bool:
+        """Whether the shard, or what is to be added to it, is still to be summed over the ranks that have copies."""
+        return self._setting.across.size > 1 and (not self._is_of_all or self._late is not None)
+
+    @property
     def whole(self) -> Tensor:
         """All reduced gradients (stage 0): other ranks' are there after `gather`."""
         assert self.full is not None
@@ -244,7 +257,13 @@ class Gradients:
         """Make room for local gradients."""
         self.finish()
         self._forget_gather()
-        if self.state is State.REDUCED and self._in_place and not self._is_sum:
+        if self._is_of_all and self._late is None:  # Note 4
+            self._late, self._summed = self._arena.borrow("bucket", self.shard.numel(), self._wide), False
+            self._filled.clear()
+        if self._late is not None and self._in_place:
+            self._away = self.full
+            self._use(self._arena.borrow("bucket", self._room, self._local))
+        elif self.state is State.REDUCED and self._in_place and not self._is_sum:
             self._stash = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype).copy_(self.shard)
         if self.full is None:
             self._use(self._arena.borrow("bucket", self._room, self._local))
@@ -262,7 +281,7 @@ class Gradients:
         self._use(wide.copy_(old))
         self._arena.free("gradients", old, self._used)
         self._local = self._wide
-        if not self._summed:  # otherwise the separate shard keeps this step's sum until `reset`
+        if not self._summed and self._late is None:  # otherwise the separate shard keeps its sum until `reset`
             self._move_shard(wide)
 
     def _move_shard(self, full: Tensor) -> None:
@@ -289,8 +308,8 @@ class Gradients:
         assert self.full is not None
         add = self._summed and not self._in_place
         wire = self.travels if single else self._wire
-        shard = self.shard
-        if self._name in self._setting.kept:
+        shard = self.shard if self._late is None else self._late
+        if self._name in self._setting.kept and self._late is None:
             shard = self._incoming = self._arena.borrow("bucket", self.shard.numel(), self._wide)
             if add:
                 self.to_host.follow()
@@ -325,7 +344,7 @@ class Gradients:
         if self._stash is not None:
             self.shard.add_(self._stash)
             self._drop_stash()
-        if not self._is_sum:
+        if not self._is_sum or self._late is not None:
             self._filled.clear()
         self._summed = True
         self._drop_bucket()
@@ -387,30 +406,53 @@ class Gradients:
     def sum_copies(self, step: int) -> Pending:
         """Start summing the shard of a step, by its number, over the ranks that have a copy of it; wait for the result.
 
-        Moves 2 (R-1)/R Psi/N elements per rank, over R copies, or what a narrow form of terms takes.
+        Gradients that came after that are summed so once more, and added. Moves 2 (R-1)/R Psi/N elements per rank, over
+        R copies, or what a narrow form of terms takes.
         """
-        across = self._setting.across
-        if across.size == 1 or self.shard.device == across.device:
-            return self._sum_copies(self.shard, step)
-        near = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
-        near.copy_(self.shard)
-        summed = self._sum_copies(near, step)
+        late, self._late = self._late, None
+        again, self._is_of_all = self._is_of_all, True
+        if late is not None:
+            return self._then(self._sum_copies(late, step, again), partial(self._add_late, late))
+        if self.shard.device == self._setting.across.device:
+            return self._sum_copies(self.shard, step, again)
+        near = self._from_host()
+        return self._then(self._sum_copies(near, step, again), partial(self._to_host, near))
+
+    @staticmethod
+    def _then(summed: Pending, then: Callable[[], object]) -> Pending:
+        """Do something with a sum when it has been waited for."""
 
         def finish() -> None:
             summed.wait()
-            self.shard.copy_(near)
-            self._arena.give_back("bucket", near)
+            then()
 
         return Pending(finish)
 
-    def _sum_copies(self, shard: Tensor, step: int) -> Pending:
+    def _add_late(self, late: Tensor) -> None:
+        if self.shard.device == late.device:
+            self.shard.add_(late)
+        else:
+            self._to_host(self._from_host().add_(late))
+        self._arena.give_back("bucket", late)
+
+    def _from_host(self) -> Tensor:
+        """Return a copy of a shard that the host keeps, in a bucket."""
+        self.to_host.follow()
+        near = self._arena.borrow("bucket", self.shard.numel(), self.shard.dtype)
+        return near.copy_(self.shard, non_blocking=True)
+
+    def _to_host(self, near: Tensor) -> None:
+        """Copy a bucket to the shard that the host keeps, and let go of it."""
+        self.to_host.copy(self.shard, near, partial(self._arena.give_back, "bucket", near))
+
+    def _sum_copies(self, shard: Tensor, step: int, again: bool) -> Pending:
         across, slow = self._setting.across, self._setting.slow
-        if slow is None or across.size == 1:
+        if slow is None:
             return across.all_reduce(shard, self._name, self._wire)
         gaps = self._layout.gaps(self._setting.comm.rank)
         if gaps:  # of buckets nobody has written there, and a block has one scale
             torch._foreach_zero_([shard[start:stop] for start, stop in gaps])
-        place = f"{step} {self._name} {self._setting.comm.rank} {across.rank} {self._setting.part}"
+        place = f"{step} {self._name} {self._setting.comm.rank} {across.rank} {self._setting.part}{' again' * again}"
         return across.all_reduce_coded(shard, self._name, slow.form, slow.noise(place, shard.device))
 
     def reset(self) -> None:
@@ -420,6 +462,9 @@ class Gradients:
         self._forget_gather()
         self._drop_stash()
         self._drop_bucket()
+        if self._late is not None:
+            self._arena.give_back("bucket", self._late)
+        self._late, self._is_of_all = None, False
         self._filled.clear()
         self._summed = False
         self.state = State.EMPTY
@@ -437,9 +482,12 @@ class Gradients:
             self._stash = None
 
     def _drop_bucket(self) -> None:
-        if self._transient and self.full is not None:
+        if (self._transient or self._away is not None) and self.full is not None:
             self._arena.give_back("bucket", self.full)
             self.full, self._views = None, []
+        if self._away is not None:
+            self._use(self._away)
+            self._away = None
 
 
 def _cut(buffer: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

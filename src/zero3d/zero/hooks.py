@@ -399,6 +399,7 @@ class Hooks:
         if self.aside is None:
             first, fresh[0] = fresh[0], False
             self._reductions.due = self._accumulation.through_root(first)
+            self._reductions.final = self._accumulation.reached
 
     def _drop_at_end(self) -> None:
         """Drop the tokens of a backward at its end, also of one that does not go through the root's outputs."""

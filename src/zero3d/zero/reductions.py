@@ -6,8 +6,12 @@ for before a gather for which it waits in turn.
 
 Complete units are reduced in one order, the same on all ranks without communication: reverse
 layout order in the first backward, afterwards rank 0's recorded one. A complete unit waits for
-those before it. At most WINDOW are in flight. Shards of which others have copies are summed over
-these in that order, when all of a step are complete.
+those before it. At most WINDOW are in flight.
+
+Shards of which others have copies are summed over these in that order, too, at most WINDOW at a time: each from when
+its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last
+WINDOW are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves,
+and added (gradients.py, Note 4).
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
@@ -65,6 +69,8 @@ class Reductions:
     """Owns the queue of units whose gradients are complete.
 
     arrivals  what has come in the backward under way
+    due       the backward under way ends in a reduction
+    final     it is the last one of its step, as far as is known
     watch     is shown every local gradient before it is taken (health.py)
     updates   of the last step: over before gradients of the next come, begun to be prepared before its backward ends
     gathered  units whose sums all ranks need, and which are terms of no further sum
@@ -80,18 +86,21 @@ class Reductions:
         self,
         units: Sequence[Unit],
         side: SideStream,
+        across: SideStream,
         closes: Closes = Closes.NOTHING,
         gathered: Collection[Unit] = (),
         shared: bool = False,
     ) -> None:
-        self._closes, self._side, self._shared = closes, side, shared
+        """Begin without gradients. side: where reductions run; across: where sums over copies do."""
+        self._closes, self._side, self._across, self._shared = closes, side, across, shared
         self.extend(units, gathered)
         self.arrivals = Arrivals()
         self._next = 0
         self._in_flight: deque[Unit] = deque()
+        self._over_copies: deque[tuple[Unit, Pending]] = deque()  # sums under way
         self._completed: list[Unit] = []
         self._done: set[Unit] = set()  # of this backward
-        self.due = False  # this backward ends in a reduction
+        self.due = self.final = False
         self._backwards = 0  # since the last reduction: the same on all ranks
 
     def extend(self, units: Sequence[Unit], gathered: Collection[Unit]) -> None:
@@ -103,8 +112,12 @@ class Reductions:
 
     def begin(self, task: int = -1) -> None:
         """Begin a backward, by autograd's number of it."""
+        self._finish_sums(0)  # of one that died: who failed must not wait for what its peers have not begun
+        self._forget(task)
+
+    def _forget(self, task: int = -1) -> None:
         self._backwards += 1
-        self.due = False
+        self.due = self.final = False
         self._next = 0
         self.arrivals.begin(task)
         self._completed.clear()
@@ -225,6 +238,8 @@ class Reductions:
         if unit in self._gathered:
             with self._side.issue(unit.name):
                 unit.gradients.gather()
+        if self.final:
+            self._sum_copies(unit)
 
     def end_backward(self) -> None:
         """End a backward: reduce what is left, in order; missing gradients count as zero."""
@@ -242,6 +257,7 @@ class Reductions:
             unit.gradients.land()
         while self._in_flight:
             self._finish_oldest()
+        self._finish_sums(0)
         for unit in self._gathered:  # an engine may be dropped between its backward and its step
             self._side.join(unit.name)
             unit.gradients.wait()
@@ -264,26 +280,34 @@ class Reductions:
         if self.updates is not None:
             self.updates.finish()  # no gradient has come since: others shall learn that this rank's last step is over
         if self.pending:
-            self.due = True
+            self.due = self.final = True
             self.end_backward()
         for unit in self._order:
-            unit.gradients.complete()
-        self._sum_copies()
-
-    def _sum_copies(self) -> None:
-        """Sum shards over the ranks that have copies of them, in one order, at most WINDOW at a time."""
-        under_way: deque[Pending] = deque()
+            self._sum_copies(unit)
+        self._finish_sums(0)
         for unit in self._order:
-            while len(under_way) >= WINDOW:
-                under_way.popleft().wait()
-            under_way.append(unit.gradients.sum_copies(0 if self.applied is None else self.applied()))
-        for pending in under_way:
-            pending.wait()
+            unit.gradients.complete()
+
+    def _sum_copies(self, unit: Unit) -> None:
+        """Start summing a unit's shard over the ranks that have copies of it, unless it is that sum."""
+        if unit.gradients.differs_on_copies:
+            self._finish_sums(WINDOW - 1)
+            with self._across.issue(unit.name):
+                summed = unit.gradients.sum_copies(0 if self.applied is None else self.applied())
+            self._over_copies.append((unit, summed))
+
+    def _finish_sums(self, left: int) -> None:
+        """Wait for the oldest sums over copies until so many are left."""
+        while len(self._over_copies) > left:
+            unit, summed = self._over_copies.popleft()
+            with self._across.issue(unit.name):
+                summed.wait()
+            self._across.join(unit.name)
 
     def reset(self) -> None:
         """Forget the gradients of this step."""
         self._in_flight.clear()
-        self.begin()
+        self._forget()
         self.arrivals.reset()
         self._backwards = 0
         for unit in self._order:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero3d.distributed.axis import DONE, Pending
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
@@ -75,6 +74,11 @@ class ExactGradients(Gradients):
     def whole(self) -> Tensor:
         return self._first(self._counter.total())
 
+    @property
+    def differs_on_copies(self) -> bool:
+        """Return False: every reduction sums over copies, too."""
+        return False
+
     def _open(self) -> None:
         """Make room for a summand."""
         self.finish()
@@ -138,10 +142,6 @@ class ExactGradients(Gradients):
         if self._setting.across.size > 1:
             add_up = partial(add_tree, arena=self._arena)
             self._setting.across.all_reduce_tree(shard, self._name, add_up).wait()
-
-    def sum_copies(self, step: int) -> Pending:
-        """Start nothing: every reduction has summed them."""
-        return DONE
 
     def _sum_of_ranks(self, terms: list[Tensor]) -> None:
         """Add up the only terms of a step, in the shard."""
