@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from zero3d.distributed.order_log import OrderLog, Wait
 from zero3d.errors import FAULT, OrderError, Zero3dError
 
 if TYPE_CHECKING:
+    from zero3d.distributed.order_watch import OrderWatch
     from zero3d.watchdog.heartbeat import Heartbeat
 
 _OF_GLOO = re.compile(r"\S*\.(?:cc|cpp|h):\d+\] ?|This (?:is typically|may indicate).*")  # its source, its advice
@@ -46,6 +48,8 @@ class Axis:
               whose watchdog would not wait, and where there are none
     under_way what outlives the step that began it
     heartbeat where this rank says what it waits for; None where nobody is told
+    log       what this rank has begun on it; None where nobody compares that
+    watch     compares it with what the others have begun, when nothing moves
     """
 
     name: str
@@ -59,6 +63,8 @@ class Axis:
     meet: Callable[[Tensor], Tensor] | None = None
     under_way: WeakSet[Pending] = field(default_factory=WeakSet)
     heartbeat: Heartbeat | None = None
+    log: OrderLog | None = None
+    watch: OrderWatch | None = None
 
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
@@ -112,10 +118,30 @@ class Axis:
             what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}," * bool(phase)
             rank = f"rank {self.rank} of axis {self.name}"
             early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
-            lost = _lost(f"{self._waited(waited)}{whom} in {what}", error, early, phase)
+            where = f"{self._waited(waited)}{whom} in {what}"
+            lost = _lost(where, error, early, phase)
             if lost is None:
                 raise
-            raise lost from error
+            raise (self.out_of_order(where) or lost) from error
+
+    def out_of_order(self, where: str = "") -> OrderError | None:
+        """Return the error of ranks that can never meet, if that is known; where: what this rank did, to ask others."""
+        watch = self.watch
+        if watch is None:
+            return None
+        if where and (verdict := _asked(lambda _: watch.found(), watch.verdict)):
+            return OrderError(f"{verdict} ({where}.)")
+        return OrderError(watch.verdict) if watch.verdict else None
+
+    def explain_order(self) -> str:
+        """Return how ranks differ in what they have begun, where all of them ask; nothing where none can tell."""
+        watch = self.watch
+        return "" if watch is None else _asked(lambda _: watch.explain(), "")
+
+    def begins(self, op: str, unit: str) -> None:
+        """Note an operation that all its ranks must begin in one order."""
+        if self.log is not None:
+            self.log.add(op, unit)
 
     def broadcast(self, t: Tensor, unit: str) -> None:
         """Overwrite `t` with rank 0's, wherever it is."""
@@ -185,6 +211,17 @@ class Call(NamedTuple):
     def run(self, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Run a torch.distributed call, perhaps for one peer; a timeout or a lost peer becomes an error."""
         return self.axis.call(self.op, self.unit, call, self.number, peer)
+
+    def wait(self, call: Callable[[], Any], peer: int | None = None) -> Any:
+        """Run one that ends when peers have come to the same operation, on gloo, where the host waits in it."""
+        log = self.axis.log
+        if log is None or self.axis.backend != "gloo":
+            return self.run(call, peer)
+        log.wait = Wait(self.axis.name, self.op, self.unit, self.number, peer)
+        try:
+            return self.run(call, peer)
+        finally:
+            log.wait = None
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:

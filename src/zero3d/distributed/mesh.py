@@ -25,10 +25,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
-from zero3d.distributed.axis import Axis, backends_of, read_note, say_ended
+from zero3d.distributed.axis import Axis, backends_of, leave_note, read_note, say_ended
 from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
+from zero3d.distributed.order_watch import OrderWatch
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
@@ -90,6 +91,7 @@ class Mesh:
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
         self._axes: dict[str, Axis] = {}
+        self._watch: OrderWatch | None = None  # of the order in which ranks use units
         self._node = 1  # ranks of the axis "node"
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
@@ -98,6 +100,9 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for axis in self._axes.values():
             groups = {axis.gathers, axis.reductions} - {None, dist.group.WORLD}
             axis.close()
@@ -193,8 +198,19 @@ class Mesh:
             name, position, size, first, second, device=self.device, patience=patience, heartbeat=self.heartbeat
         )
         axis.meet = None if on_host else self._through_the_store(name, ranks)
+        if axis.backend != "fake":
+            self._watch_order(axis, ranks)
         warm_up(axis)
         return axis
+
+    def _watch_order(self, axis: Axis, ranks: Sequence[int]) -> None:
+        """Compare what ranks of an axis have begun with each other when nothing moves, and end waits without end."""
+        if self._watch is None:
+            with suppress(RuntimeError):  # a store that cannot count is one of a single process
+                self._watch = OrderWatch(_get_default_store(), self.rank, self.world, self.heartbeat, _note_order)
+                atexit.register(_close_watch, weakref.ref(self._watch))
+        if self._watch is not None:
+            self._watch.add(axis, ranks)
 
     def _ranks(self, name: str) -> Sequence[int]:
         """Return the ranks of this rank's axis, in its order."""
@@ -324,6 +340,16 @@ def _loopback() -> Iterator[None]:
     finally:
         if given is None:
             os.environ.pop(name, None)
+
+
+def _note_order(verdict: str) -> None:
+    leave_note(f"OrderError: {verdict}")
+
+
+def _close_watch(watch: weakref.ref[OrderWatch]) -> None:
+    """End a watch's thread at exit: one inside of C++ would abort the interpreter that ends."""
+    if (alive := watch()) is not None:
+        alive.close()
 
 
 def _close(axis: weakref.ref[Axis]) -> None:

@@ -14,7 +14,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TypeVar
@@ -29,6 +29,10 @@ TRANSIENT = ("gathered", "bucket", "wire", "received")
 LOOK = 5e-5  # seconds between two looks at whether the device has got to a copy
 
 Number = TypeVar("Number", int, float)
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Arena:
@@ -109,11 +113,11 @@ class Arena:
         else:
             buffer.untyped_storage().resize_(0)
 
-    def on_host(self, values: Tensor, patience: float) -> Tensor:
+    def on_host(self, values: Tensor, patience: float, look: Callable[[], object] = nothing) -> Tensor:
         """Return a small tensor as it is on the host, from the device by way of pinned memory that is used again.
 
-        Waits for what the device has still to do before. Raises TimeoutError after `patience` seconds, where a
-        plain read would wait for ever.
+        Waits for what the device has still to do before, and calls `look` again and again, which may raise an error.
+        Raises TimeoutError after `patience` seconds, where a plain read would wait for ever.
         """
         if values.device.type == "cpu":
             return values
@@ -123,6 +127,7 @@ class Arena:
         event, end = torch.Event(values.device), time.monotonic() + patience
         event.record()
         while not event.query():
+            look()
             if time.monotonic() > end:
                 raise TimeoutError(f"the device has not got to a copy of {values.nbytes} bytes in {patience:.0f} s")
             time.sleep(LOOK)

@@ -135,6 +135,16 @@ class Heartbeat:
         self._counts[axis, op] = number = self._counts.get((axis, op), 0) + 1
         return number
 
+    @property
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Return how many calls have begun, by axis and operation."""
+        return dict(self._counts)
+
+    @property
+    def beats(self) -> int:
+        """Return a number that every change of the record makes larger."""
+        return int(_NUMBER.unpack_from(self._memory, _SEQUENCE)[0])
+
     def work(self, what: bytes) -> None:
         """Say what this rank does next, outside of calls that may wait."""
         self._write(_OF_WORK, _WORK, what)
