@@ -181,10 +181,15 @@ class OrderWatch:
 
 
 def end_waits_on_gloo(axis: Axis) -> None:
-    """Close all connections of an axis' groups: what waits there, on this rank and its peers, raises RuntimeError."""
+    """Close all connections of an axis' groups: what waits there, on this rank and its peers, raises RuntimeError.
+
+    A receive that runs out of time does it, but for one from a peer that has closed its own connection before.
+    """
     for group in {axis.gathers, axis.reductions} - {None}:
-        with suppress(RuntimeError):
-            group.recv([torch.zeros(1)], int(axis.rank == 0), TAG).wait(timedelta(milliseconds=1))
+        for peer in range(axis.size):
+            if peer != axis.rank:
+                with suppress(RuntimeError):
+                    group.recv([torch.zeros(1)], peer, TAG).wait(timedelta(milliseconds=1))
 
 
 def abort(axis: Axis) -> None:
