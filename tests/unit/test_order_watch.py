@@ -12,6 +12,7 @@ from zero3d.distributed.axis import Axis, Call
 from zero3d.distributed.order_log import find_disagreement
 from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
 from zero3d.errors import OrderError
+from zero3d.watchdog import flight_recorder
 from zero3d.watchdog.heartbeat import Heartbeat
 
 
@@ -201,6 +202,21 @@ def test_ranks_that_can_never_meet_on_gloo_are_found_in_different_operations(sto
         Call(second.axis, None, "reduce_scatter", "embed", number).wait(second.watch.post),
     ]
     assert "rank 1 waits in reduce_scatter of unit 'embed'" in find_disagreement(dict(enumerate(told))).text()
+
+
+def test_where_nccls_recorder_is_on_it_is_written_before_the_wait_ends_and_named(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(flight_recorder, "recorder", lambda: lambda: b"the record")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = pair(store, backend="nccl")
+    first.begin("tower")
+    second.begin("layers.0")
+    second.look(0, SILENT)
+    first.look(0, SILENT)
+    second.look(2 * SILENT)
+    for rank, one in enumerate((first, second)):
+        file = tmp_path / f"nccl_trace_rank_{rank}"
+        assert file.read_bytes() == b"the record"
+        assert one.watch.verdict.endswith(f"or pass stage=2. NCCL's flight recorder: {file}.")
 
 
 def thread_of(watch):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from zero3d.distributed.order_log import OrderLog, Wait
 from zero3d.errors import FAULT, OrderError, Zero3dError
+from zero3d.watchdog.flight_recorder import folder_of, record
 
 if TYPE_CHECKING:
     from zero3d.distributed.order_watch import OrderWatch
@@ -159,10 +161,20 @@ class Axis:
     def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
         """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
         begun = ", ".join(f"{op} of unit {unit!r} on axis {axis}" for axis, (op, unit) in last.items())
-        return _gone(f"{self._waited(self.patience)} for its device, where the last to begin were {begun}", late=True)
+        where = f"{self._waited(self.patience)} for its device, where the last to begin were {begun}"
+        error, file = _gone(where, late=True), _record(self.heartbeat)
+        if file is not None:
+            error.args = (f"{error} NCCL's flight recorder: {file}.",)
+        return error
 
     def _waited(self, seconds: float) -> str:
         return f"rank {self.rank} of axis {self.name} waited {seconds:.1f} s"
+
+
+def _record(heartbeat: Heartbeat | None) -> Path | None:
+    """Write NCCL's flight recorder, where it is on; return its file."""
+    told = {} if heartbeat is None else heartbeat.told
+    return record(dist.get_rank(), folder_of(told)) if dist.is_initialized() else None
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:

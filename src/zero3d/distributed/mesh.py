@@ -34,6 +34,7 @@ from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
+from zero3d.watchdog.flight_recorder import FACT, recorder
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 
 # Until a rank that waits for a peer is given up. On gloo torch's own default is 30 minutes, which a run has under a
@@ -161,7 +162,8 @@ class Mesh:
         """
         name = self.degrees.group(name)
         if name not in self._axes:
-            self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*self._axes, name)})
+            axes = {known: list(self._ranks(known)) for known in (*self._axes, name)}
+            self.heartbeat.tell(axes=axes, **{FACT: recorder() is not None})
             self._axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))

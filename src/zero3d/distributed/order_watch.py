@@ -28,6 +28,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, find_disagreement
+from zero3d.watchdog.flight_recorder import folder_of, record
 from zero3d.watchdog.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class OrderWatch:
     def found(self) -> str:
         """Return the verdict, also one that this rank has not heard of; asks the store."""
         with suppress(RuntimeError, ValueError):
-            self.verdict = self.verdict or self._verdict_of_others()
+            self._hear()
         return self.verdict
 
     def explain(self) -> str:
@@ -85,7 +86,7 @@ class OrderWatch:
                 self._judge()
             else:
                 time.sleep(A_MOMENT)
-                self.verdict = self._verdict_of_others()
+                self._hear()
         return self.verdict
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class OrderWatch:
         if self.verdict or now - self._asked < every:
             return
         self._asked = now
-        self.verdict = self._verdict_of_others()
+        self._hear()
         if self._rank == 0 and not self.verdict:
             self._judge()
 
@@ -155,13 +156,17 @@ class OrderWatch:
         self._read = told
         found = find_disagreement({rank: Post.unpack(text) for rank, text in told.items()})
         if found is not None:
-            self.verdict = found.text()
-            self.store.set(self._key("verdict"), self.verdict)
-            self._closes(self.verdict)
+            self.store.set(self._key("verdict"), found.text())
+            self._closes(found.text())
+            self._hear()
 
-    def _verdict_of_others(self) -> str:
+    def _hear(self) -> None:
+        """Take the verdict from the store, if it is there; before a wait ends for it, NCCL's record is written."""
         key = self._key("verdict")
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        if not self.verdict and self.store.check([key]):
+            file = record(self._rank, folder_of(self._heartbeat.told))
+            said = "" if file is None else f" NCCL's flight recorder: {file}."
+            self.verdict = self.store.get(key).decode() + said
 
     def _end_waits(self, now: float, silent: float) -> None:
         """End what this rank may wait in; after a while also what no collective of ours is."""
