@@ -80,20 +80,20 @@ class Native:
     def all_reduce(self, call: Call, t: Tensor) -> tuple[Tensor, int]:
         """Return the sum over ranks as a new tensor, and the elements that a ring moves for it."""
         out = t.clone(memory_format=torch.contiguous_format)
-        call.run(partial(dist.all_reduce, out, group=call.group))
+        call.wait(partial(dist.all_reduce, out, group=call.group))
         return out, 2 * t.numel() * (self._size - 1) // self._size
 
     def exchange(self, call: Call, values: Tensor) -> Tensor:
         """Gather a small vector [k] of every rank into [N k]."""
         out = torch.empty(self._size * values.numel(), dtype=values.dtype, device=values.device)
-        call.run(partial(_all_gather, out, values, group=call.group))
+        call.wait(partial(_all_gather, out, values, group=call.group))
         return out
 
     def _start(self, call: Call, start: Callable[[], Any], finish: Callable[[], None]) -> Pending:
         work = call.run(start)
 
         def wait() -> None:
-            call.run(work.wait)
+            call.wait(work.wait)
             finish()
 
         return Pending(wait)
@@ -244,7 +244,7 @@ class Pairwise(Native):
 
         def wait() -> None:
             for work, rank in works:
-                call.run(work.wait, rank)
+                call.wait(work.wait, rank)
             for peer, (part, host) in enumerate(zip(receives, targets, strict=True)):
                 if host is not part and peer != self._rank:
                     part.copy_(host)

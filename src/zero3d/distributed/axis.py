@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -20,9 +21,12 @@ from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from zero3d.distributed.order_log import OrderLog, Wait
 from zero3d.errors import FAULT, OrderError, Zero3dError
+from zero3d.watchdog.flight_recorder import folder_of, record
 
 if TYPE_CHECKING:
+    from zero3d.distributed.order_watch import OrderWatch
     from zero3d.watchdog.heartbeat import Heartbeat
 
 _OF_GLOO = re.compile(r"\S*\.(?:cc|cpp|h):\d+\] ?|This (?:is typically|may indicate).*")  # its source, its advice
@@ -46,6 +50,8 @@ class Axis:
               whose watchdog would not wait, and where there are none
     under_way what outlives the step that began it
     heartbeat where this rank says what it waits for; None where nobody is told
+    log       what this rank has begun on it; None where nobody compares that
+    watch     compares it with what the others have begun, when nothing moves
     """
 
     name: str
@@ -59,6 +65,8 @@ class Axis:
     meet: Callable[[Tensor], Tensor] | None = None
     under_way: WeakSet[Pending] = field(default_factory=WeakSet)
     heartbeat: Heartbeat | None = None
+    log: OrderLog | None = None
+    watch: OrderWatch | None = None
 
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""
@@ -112,10 +120,30 @@ class Axis:
             what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}," * bool(phase)
             rank = f"rank {self.rank} of axis {self.name}"
             early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
-            lost = _lost(f"{self._waited(waited)}{whom} in {what}", error, early, phase)
+            where = f"{self._waited(waited)}{whom} in {what}"
+            lost = _lost(where, error, early, phase)
             if lost is None:
                 raise
-            raise lost from error
+            raise (self.out_of_order(where) or lost) from error
+
+    def out_of_order(self, where: str = "") -> OrderError | None:
+        """Return the error of ranks that can never meet, if that is known; where: what this rank did, to ask others."""
+        watch = self.watch
+        if watch is None:
+            return None
+        if where and (verdict := _asked(lambda _: watch.found(), watch.verdict)):
+            return OrderError(f"{verdict} ({where}.)")
+        return OrderError(watch.verdict) if watch.verdict else None
+
+    def explain_order(self) -> str:
+        """Return how ranks differ in what they have begun, where all of them ask; nothing where none can tell."""
+        watch = self.watch
+        return "" if watch is None else _asked(lambda _: watch.explain(), "")
+
+    def begins(self, op: str, unit: str) -> None:
+        """Note an operation that all its ranks must begin in one order."""
+        if self.log is not None:
+            self.log.add(op, unit)
 
     def broadcast(self, t: Tensor, unit: str) -> None:
         """Overwrite `t` with rank 0's, wherever it is."""
@@ -133,10 +161,20 @@ class Axis:
     def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
         """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
         begun = ", ".join(f"{op} of unit {unit!r} on axis {axis}" for axis, (op, unit) in last.items())
-        return _gone(f"{self._waited(self.patience)} for its device, where the last to begin were {begun}", late=True)
+        where = f"{self._waited(self.patience)} for its device, where the last to begin were {begun}"
+        error, file = _gone(where, late=True), _record(self.heartbeat)
+        if file is not None:
+            error.args = (f"{error} NCCL's flight recorder: {file}.",)
+        return error
 
     def _waited(self, seconds: float) -> str:
         return f"rank {self.rank} of axis {self.name} waited {seconds:.1f} s"
+
+
+def _record(heartbeat: Heartbeat | None) -> Path | None:
+    """Write NCCL's flight recorder, where it is on; return its file."""
+    told = {} if heartbeat is None else heartbeat.told
+    return record(dist.get_rank(), folder_of(told)) if dist.is_initialized() else None
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -185,6 +223,17 @@ class Call(NamedTuple):
     def run(self, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Run a torch.distributed call, perhaps for one peer; a timeout or a lost peer becomes an error."""
         return self.axis.call(self.op, self.unit, call, self.number, peer)
+
+    def wait(self, call: Callable[[], Any], peer: int | None = None) -> Any:
+        """Run one that ends when peers have come to the same operation, on gloo, where the host waits in it."""
+        log = self.axis.log
+        if log is None or self.axis.backend != "gloo":
+            return self.run(call, peer)
+        log.wait = Wait(self.axis.name, self.op, self.unit, self.number, peer)
+        try:
+            return self.run(call, peer)
+        finally:
+            log.wait = None
 
 
 def messages(axis: Axis, op: str, unit: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:

@@ -179,6 +179,7 @@ class Comm:
         coded = CodedSum(form, self.rank, self.size, self._algorithm, self._arena)
         self._last = f"all_reduce of unit {unit!r}"
         self._hash("all_reduce", unit)
+        self._axis.begins("all_reduce", unit)
         for number, (elements, width) in enumerate(sum_of_copies(shard.numel(), self.size, shard.element_size(), form)):
             count = self._ledger.record if number == 0 else self._ledger.widen
             count("all_reduce", self.axis, unit, elements, width)
@@ -203,6 +204,7 @@ class Comm:
         """Announce both halves of an all-reduce as one operation."""
         self._last = f"all_reduce of unit {unit!r}"
         self._hash("all_reduce", unit)
+        self._axis.begins("all_reduce", unit)
         half = shard.numel() // self.size * (self.size - 1)
         self._ledger.record("all_reduce", self.axis, unit, half, wire.itemsize)
         self._ledger.widen("all_reduce", self.axis, unit, half, shard.element_size())
@@ -250,11 +252,13 @@ class Comm:
         """Return the dtype in which gradients that are to be reduced in `wire` reach their owner (see `Algorithm`)."""
         return self._algorithm.travels(kept, made, wire)
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def exchange(self, values: Tensor, recorded: bool = True) -> Tensor:
         """All-gather a vector [k] of numbers into [N, k], where they were; (N-1) k elements per rank."""
         if self.size == 1:
             return values[None]
-        self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
+        if recorded:
+            self._ledger.record("exchange", self.axis, "-", (self.size - 1) * values.numel(), values.dtype.itemsize)
+        self._axis.begins("exchange", "-")
         call, axis = self._reduction("exchange", "-"), self._axis
         if axis.gathers is None and axis.meet is not None:
             return self._moved(call.run(partial(axis.meet, self._on_host(values))), values.device)
@@ -356,16 +360,20 @@ class Comm:
         return [float(gathers), float(_joined(*sums))]
 
     def order_error(self) -> OrderError:
-        """Return the error of this rank when hashes differ."""
+        """Return the error of this rank when hashes differ: who used which unit, where ranks can tell each other."""
+        if explained := self._axis.explain_order():
+            return OrderError(
+                f"{explained} (The last operation of rank {self.rank} of axis {self.axis} was {self._last}.)"
+            )
         return OrderError(
             f"rank {self.rank} of axis {self.axis} and its peers used units in different orders or numbers, or froze "
             f"other parameters; this rank's last operation was {self._last}. At stage 3 all ranks must run the same "
             "units in the same order: make branches equal on all ranks, or pass stage=2."
         )
 
-    def check_order(self) -> None:
-        """Compare the hashes of all ranks now. Raises OrderError."""
-        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64))
+    def check_order(self, recorded: bool = True) -> None:
+        """Compare the hashes of all ranks now, in the ledger or apart from it. Raises OrderError."""
+        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64), recorded)
         if self.read((hashes != hashes[0]).any()[None], [0.0])[0]:
             raise self.order_error()
 
@@ -380,9 +388,14 @@ class Comm:
         op, unit = self._ledger.last.get(self.axis, ("nothing yet", "-"))
         try:
             with nullcontext() if values.device.type == "cpu" else self._axis.inside(f"read after {op}", unit):
-                return self._arena.on_host(values, self._axis.patience)
+                return self._arena.on_host(values, self._axis.patience, self._raise_verdict)
         except TimeoutError as error:
             raise self._axis.late(self._ledger.last) from error
+
+    def _raise_verdict(self) -> None:
+        """Raise OrderError where ranks are known to wait for each other for ever."""
+        if (error := self._axis.out_of_order()) is not None:
+            raise error
 
     def _moved(self, values: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu":
@@ -404,6 +417,7 @@ class Comm:
         self._last = f"{op} of unit {unit!r}"
         kind = "all_gather" if op == "all_gather" else "reduce_scatter"
         self._hash(kind, unit)
+        self._axis.begins(op, unit)
         moved = full.numel() // self.size * (self.size - 1)
         self._ledger.record(op, self.axis, unit, moved, (wire or full.dtype).itemsize)
 

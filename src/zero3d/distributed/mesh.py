@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
-from zero3d.distributed.axis import Axis, backends_of, read_note, say_ended
+from zero3d.distributed.axis import Axis, backends_of, leave_note, read_note, say_ended
 from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
 from zero3d.distributed.groups import (
@@ -40,10 +40,12 @@ from zero3d.distributed.groups import (
     usual_communicators,
     warm_up,
 )
+from zero3d.distributed.order_watch import OrderWatch
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
 from zero3d.errors import MeshError
 from zero3d.memory.arena import Arena
+from zero3d.watchdog.flight_recorder import FACT, recorder
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 
 # Until a rank that waits for a peer is given up. On gloo torch's own default is 30 minutes, which a run has under a
@@ -103,6 +105,7 @@ class Mesh:
         self.usual_communicators = usual_communicators(self.device)
         self.communicators = self.usual_communicators  # groups of an axis that is opened now: an engine says its own
         self._axes: dict[int, dict[str, Axis]] = {1: {}, 2: {}}  # by this number
+        self._watch: OrderWatch | None = None  # of the order in which ranks use units
         self._node = 1  # ranks of the axis "node"
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
@@ -111,6 +114,9 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         opened = [axis for axes in self._axes.values() for axis in axes.values()]
         groups = dict.fromkeys(group for axis in opened for group in (axis.gathers, axis.reductions))
         for axis in opened:
@@ -179,7 +185,8 @@ class Mesh:
             if name in others:
                 axes[name] = axis = self._with_groups(others[name])
             else:
-                self.heartbeat.tell(axes={known: list(self._ranks(known)) for known in (*axes, *others, name)})
+                known = {each: list(self._ranks(each)) for each in (*axes, *others, name)}
+                self.heartbeat.tell(axes=known, **{FACT: recorder() is not None})
                 axes[name] = axis = self.open_axis(name)
             if axis.size > 1:
                 atexit.register(_close, weakref.ref(axis))
@@ -215,6 +222,8 @@ class Mesh:
             name, position, size, first, second, device=self.device, patience=patience, heartbeat=self.heartbeat
         )
         axis.meet = None if on_host else self._through_the_store(name, ranks)
+        if axis.backend != "fake":
+            self._watch_order(axis, ranks)
         warm_up(axis)
         return axis
 
@@ -226,8 +235,19 @@ class Mesh:
             return replace(axis, reductions=axis.gathers)
         ranks = self._ranks(axis.name)
         axis = replace(axis, reductions=new_group(axis.name, ranks, self.device, len(ranks) == self.world))
+        if axis.log is not None:
+            self._watch_order(axis, ranks)
         warm_up(axis)
         return axis
+
+    def _watch_order(self, axis: Axis, ranks: Sequence[int]) -> None:
+        """Compare what ranks of an axis have begun with each other when nothing moves, and end waits without end."""
+        if self._watch is None:
+            with suppress(RuntimeError):  # a store that cannot count is one of a single process
+                self._watch = OrderWatch(_get_default_store(), self.rank, self.world, self.heartbeat, _note_order)
+                atexit.register(_close_watch, weakref.ref(self._watch))
+        if self._watch is not None:
+            self._watch.add(axis, ranks)
 
     def _ranks(self, name: str) -> Sequence[int]:
         """Return the ranks of this rank's axis, in its order."""
@@ -362,6 +382,16 @@ def _loopback() -> Iterator[None]:
     finally:
         if given is None:
             os.environ.pop(name, None)
+
+
+def _note_order(verdict: str) -> None:
+    leave_note(f"OrderError: {verdict}")
+
+
+def _close_watch(watch: weakref.ref[OrderWatch]) -> None:
+    """End a watch's thread at exit: one inside of C++ would abort the interpreter that ends."""
+    if (alive := watch()) is not None:
+        alive.close()
 
 
 def _close(axis: weakref.ref[Axis]) -> None:

@@ -436,7 +436,8 @@ class Engine:
     def evaluate(self, micro_batches: Iterable[Any]) -> Tensor:
         """Return the global mean loss without update, in eval mode.
 
-        Ranks run equally many micro-batches; on CPUs a ConfigError on all of them says so where they do not.
+        Ranks run equally many micro-batches; on CPUs a ConfigError on all of them says so where they do not. At stage 3
+        OrderError where they used different units; to compare that the device is read once.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
         number, execution = count(), self._assembly.execution
@@ -445,7 +446,10 @@ class Engine:
             counted = (batch for batch, _ in zip(self._counts.checked(micro_batches), number, strict=False))
             sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
-            return self._mean(self._assembly.base.order.sum_of(sums, run, trained=False))
+            mean = self._mean(self._assembly.base.order.sum_of(sums, run, trained=False))
+            if self.stage == 3:
+                self.optimizer.check_orders()
+            return mean
 
     def _mean(self, of_dp: Tensor) -> Tensor:
         """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""

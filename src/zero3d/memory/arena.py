@@ -14,7 +14,7 @@ A dry run sees all memory here, and no value-dependent branch but through `host_
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from typing import TypeVar
@@ -58,6 +58,10 @@ class GivenBack:
     def let_go(self, number: int) -> None:
         """Drop those whose last use was issued as this number or before: compute has waited for it."""
         self._buffers = [kept for kept in self._buffers if kept[0] > number]
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Arena:
@@ -141,11 +145,11 @@ class Arena:
         else:
             buffer.untyped_storage().resize_(0)
 
-    def on_host(self, values: Tensor, patience: float) -> Tensor:
+    def on_host(self, values: Tensor, patience: float, look: Callable[[], object] = nothing) -> Tensor:
         """Return a small tensor as it is on the host, from the device by way of pinned memory that is used again.
 
-        Waits for what the device has still to do before. Raises TimeoutError after `patience` seconds, where a
-        plain read would wait for ever.
+        Waits for what the device has still to do before, and calls `look` again and again, which may raise an error.
+        Raises TimeoutError after `patience` seconds, where a plain read would wait for ever.
         """
         if values.device.type == "cpu":
             return values
@@ -155,6 +159,7 @@ class Arena:
         event, end = torch.Event(values.device), time.monotonic() + patience
         event.record()
         while not event.query():
+            look()
             if time.monotonic() > end:
                 raise TimeoutError(f"the device has not got to a copy of {values.nbytes} bytes in {patience:.0f} s")
             time.sleep(LOOK)

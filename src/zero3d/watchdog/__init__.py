@@ -8,5 +8,6 @@ waits       what is known of each rank, and from that who waits for whom
 monitor     looks at the records, and finds stalls
 block       what is said then, as text and as data
 joined      the monitor of ranks that another launcher started: a process of its own (`python -m zero3d.watchdog`)
+flight_recorder  NCCL's own record of a rank's last collectives, in a file
 orphans     what ranks do when their launcher is gone
 """

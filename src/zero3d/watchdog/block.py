@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from sysconfig import get_path
 from typing import Any
 
+from zero3d.watchdog.flight_recorder import ask
 from zero3d.watchdog.heartbeat import TRAINING
 from zero3d.watchdog.monitor import Facts, Monitor
 from zero3d.watchdog.own_files import write_whole
@@ -49,6 +50,7 @@ class Block:
     """Holds what was seen at one moment; `kind` is one of the four above.
 
     ends  how processes of ranks ended, where that is known: "killed by SIGKILL"
+    records  files with NCCL's flight recorder, by rank
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Block:
     waits: Sequence[Wait]
     culprits: Sequence[RankState]
     ends: Mapping[int, str] = field(default_factory=dict)
+    records: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -125,6 +128,9 @@ class Block:
         lines += ["", "Python stacks, innermost call first:"]
         for state in self.states:
             lines += self._stack(state)
+        if self.records:
+            lines += ["", "NCCL's flight recorder (torchfrtrace compares those of all ranks):"]
+            lines += [f"  rank {rank}: {file}" for rank, file in self.records.items()]
         lines += ["", "What to try:", *(f"  - {line}" for line in self.advice), "=" * WIDTH]
         return "\n".join(lines)
 
@@ -142,6 +148,7 @@ class Block:
             "ranks": [state.as_json() for state in self.states],
             "waits": [wait.as_json() for wait in self.waits],
             "advice": self.advice,
+            "flight_recorder": {str(rank): file for rank, file in self.records.items()},
         }
 
     def write(self) -> None:
@@ -196,8 +203,9 @@ def observe(kind: str, monitor: Monitor, dead: Mapping[int, str] | None = None) 
     culprits = find_culprits(states)
     if kind == STALL and culprits and culprits[0].state in (STOPPED, DEAD):
         kind = HELD if culprits[0].state == STOPPED else DEATH
-    now = datetime.now(UTC)
-    return Block(kind, now, monitor.host, states, monitor.facts(), find_waits(states), culprits, dead or {})
+    now, facts = datetime.now(UTC), monitor.facts()
+    records = ask(monitor.folder, monitor.recording(states), facts.output)
+    return Block(kind, now, monitor.host, states, facts, find_waits(states), culprits, dead or {}, records)
 
 
 def short_frames(frames: Sequence[str]) -> list[str]:

@@ -135,6 +135,16 @@ class Heartbeat:
         self._counts[axis, op] = number = self._counts.get((axis, op), 0) + 1
         return number
 
+    @property
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Return how many calls have begun, by axis and operation."""
+        return dict(self._counts)
+
+    @property
+    def beats(self) -> int:
+        """Return a number that every change of the record makes larger."""
+        return int(_NUMBER.unpack_from(self._memory, _SEQUENCE)[0])
+
     def work(self, what: bytes) -> None:
         """Say what this rank does next, outside of calls that may wait."""
         self._write(_OF_WORK, _WORK, what)
@@ -173,6 +183,11 @@ class Heartbeat:
         if self._file is not None:
             with suppress(OSError):  # the disk may be what is full
                 write_whole(self._file.with_suffix(".json"), json.dumps(read_facts(self._file) | facts))
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Return what this rank has told; nothing where nobody hears it."""
+        return {} if self._file is None else read_facts(self._file)
 
     def _named(self, key: tuple[str, str, str]) -> bytes:
         self._names[key] = names = _NAMES.pack(*(text.encode() for text in key))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import psutil
 
+from zero3d.watchdog.flight_recorder import FACT
 from zero3d.watchdog.heartbeat import ENDED, TRAINING, Beat, read_facts, read_record
 from zero3d.watchdog.stacks import gather_stacks
 from zero3d.watchdog.waits import DEAD, GONE, RUNNING, STOPPED, WAITING, RankState, correct_by_stack
@@ -139,6 +140,11 @@ class Monitor:
                 )
             )
         return found
+
+    def recording(self, states: Iterable[RankState]) -> list[int]:
+        """Return the ranks that are there and have NCCL's flight recorder."""
+        there = [state.rank for state in states if state.state not in (DEAD, GONE)]
+        return [rank for rank in there if read_facts(self.folder / f"rank-{rank}").get(FACT) is True]
 
     def with_stacks(self, states: list[RankState]) -> list[RankState]:
         """Fill in the Python stacks of all ranks that are there; those that were stopped go on."""

@@ -1,5 +1,7 @@
 """What ranks do when the process that started them is gone: say so, stop after their step, and end in any case.
 
+The thread that looks for that replies to the monitor, too, when it asks for NCCL's flight recorder.
+
     at once     one rank of the host writes the block, then all are asked to stop as by SIGTERM: they save after their
                 step; one that has not come to training yet, where nothing answers SIGTERM, ends its peers and itself
     after 12 s  a rank ends those that cannot end themselves, being stopped or stuck where Python never runs, and then
@@ -20,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zero3d.watchdog.block import ORPHANS, observe
+from zero3d.watchdog.flight_recorder import reply
 from zero3d.watchdog.heartbeat import ENDED
 from zero3d.watchdog.joined import end_processes
 from zero3d.watchdog.monitor import Monitor, is_alive
@@ -40,6 +43,7 @@ def follow_parent(folder: Path, rank: int, parent: int) -> None:
 def _follow(folder: Path, rank: int, parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK)
+        reply(folder, rank)
     begun = time.monotonic()
     with suppress(OSError):
         gone = f"its launcher (process {parent}) is gone"

@@ -241,6 +241,15 @@ class ShardedOptimizer(OptimizerStates):
             "leave the matrices around it out with 'none'."
         )
 
+    def check_orders(self) -> None:
+        """Compare the order in which ranks have used units so far. Raises OrderError.
+
+        All ranks call it; 16 bytes of each of their axes to each other rank, apart from the ledger.
+        """
+        for comm in self._comms:
+            if comm.size > 1:
+                comm.check_order(recorded=False)
+
     @property
     def _is_alone(self) -> bool:
         """Return whether this rank trains the model alone."""

@@ -1,0 +1,214 @@
+"""Ends, within seconds, a wait of ranks that can never meet, with one OrderError on all of them.
+
+    every rank    a thread looks once a second whether the rank's heartbeat has changed; if so, it does nothing
+                  silent for PATIENCE: it posts what the rank has begun to the store (order_log.py), once
+    rank 0        silent, too: reads the posts that there are; a proof that ranks cannot meet becomes the verdict
+    every rank    silent: sees the verdict in the store and ends its own waits; one that was not silent finds it when
+                  the wait that it begins next is ended by its peers
+
+How a wait is ended depends on where it is: on gloo a receive that runs out of time closes all connections of its group,
+so that whatever waits there returns; on accelerators the host waits in `Comm.read`, which looks for the verdict. A host
+that waits elsewhere, as in a program's own `loss.item()`, comes back when the group is aborted, a little later.
+
+A silent rank may be slow, or in a debugger: that is no proof, and nothing is concluded from time. PATIENCE grows with
+the world, so that the store is never asked more than `RATE` times a second by all ranks together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, find_disagreement
+from zero3d.watchdog.flight_recorder import folder_of, record
+from zero3d.watchdog.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from zero3d.distributed.axis import Axis
+
+LOOK, PATIENCE = 1.0, 1.5  # seconds between two looks; of silence before a rank posts
+RATE = 500  # posts, and as many looks, that reach the store in a second
+GRACE = 5.0  # seconds until groups of accelerators are aborted, after the verdict
+EXPLAINS, A_MOMENT = 1.5, 0.01  # seconds in which all ranks tell what they have begun; between two looks
+END = 2.0  # seconds that `close` waits for the thread
+TAG = 0x3FFFFFFF  # of the message that never comes; those of units are hashes of their names
+KEY = "zero3d/order"
+
+
+class OrderWatch:
+    """Watches the axes of one mesh for this rank.
+
+    verdict  why its ranks can never meet; empty while that is not known
+    closes   called with the verdict before the waits are ended, on the rank that found it
+    """
+
+    verdict = ""
+
+    def __init__(
+        self, store: Store, rank: int, world: int, heartbeat: Heartbeat, closes: Callable[[str], object]
+    ) -> None:
+        self.store, self._rank, self._world = store, rank, world
+        self._heartbeat, self._closes = heartbeat, closes
+        self._number = store.add(f"{KEY}/meshes/{rank}", 1)  # ranks make their meshes in one order
+        self._axes: dict[str, tuple[weakref.ref[Axis], Sequence[int]]] = {}
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._beats = -1
+        self._since = self._asked = time.monotonic()
+        self._told = self._ended = self._aborted = False
+        self._read: dict[int, bytes] = {}
+
+    def add(self, axis: Axis, ranks: Sequence[int]) -> None:
+        """Watch an axis of these ranks of the world from now on; one that has another's log goes on with it."""
+        axis.log, axis.watch = axis.log or OrderLog(self._begin), self
+        self._axes[axis.name] = weakref.ref(axis), ranks
+
+    def found(self) -> str:
+        """Return the verdict, also one that this rank has not heard of; asks the store."""
+        with suppress(RuntimeError, ValueError):
+            self._hear()
+        return self.verdict
+
+    def explain(self) -> str:
+        """Return the proof that ranks differ, which all of them ask for at one time; nothing where it does not come."""
+        end = time.monotonic() + EXPLAINS
+        self.store.set(self._key("post", self._rank), self.post().pack())
+        while not self.verdict and time.monotonic() < end:
+            if self._rank == 0:
+                self._judge()
+            else:
+                time.sleep(A_MOMENT)
+                self._hear()
+        return self.verdict
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(END)
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._over.is_set():
+            self._thread = threading.Thread(
+                target=_look_again_and_again, args=(weakref.ref(self), self._over), name="zero3d order", daemon=True
+            )
+            with suppress(RuntimeError):  # at the interpreter's end no thread begins
+                self._thread.start()
+
+    def look(self, now: float) -> None:
+        """Look, at a moment in seconds, whether this rank is silent, and whether ranks can never meet."""
+        beats = self._heartbeat.beats
+        if beats != self._beats:
+            self._beats, self._since, self._told = beats, now, False
+        silent, every = now - self._since, self._world / RATE
+        if silent < max(PATIENCE, every):
+            return
+        with suppress(RuntimeError, ValueError):  # a store that is gone: so are the peers
+            self._look_at_others(now, max(every, LOOK))
+        if self.verdict:
+            self._end_waits(now, silent)
+
+    def _look_at_others(self, now: float, every: float) -> None:
+        if not self._told and not self.verdict:
+            self.store.set(self._key("post", self._rank), self.post().pack())
+            self._told, self._asked = True, now - every
+        if self.verdict or now - self._asked < every:
+            return
+        self._asked = now
+        self._hear()
+        if self._rank == 0 and not self.verdict:
+            self._judge()
+
+    def post(self) -> Post:
+        """Return what this rank has begun, from any thread; it waits in a call that it was in before and is in after."""
+        axes = {name: list(ranks) for name, _, ranks in self._alive()}
+        logs = {name: axis.log for name, axis, _ in self._alive() if axis.log is not None}
+        before = [log.wait for log in logs.values()]
+        counts = self._heartbeat.counts
+        entries = {(name, kind): log.recent(kind) for name, log in logs.items() for kind in (GATHERS, REDUCTIONS)}
+        after = [log.wait for log in logs.values()]
+        waits = [wait for wait, still in zip(before, after, strict=True) if wait is not None and wait is still]
+        return Post.of(axes, entries, counts, waits[0] if waits else None)
+
+    def _alive(self) -> Iterator[tuple[str, Axis, Sequence[int]]]:
+        for name, (known, ranks) in list(self._axes.items()):
+            axis = known()
+            if axis is not None and axis.gathers is not None:
+                yield name, axis, ranks
+
+    def _judge(self) -> None:
+        """Read what ranks have told and look for a proof, where there is something new."""
+        keys = {rank: self._key("post", rank) for rank in range(self._world)}
+        told = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
+        if told == self._read:
+            return
+        self._read = told
+        found = find_disagreement({rank: Post.unpack(text) for rank, text in told.items()})
+        if found is not None:
+            self.store.set(self._key("verdict"), found.text())
+            self._closes(found.text())
+            self._hear()
+
+    def _hear(self) -> None:
+        """Take the verdict from the store, if it is there; before a wait ends for it, NCCL's record is written."""
+        key = self._key("verdict")
+        if not self.verdict and self.store.check([key]):
+            file = record(self._rank, folder_of(self._heartbeat.told))
+            said = "" if file is None else f" NCCL's flight recorder: {file}."
+            self.verdict = self.store.get(key).decode() + said
+
+    def _end_waits(self, now: float, silent: float) -> None:
+        """End what this rank may wait in; after a while also what no collective of ours is."""
+        if not self._ended:
+            self._ended, self._since = True, now
+            for _, axis, _ in self._alive():
+                if axis.backend == "gloo":
+                    end_waits_on_gloo(axis)
+        elif not self._aborted and silent > GRACE:
+            self._aborted = True
+            for _, axis, _ in self._alive():
+                if axis.backend != "gloo":
+                    abort(axis)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (KEY, self._number, *parts)))
+
+
+def end_waits_on_gloo(axis: Axis) -> None:
+    """Close all connections of an axis' groups: what waits there, on this rank and its peers, raises RuntimeError.
+
+    A receive that runs out of time does it, but for one from a peer that has closed its own connection before.
+    """
+    for group in {axis.gathers, axis.reductions} - {None}:
+        for peer in range(axis.size):
+            if peer != axis.rank:
+                with suppress(RuntimeError):
+                    group.recv([torch.zeros(1)], peer, TAG).wait(timedelta(milliseconds=1))
+
+
+def abort(axis: Axis) -> None:
+    """Abort an axis' groups: kernels that wait for peers end, and with them what waits for the device."""
+    for group in {axis.gathers, axis.reductions} - {None}:
+        with suppress(RuntimeError, AttributeError):
+            group.abort()
+
+
+def _look_again_and_again(known: weakref.ref[OrderWatch], over: threading.Event) -> None:
+    """Look until the watch is closed, or nobody has it any more."""
+    while not over.wait(LOOK):
+        watch = known()
+        if watch is None:
+            return
+        watch.look(time.monotonic())
+        del watch

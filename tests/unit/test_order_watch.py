@@ -1,0 +1,263 @@
+"""When ranks post what they have begun, who judges, and how a wait is ended; at moments that the tests choose."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import zero3d.distributed.axis as axis_module
+from zero3d.distributed.axis import Axis, Call
+from zero3d.distributed.order_log import find_disagreement
+from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
+from zero3d.errors import OrderError
+from zero3d.watchdog import flight_recorder
+from zero3d.watchdog.heartbeat import Heartbeat
+
+
+class Asked:
+    """A store that counts what it is asked."""
+
+    def __init__(self):
+        self.store, self.questions = HashStore(), 0
+
+    def __getattr__(self, name):
+        self.questions += 1
+        return getattr(self.store, name)
+
+
+class Group:
+    """A process group that notes how waits in it are ended."""
+
+    def __init__(self, ended):
+        self.ended = ended
+
+    def recv(self, tensors, source, tag):
+        return self
+
+    def wait(self, timeout):
+        self.ended.append("timed out")
+        raise RuntimeError("Application timeout caused pair closure")
+
+    def abort(self):
+        self.ended.append("aborted")
+
+
+class Rank:
+    """One rank of a world of two, on dp, whose thread is the test."""
+
+    def __init__(self, store, rank, backend="gloo", world=2):
+        self.heartbeat, self.notes, self.ended = Heartbeat(None), [], []
+        group = Group(self.ended)
+        self.axis = Axis("dp", rank, 2, group, group, heartbeat=self.heartbeat)
+        self.axis._backends = {"cpu": backend}
+        self.watch = OrderWatch(store, rank, world, self.heartbeat, self.notes.append)
+        self.watch._begin = lambda: None  # no thread
+        self.watch.add(self.axis, [0, 1])
+
+    def begin(self, *units):
+        for unit in units:
+            self.axis.begins("all_gather", unit)
+            with self.axis.inside("all_gather", unit, self.axis.count("all_gather")):
+                pass
+
+    def look(self, *moments):
+        for moment in moments:
+            self.watch.look(moment)
+
+
+@pytest.fixture
+def store():
+    return Asked()
+
+
+SILENT = 1 + PATIENCE
+
+
+def pair(store, **options):
+    return [Rank(store, rank, **options) for rank in range(2)]
+
+
+def test_ranks_that_go_on_ask_the_store_for_nothing(store):
+    one = Rank(store, 0)
+    asked = store.questions
+    for moment in range(0, 100, 5):
+        one.begin("a")
+        one.look(moment, moment + 0.9 * PATIENCE)
+    assert store.questions == asked
+
+
+def test_a_silent_rank_posts_once(store):
+    one = Rank(store, 1)
+    one.begin("a")
+    one.look(0, SILENT)
+    key = f"{KEY}/1/post/1"
+    first = store.store.get(key)
+    store.store.set(key, "read")
+    one.look(2 * SILENT, 3 * SILENT)
+    assert store.store.get(key) == b"read"
+    one.begin("b")
+    one.look(4 * SILENT, 5 * SILENT)
+    assert store.store.get(key) not in (b"read", first)
+
+
+def test_the_more_ranks_there_are_the_longer_they_wait_before_they_ask(store):
+    one = Rank(store, 1, world=4096)
+    asked = store.questions
+    one.look(0, 8)
+    assert store.questions == asked
+    one.look(9)
+    assert store.questions > asked
+
+
+def test_rank_0_finds_the_difference_and_both_end_their_waits(store):
+    first, second = pair(store)
+    first.begin("embed", "tower")
+    second.begin("embed", "layers.0")
+    second.look(0, SILENT)
+    assert not second.watch.verdict
+    first.look(0, SILENT)
+    second.look(2 * SILENT)
+    verdict = first.watch.verdict
+    assert "rank 0 gathers unit 'tower', where rank 1 gathers unit 'layers.0'" in verdict
+    assert second.watch.verdict == verdict
+    assert (first.notes, second.notes) == ([verdict], [])  # the note is of who finds it
+    assert first.ended == second.ended == ["timed out"]
+
+
+def test_a_rank_that_is_only_late_is_waited_for(store):
+    first, second = pair(store)
+    first.begin("embed", "layers.0")
+    second.begin("embed")
+    for moment in range(100):
+        first.look(moment)
+        second.look(moment)
+    assert (first.watch.verdict, first.ended, second.ended) == ("", [], [])
+    second.begin("tower")
+    second.look(100, 100 + SILENT)
+    first.look(101 + SILENT)
+    assert "rank 1 gathers unit 'tower'" in first.watch.verdict
+
+
+def test_on_an_accelerator_groups_are_aborted_where_the_host_does_not_come_back(store):
+    first, second = pair(store, backend="nccl")
+    first.begin("tower")
+    second.begin("layers.0")
+    second.look(0, SILENT)
+    first.look(0, SILENT)
+    assert first.watch.verdict
+    assert first.ended == []
+    first.look(SILENT + 0.9 * GRACE)
+    assert first.ended == []
+    first.look(SILENT + 2 * GRACE, SILENT + 3 * GRACE)
+    assert first.ended == ["aborted"]
+
+
+def test_a_wait_that_ends_by_a_peer_raises_the_verdict_that_is_in_the_store(store, monkeypatch):
+    monkeypatch.setattr(axis_module, "_get_default_store", lambda: store)
+    first, second = pair(store)
+    store.set(f"{KEY}/1/verdict", "rank 0 gathers unit 'tower'")
+
+    def closed():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    with pytest.raises(OrderError, match=r"^rank 0 gathers unit 'tower' \(rank 1 of axis dp waited .* 'layers.0'\.\)$"):
+        Call(second.axis, None, "all_gather", "layers.0").wait(closed)
+    assert second.axis.log.wait is None
+    assert not first.watch.verdict
+
+
+def test_a_mesh_does_not_read_what_an_earlier_one_has_left(store):
+    earlier = pair(store)
+    earlier[0].begin("tower")
+    earlier[1].begin("layers.0")
+    earlier[1].look(0, SILENT)
+    first, second = pair(store)
+    first.begin("tower")
+    first.look(0, SILENT)
+    second.begin("tower")
+    second.look(0, SILENT)
+    first.look(2 * SILENT)
+    assert (first.watch.verdict, second.watch.verdict) == ("", "")
+
+
+def test_a_rank_tells_in_which_call_its_host_waits_on_gloo_alone(store):
+    for backend, waits in (("gloo", [0, 1]), ("nccl", [])):
+        one = Rank(store, 0, backend)
+        one.begin("a")
+        told = Call(one.axis, None, "all_gather", "a", 1).wait(lambda one=one: one.watch.post())
+        assert told.awaited() == waits
+        assert one.watch.post().awaited() == []
+
+
+def test_ranks_that_can_never_meet_on_gloo_are_found_in_different_operations(store):
+    first, second = pair(store)
+    first.begin("embed", "tower")
+    second.begin("embed")
+    second.axis.begins("reduce_scatter", "embed")
+    number = second.axis.count("reduce_scatter")
+    told = [
+        Call(first.axis, None, "all_gather", "tower", 2).wait(first.watch.post),
+        Call(second.axis, None, "reduce_scatter", "embed", number).wait(second.watch.post),
+    ]
+    assert "rank 1 waits in reduce_scatter of unit 'embed'" in find_disagreement(dict(enumerate(told))).text()
+
+
+def test_where_nccls_recorder_is_on_it_is_written_before_the_wait_ends_and_named(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(flight_recorder, "recorder", lambda: lambda: b"the record")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = pair(store, backend="nccl")
+    first.begin("tower")
+    second.begin("layers.0")
+    second.look(0, SILENT)
+    first.look(0, SILENT)
+    second.look(2 * SILENT)
+    for rank, one in enumerate((first, second)):
+        file = tmp_path / f"nccl_trace_rank_{rank}"
+        assert file.read_bytes() == b"the record"
+        assert one.watch.verdict.endswith(f"or pass stage=2. NCCL's flight recorder: {file}.")
+
+
+def thread_of(watch):
+    watch.add(axis := Axis("dp", 0, 2, Group([]), Group([])), [0, 1])
+    axis.begins("all_gather", "a")
+    return axis, watch._thread
+
+
+def test_the_thread_begins_with_the_first_operation_and_ends_when_it_is_closed(store):
+    watch = OrderWatch(store, 0, 2, Heartbeat(None), print)
+    assert watch._thread is None
+    _, thread = thread_of(watch)
+    assert thread.daemon
+    watch.close()
+    assert not thread.is_alive()
+    assert thread not in threading.enumerate()
+
+
+def test_the_thread_keeps_no_mesh_alive(store, monkeypatch):
+    monkeypatch.setattr("zero3d.distributed.order_watch.LOOK", 0.001)
+    watch = OrderWatch(store, 0, 2, Heartbeat(None), print)
+    axis, thread = thread_of(watch)
+    known = weakref.ref(watch)
+    del watch, axis
+    thread.join(60)
+    assert known() is None
+    assert not thread.is_alive()
+
+
+def test_the_host_that_reads_a_device_looks_for_the_verdict(store, monkeypatch):
+    from zero3d.distributed.collectives import Comm
+    from zero3d.distributed.ledger import Ledger
+    from zero3d.memory.arena import Arena
+
+    one = Rank(store, 0, "nccl")
+
+    def on_host(self, values, patience, look):
+        look()  # nothing is known yet
+        one.watch.verdict = "rank 0 gathers unit 'tower'"
+        look()
+
+    monkeypatch.setattr(Arena, "on_host", on_host)
+    with pytest.raises(OrderError, match="^rank 0 gathers unit 'tower'$"):
+        Comm(one.axis, Arena(torch.device("meta")), Ledger())._on_host(torch.ones(1, device="meta"))
