@@ -222,7 +222,7 @@ class Reductions:
             self._finish_oldest()
 
     def _finish(self, unit: Unit) -> None:
-        """Finish the sums up to a unit's, if that is under way; those that share a group are gathered in their turns."""
+        """Finish the sums up to a unit's, if that is under way; in a shared group they are gathered in their turns."""
         while unit in self._in_flight and not (self._shared and self._gathered):
             self._finish_oldest()
         for place in range(self._in_flight.index(unit) + 1 if unit in self._in_flight else 0):
