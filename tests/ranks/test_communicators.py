@@ -18,7 +18,6 @@ from torch import nn
 
 import zero3d
 from zero3d.distributed.collectives import Comm
-from zero3d.zero.arrivals import Arrivals
 
 
 @contextmanager
@@ -151,14 +150,48 @@ def test_a_hole_on_one_rank_leaves_gathers_and_reductions_in_one_order(ranks, pl
     assert ops[:last_gather].count("reduce_scatter") > BLOCKS, "behind gathers, and not all at the end"
 
 
-def with_places_by_arrival():
-    """The same, where a unit is reduced when its gradients have come, which is at other moments on other ranks."""
-    with mock.patch.object(Arrivals, "at_module_ends", property(lambda arrivals: False, lambda arrivals, value: None)):
-        return with_holes((3,), 1)
+class Skipping(nn.Module):
+    """A block that may pass its input on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, skips):
+        return x * 1.0 if skips else x + torch.tanh(self.linear(x))
 
 
-def test_reductions_at_the_arrival_of_gradients_are_seen_to_differ(ranks):
-    assert interleavings(ranks(2, with_places_by_arrival)) == [2]
+class Skippers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.entrance, self.layers = nn.Linear(16, 16), nn.ModuleList(Skipping() for _ in range(8))
+
+    def forward(self, x, place):
+        x = self.entrance(x)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number == place)
+        return x.square().mean()
+
+
+def with_a_block_without_gradients(at_module_ends):
+    """What this rank asks where none of a block's parameters has a gradient on one rank."""
+    engine = zero3d.Engine(
+        Skippers(), precision="fp32", clip_norm=None, units=[Skipping], optimizer=sgd, communicators=1
+    )
+    engine.reductions.arrivals.at_module_ends = at_module_ends
+    with asked() as log:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 16), 4 if dist.get_rank() else None))
+            assert engine.step().applied
+    return [log], engine.fingerprint()
+
+
+def test_a_block_without_gradients_on_one_rank_is_reduced_in_its_place_and_elsewhere_by_arrival(ranks):
+    found, planted = (ranks(2, with_a_block_without_gradients, at_module_ends) for at_module_ends in (True, False))
+    assert interleavings([logs for logs, _ in found]) == [1]
+    assert interleavings([logs for logs, _ in planted]) == [2], "the fault that the order of what is asked would show"
+    assert {fingerprint for _, fingerprint in found} == {fingerprint for _, fingerprint in planted}
 
 
 def with_late_gradients(keep_turns=True):

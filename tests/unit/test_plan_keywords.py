@@ -20,7 +20,16 @@ MODEL = gpt(8, 64, 8, 128, 32)
 KEYS = [(name, *place) for name, place in PLAN_KEYWORDS.items() if place[1]]
 NUMBERS = {"stage": [0, 1, 2], "fraction": [0.25], "dp": [4], "tp": [2], "pp": [2], "ep": [2], "sp": [2], "shard": [1],
            "second_shard": [2]}  # fmt: skip
-UNPRICED = {"gather_budget", "directory", "host_budget", "ep_plan", "tp_plan", "blocks", "sp_mask_budget"}
+UNPRICED = {
+    "gather_budget",
+    "directory",
+    "host_budget",
+    "ep_plan",
+    "tp_plan",
+    "blocks",
+    "sp_mask_budget",
+    "communicators",
+}
 PIPELINE = ParallelPlan(dp=2, tp=2, pp=2, accumulate=4, activations="full")
 BASES = (
     *(

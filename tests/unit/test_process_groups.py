@@ -18,6 +18,7 @@ import zero3d
 from zero3d.distributed import axis as axis_module, groups
 from zero3d.distributed.axis import Axis, forget_note
 from zero3d.distributed.groups import GroupOptions, backend_options, options_of, warm_up
+from zero3d.distributed.mesh import usual_communicators
 from zero3d.plan.calibrate import Sizes, calibrate
 
 MANY = 4096
@@ -111,7 +112,7 @@ def test_an_axis_has_one_group_where_two_might_wait_for_each_other(monkeypatch, 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    assert groups.usual_communicators(torch.device(device)) == wanted
+    assert usual_communicators(torch.device(device)) == wanted
 
 
 class NcclOptions:

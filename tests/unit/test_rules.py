@@ -118,7 +118,10 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
     (Spec(offload=Offload("auto", fraction=0.5)),
      "offload.fraction=0.5 does not work with offload.optimizer=auto", "leave offload.fraction=0.5 out, or type offload.optimizer=host."),
 ]  # fmt: skip
-OF_FILES = [row for row in TABLE if not (row[0].offload.uses_folder or row[0].offload.directory)]  # which name a folder
+OF_FILES = [  # not where a folder is named, nor where the key's own bounds refuse first
+    row for row in TABLE
+    if not (row[0].offload.uses_folder or row[0].offload.directory) and row[0].zero.communicators is None
+]  # fmt: skip
 OF_ENGINES = [
     row
     for row in TABLE

@@ -17,7 +17,6 @@ by axis, ranks, and how many of these there were before, which is alike on all m
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,15 +48,6 @@ def options_of(axis: str) -> GroupOptions:
     if axis in ("world", "replica"):
         return GroupOptions(channels=1)
     return GroupOptions(high_priority=axis in ("dp", "node"))
-
-
-def usual_communicators(device: torch.device) -> int:
-    """Return how many groups an axis has where nobody says: 1 where two over the same ranks may wait for each other.
-
-    ROCm starts kernels of both in an order of its own on each rank; one hardware queue runs them one after the other.
-    """
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    return 1 if device.type != "cpu" and (torch.version.hip is not None or one_queue) else 2
 
 
 def backend_options(backend: str, options: GroupOptions, patience: timedelta) -> Any:

@@ -30,16 +30,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 from zero3d.distributed.axis import Axis, backends_of, leave_note, read_note, say_ended
 from zero3d.distributed.degrees import AXES, SLOT, Degrees, Place
 from zero3d.distributed.devices import Launched, choose_device, claim_device
-from zero3d.distributed.groups import (
-    EARLY,
-    backend_options,
-    check_carries,
-    new_group,
-    options_of,
-    timeout,
-    usual_communicators,
-    warm_up,
-)
+from zero3d.distributed.groups import EARLY, backend_options, check_carries, new_group, options_of, timeout, warm_up
 from zero3d.distributed.order_watch import OrderWatch
 from zero3d.distributed.rendezvous import shared_store
 from zero3d.distributed.waiting import StoreExchange
@@ -102,8 +93,7 @@ class Mesh:
         self.debug = debug
         self.make_arena: Callable[[torch.device], Arena] = Arena  # an observer passes one that tells it of buffers
         self.make_stores: Callable[[Any], Any] | None = None  # a dry run's, in place of `offload.tiers.Stores`
-        self.usual_communicators = usual_communicators(self.device)
-        self.communicators = self.usual_communicators  # groups of an axis that is opened now: an engine says its own
+        self.communicators = usual_communicators(self.device)  # groups of axes that are opened now: engines say theirs
         self._axes: dict[int, dict[str, Axis]] = {1: {}, 2: {}}  # by this number
         self._watch: OrderWatch | None = None  # of the order in which ranks use units
         self._node = 1  # ranks of the axis "node"
@@ -321,6 +311,15 @@ def _has_one(name: str) -> bool:
 
 _begun: WeakSet[dist.ProcessGroup] = WeakSet()  # the world of this process alone, if a mesh has begun it
 _of_one_process: WeakSet[Mesh] = WeakSet()  # that use it
+
+
+def usual_communicators(device: torch.device) -> int:
+    """Return how many groups an axis has where nobody says: 1 where two over the same ranks may wait for each other.
+
+    ROCm starts kernels of both in an order of its own on each rank; one hardware queue runs them one after the other.
+    """
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return 1 if device.type != "cpu" and (torch.version.hip is not None or one_queue) else 2
 
 
 def start_distributed(device: torch.device | None = None) -> None:

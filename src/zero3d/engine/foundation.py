@@ -16,7 +16,7 @@ from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
-from zero3d.distributed.mesh import Mesh
+from zero3d.distributed.mesh import Mesh, usual_communicators
 from zero3d.engine.options import Options, Resolved
 from zero3d.engine.partition import ModelPartition, partition_model
 from zero3d.engine.summation import SumOrder, choose_order
@@ -133,7 +133,7 @@ class Foundation:
     def of(cls, model: nn.Module, resolved: Resolved, options: Options) -> Foundation:
         """Open axes, compile blocks and divide the model, in place. Raises ConfigError, MeshError."""
         numbers = numbers_in(model)
-        resolved.mesh.communicators = options.zero.communicators or resolved.mesh.usual_communicators
+        resolved.mesh.communicators = options.zero.communicators or usual_communicators(resolved.mesh.device)
         axes = Axes.of(resolved.mesh, options.zero.reduce_scatter, options.zero.second_shard)
         if getattr(model, "peft_config", None):
             from zero3d.models.stacked_adapters import keep_parameters  # imports PEFT, which put adapters there

@@ -149,10 +149,8 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
     final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
-    sides, shared = (
-        (SideStream("reduce", axes.arena), SideStream("copies", axes.arena)),
-        resolved.mesh.communicators == 1,
-    )
+    sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
+    shared = resolved.mesh.communicators == 1
     reductions = Reductions(units, *sides, order.closes, everywhere, shared)
     reductions.arrivals.at_module_ends = shared and policy.stage.shards_parameters
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied

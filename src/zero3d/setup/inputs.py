@@ -63,7 +63,7 @@ def open_mesh(config: Config) -> Mesh:
     if config.train.deterministic is True or (config.train.deterministic == "auto" and needed):
         make_deterministic()
     mesh = Mesh(**asked_degrees(config))
-    mesh.communicators = config.zero.communicators or mesh.usual_communicators
+    mesh.communicators = config.zero.communicators or mesh.communicators
     return mesh
 
 

@@ -92,7 +92,8 @@ class Reductions:
         shared: bool = False,
     ) -> None:
         """Begin without gradients. side: where reductions run; across: where sums over copies do."""
-        self._closes, self._side, self._across, self._shared = closes, side, across, shared
+        self._closes, self._side = closes, side
+        self._across, self._shared = across, shared
         self.extend(units, gathered)
         self.arrivals = Arrivals()
         self._next = 0
@@ -221,8 +222,8 @@ class Reductions:
             self._finish_oldest()
 
     def _finish(self, unit: Unit) -> None:
-        """Finish the sums up to a unit's, if that is under way; shared groups gather them in their turns."""
-        while unit in self._in_flight and not self._shared:
+        """Finish the sums up to a unit's, if that is under way; in a shared group they are gathered in their turns."""
+        while unit in self._in_flight and not (self._shared and self._gathered):
             self._finish_oldest()
         for place in range(self._in_flight.index(unit) + 1 if unit in self._in_flight else 0):
             self._side.join(self._in_flight[place].name)
