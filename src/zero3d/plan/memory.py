@@ -33,16 +33,7 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import (
-    CopySum,
-    Reduction,
-    average_scratch,
-    gradient_staging,
-    master_scratch,
-    record_scratch,
-    ring_bytes,
-    sums_of_copies,
-)
+from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
@@ -55,8 +46,8 @@ from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, check_rules, policies, sends_terms, states, states_key, wire_width
-from zero3d.plan.windows import Backward, Windows, backwards
+from zero3d.plan.states import States, check_rules, policies, states, states_key
+from zero3d.plan.windows import Backward, Windows, backwards, sums_bytes
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.tiers import DEVICE, HOST, TIERS, is_buffered
@@ -260,15 +251,8 @@ class _Holding:
 
     @property
     def _copies(self) -> float:
-        """Return the bytes in which a step's shards are summed over copies; an exact sum's are a reduction's."""
-        plan, wide = self.plan, WIDTHS[self.plan.precision].reduced
-        if plan.zero.exact or plan.replicate == 1:
-            return 0.0
-        units = [unit for units in self.units for unit in units if unit.trainable]
-        travels = max((wire_width(plan, unit.itemsize, summed=True) for unit in units), default=wide)
-        plain = Reduction(plan.replicate, travels, travels != wide, sends_terms(plan, travels), lands=True)
-        how = CopySum(plan.replicate, plan.zero.slow_wire, plain, wide)
-        return float(sums_of_copies([unit.layout.shard for unit in units], how, "cuda"))
+        """Return the bytes in which a step's shards are summed over copies."""
+        return sums_bytes([unit for units in self.units for unit in units if unit.trainable], self.plan)
 
     def _bucket_scratch(self) -> float:
         """Return the scratch in which the longest bucket is updated on the device, copies beside it among it."""

@@ -11,8 +11,9 @@ tp           all-reduces in forward and backward, and again where recomputed; wh
 inputs       of recomputed blocks on their way to the host behind a forward, and back behind a backward, beyond these
 bubble       the schedule's end less that rank's work: waits and hops (timeline.py)
 dp           gradients out, parameters in, of experts over those ranks that have the same ones; at stage 3 per unit and
-             micro-batch; what backward does not hide. Sums over copies of shards, which nothing hides, and the passes
-             over memory in which blocks are coded and decoded
+             micro-batch; what backward does not hide. Sums over copies of shards, which the last backward of a step
+             hides but for the last WINDOW units' (in pipelines and exact mode nothing does), and the passes over memory
+             in which blocks are decoded
 optimizer    bytes of states read and written, by the card's memory; Muon's products, or what it sends if that is slower
 offload      records that leave the device, and updates on the host, beyond the next forward; weights that are read for
              gathers and gradients that leave the device, beyond all computation (tier_time.py)
@@ -61,7 +62,7 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import HOST
 from zero3d.spec.zero import SAME, Zero
-from zero3d.zero.stages import resolve_policies, stage_row
+from zero3d.zero.stages import WINDOW, resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]
@@ -423,6 +424,9 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     copies = _copies_seconds(step, share, reductions if plan.zero.exact else 1) * trained
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
+    elif plan.pp == 1 and not plan.zero.exact:
+        last = copies * min(1.0, WINDOW / units)
+        copies = last + _exposed(copies - last, backward / plan.accumulate, pace.hide_dp)
     if row.shards_parameters:
         width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else known.width
         uses = 2 * plan.accumulate if release != "every_step" else 1

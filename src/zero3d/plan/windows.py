@@ -6,7 +6,8 @@
                reduced, of those that are reduced last (root and tied units); in the dtype in which they travel. Shards
                that go to the host come here first
     wire       WINDOW reductions: the gradients as they travel, if that is another dtype, and what arrives: in 16 bits
-               the terms of all ranks; else a shard, if it is added to what is there or of another dtype
+               the terms of all ranks; else a shard, if it is added to what is there or of another dtype. Behind them
+               WINDOW sums over copies of shards, without a pipeline
 
 The order is that of the second micro-batch on: head, last block, .. first block. `zero/gathers.py` has the engine's.
 """
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import Reduction, arriving_bytes
+from zero3d.account.transients import CopySum, Reduction, arriving_bytes, sums_of_copies
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
@@ -91,11 +92,15 @@ class _Chunk:
         units = [unit for turn in self.turns[at : at + 1 + WINDOW] for unit in turn]
         place = at == 0, at == len(self.turns) - 1, len(self.turns[at])
         reduced = self.passed[at] if self.plan.offload.gradients_leave else 0
-        return *place, reduced, *map(id, units), -1, *map(id, self._moving(at))
+        return *place, reduced, *map(id, units), -1, *map(id, self._moving(at)), -1, *map(id, self._summing(at))
 
     def _moving(self, at: int) -> list[RankUnit]:
         """Return the units whose reductions are under way in a turn."""
         return self.early[max(0, self.passed[at] - WINDOW) : self.passed[at]]
+
+    def _summing(self, at: int) -> list[RankUnit]:
+        """Return the units whose shards are being summed over copies in a turn of a step's last backward."""
+        return _behind(self.early[: self.passed[at]])
 
     def _turn(self, at: int) -> Windows:
         """Return the buffers while part number `at` is in its backward.
@@ -112,14 +117,15 @@ class _Chunk:
             messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
             whole = [unit for unit in ahead if not is_coded(unit, plan)]
             gathered = sum(_full_bytes(unit) for unit in (*shown, *whole))
-        moving = self._moving(at)
+        moving, summing = self._moving(at), self._summing(at)
         if (self.reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
             filling = late if at == len(turns) - 1 else roots
             summed = plan.zero.exact and self.reduce == "every_step" and plan.accumulate > 1  # what moves is a sum then
             filled = (*(() if summed else moving), *turns[at], *filling)
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
-            bucket += _incoming(self.early[: self.passed[at]], plan)
-        return Windows(gathered, bucket, messages + sum(_wire_bytes(unit, plan, self.reduce) for unit in moving))
+            bucket += _incoming(self.early[: self.passed[at]], plan) + _near(summing, plan)
+        wire = messages + sum(_wire_bytes(unit, plan, self.reduce) for unit in moving)
+        return Windows(gathered, bucket, wire + _sums_in_backward(summing, plan))
 
     def _end(self) -> Windows:
         """Return the buffers at the end of the backward, when what is left is reduced."""
@@ -130,8 +136,10 @@ class _Chunk:
         if self.reduce == "every_micro_batch" or plan.zero.exact:
             filled = [*moving[: max(0, len(moving) - len(late))], *late]
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled)
-        bucket += _incoming(reduced, plan)
-        return Windows(0.0, bucket, sum(_wire_bytes(unit, plan, self.reduce) for unit in moving))
+        summing = _behind(reduced)
+        bucket += _incoming(reduced, plan) + _near(summing, plan)
+        wire = sum(_wire_bytes(unit, plan, self.reduce) for unit in moving)
+        return Windows(0.0, bucket, wire + _sums_in_backward(summing, plan))
 
 
 def _sizes(unit: RankUnit) -> tuple[int, ...]:
@@ -160,6 +168,35 @@ def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     wide = WIDTHS[plan.precision].reduced
     held = state_width(wide, plan.offload.gradient_dtype)
     return arriving_bytes([unit.layout.shard for unit in reduced], held, wide)
+
+
+def _behind(reduced: Sequence[RankUnit]) -> list[RankUnit]:
+    """Return the units whose sums over copies are under way behind the last of these reductions."""
+    return list(reduced[-2 * WINDOW : -WINDOW])
+
+
+def _sums_in_backward(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
+    """Return the bytes in which shards are summed over copies beside a backward; of a pipeline that is behind it."""
+    return sums_bytes(units, plan) if plan.pp == 1 else 0.0
+
+
+def _near(units: Sequence[RankUnit], plan: ParallelPlan) -> int:
+    """Return the bytes of shards on their way over copies that are kept on the host."""
+    if not plan.offload.gradients_leave or plan.replicate == 1 or plan.pp > 1 or plan.zero.exact:
+        return 0
+    held = state_width(WIDTHS[plan.precision].reduced, plan.offload.gradient_dtype)
+    return held * sum(unit.layout.shard for unit in units)
+
+
+def sums_bytes(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
+    """Return the bytes in which these units' shards are summed over copies; an exact sum's are a reduction's."""
+    if plan.zero.exact or plan.replicate == 1:
+        return 0.0
+    wide = WIDTHS[plan.precision].reduced
+    travels = max((wire_width(plan, unit.itemsize, summed=True) for unit in units), default=wide)
+    plain = Reduction(plan.replicate, travels, travels != wide, sends_terms(plan, travels), lands=True)
+    how = CopySum(plan.replicate, plan.zero.slow_wire, plain, wide)
+    return float(sums_of_copies([unit.layout.shard for unit in units], how, "cuda"))
 
 
 def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:

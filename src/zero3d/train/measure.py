@@ -187,9 +187,9 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
     gathered  stage 3, more ranks than one: the root all the time, two blocks at a hand-over, WINDOW units ahead
     bucket    stages 2, 3, more ranks than one: the root's gradients all the time, two units filling, WINDOW being
               reduced; parts of tied parameters' gradients are summed in the reduced dtype
-    wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up.
-              Sums of shards over their copies. Scratch in which masters are cast, those in halves updated, or
-              records. Besides, the ring of inputs of recomputed blocks on the host
+    wire      gathers in blocks of 8 bits. WINDOW reductions (`reduction_bytes`), of which one is being added up, and
+              sums of shards over their copies behind them. Scratch in which masters are cast, those in halves updated,
+              or records. Besides, the ring of inputs of recomputed blocks on the host
     exact     a bucket for every micro-batch at all stages
     """
     coded = [unit.layout.total for unit in engine.units if unit.weights.coded]
@@ -222,8 +222,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         "wire": ring
         + (coded_messages(max(coded), device) if coded else 0)
         + max(
-            WINDOW * moving + adding,
-            bytes_over_copies(engine),
+            WINDOW * moving + adding + bytes_over_copies(engine),
             master_scratch(masters, device, policy.split_master),
             update,
             *(feature.scratch for feature in engine.features),
@@ -246,12 +245,14 @@ def bytes_over_copies(engine: Engine) -> int:
 
 
 def _to_host(engine: Engine) -> int:
-    """Return the bytes to which reductions come whose sums are kept on the host."""
-    shards = [unit.layout.shard for unit in engine.units if unit.grads is not None]
+    """Return the bytes to which reductions come whose sums are kept on the host, and sums over copies of these."""
+    trained = [unit for unit in engine.units if unit.grads is not None]
     if not engine.offload.gradients_leave:
         return 0
-    wide = engine.policy.master.itemsize
-    return arriving_bytes((WINDOW + LEAVING) * [max(shards)], state_width(wide, engine.offload.gradient_dtype), wide)
+    longest, wide = max(unit.layout.shard for unit in trained), engine.policy.master.itemsize
+    held = state_width(wide, engine.offload.gradient_dtype)
+    sums = WINDOW * held * longest if trained[0].gradients.across.size > 1 else 0
+    return arriving_bytes((WINDOW + LEAVING) * [longest], held, wide) + sums
 
 
 def _of_records(engine: Engine) -> tuple[int, int]:
