@@ -12,15 +12,22 @@ What a kernel cannot show is noted in `Log`: copies between the devices and ever
 Streams and events are host objects. Nothing is asynchronous here but copies to pinned memory: their values come when
 the host waits for them.
 
+There may be several of them, as a machine has cards. Whoever names none gets the current one of its thread, which is
+number 0 in each new thread, whatever the thread that started it had made current; `Log.made` has who made what where.
+An operation takes tensors of one device.
+
 Registration is for ever and must come before the process' first backward: use a process of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,14 +55,35 @@ class Log:
     """Tells `listener` of copies and waits, while there is one.
 
     listener   (what, whether the host waits for the device)
+    made       what was made on the device of a number (tensor, stream, event, pinned memory), and by which line; None:
+               nobody wants to know
     """
 
     listener: Callable[[str, bool], None] | None = None
+    made: dict[int, Counter[str]] | None = None
 
     @classmethod
     def note(cls, what: str, waits: bool) -> None:
         if cls.listener is not None:
             cls.listener(what, waits)
+
+    @classmethod
+    def make(cls, what: str, index: int) -> None:
+        """Note that something is made on a device; it has a context from now on."""
+        _contexts.add(index)
+        if cls.made is not None:
+            cls.made[index][f"{what} by {_maker()}"] += 1
+
+
+def _maker() -> str:
+    """Return the line outside of torch and of this file that makes something."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+_contexts: set[int] = set()  # of devices on which there is something
 
 
 # --- tensors ------------------------------------------------------------------------------------
@@ -77,13 +105,62 @@ class _Addresses:
 _addresses = _Addresses()
 
 
-def on_device(values: Tensor) -> Tensor:
-    """Return a tensor on the stand-in over the memory of a CPU tensor, which nobody else may use from now on."""
+class _Place(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _Kind(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Strided(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("place", _Place), ("dims", ctypes.c_int32), ("kind", _Kind),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _Managed(ctypes.Structure):
+    """What DLPack hands over; nobody is told when torch has done with it."""
+
+    _fields_ = (("tensor", _Strided), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_DLPACK = 12  # what it calls a device of an extension
+_CODES = {torch.bfloat16: 4, torch.bool: 6, torch.uint8: 1}
+
+
+@cache
+def _empty_on(index: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without elements: torch makes such ones on device 0 alone, but takes others by DLPack."""
+    if index == 0:
+        return torch._C._acc.create_empty_tensor((0,), dtype)
+    code = _CODES.get(dtype, 5 if dtype.is_complex else 2 if dtype.is_floating_point else 0)
+    shape = (ctypes.c_int64 * 1)(0)
+    kind = _Kind(code, 8 * dtype.itemsize, 1)
+    managed = _Managed(_Strided(_addresses.take(1), _Place(_DLPACK, index), 1, kind, shape, None, 0), None, None)
+    _handed_over.append((managed, shape))
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return torch.utils.dlpack.from_dlpack(capsule(ctypes.addressof(managed), b"dltensor", None))
+
+
+_handed_over: list[Any] = []
+
+
+def on_device(values: Tensor, index: int | None = None) -> Tensor:
+    """Return a tensor on a stand-in over the memory of a CPU tensor, which nobody else may use from now on.
+
+    index  of the device; None: the current one
+    """
     host = values.untyped_storage()
-    device = torch.device(NAME, 0)
+    index = _current.index if index is None else index
+    device = torch.device(NAME, index)
+    Log.make("tensor", index)
     storage = torch._C._construct_storage_from_data_pointer(_addresses.take(host.nbytes()), device, host.nbytes())
     storage.host = host
-    made = torch._C._acc.create_empty_tensor((0,), values.dtype)
+    empty = _empty_on(index, values.dtype)
+    made = aten.as_strided.default.redispatch(_HOST, empty, (0,), (1,))
     place = storage, values.storage_offset(), values.size(), values.stride()
     return aten.set_.source_Storage_storage_offset.redispatch(_HOST, made, *place)
 
@@ -113,11 +190,14 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     name = op._schema.name.removeprefix("aten::")
     wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     given = [leaf for leaf in leaves if is_here(leaf)]
+    places = {leaf.device.index for leaf in given if leaf.dim()}
+    if len(places) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {op} found {NAME}:{sorted(places)}.")
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not is_here(leaf) and not _is_host_scalar(leaf):
             if name not in ("index", "index_put_", "index_put", "_index_put_impl_"):
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but {op} found {NAME}:0 and {leaf.device}."
+                    f"Expected all tensors to be on the same device, but {op} found {NAME} and {leaf.device}."
                 )
             Log.note(f"indices from the host ({name})", True)
     if name in READS or (name in ("index", "index_put_", "_index_put_impl_") and _has_mask(leaves)):
@@ -128,7 +208,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     result = _kernel(op, host_args)(*host_args, **host_kwargs)
     if wanted is not None and wanted.type == "cpu":
         return result
-    return pytree.tree_map(lambda value: _come_back(value, given, behind), result)
+    index = next(iter(places), given[0].device.index if given else None) if wanted is None else wanted.index
+    return pytree.tree_map(lambda value: _come_back(value, given, behind, index), result)
 
 
 def _kernel(op: Any, args: Any) -> Any:
@@ -143,21 +224,21 @@ def _has_mask(leaves: list[Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:])
 
 
-def _come_back(value: Any, given: list[Tensor], behind: dict[int, Tensor]) -> Any:
-    """Return what a kernel gave: the tensor that it wrote into, a view of one, or a new one."""
+def _come_back(value: Any, given: list[Tensor], behind: dict[int, Tensor], index: int | None) -> Any:
+    """Return what a kernel gave: the tensor that it wrote into, a view of one, or a new one on a device."""
     if not isinstance(value, Tensor):
         return value
     for t in given:
         host = behind[id(t)]
         if value is host:
             if host.size() != t.size():  # an `out=` that the kernel has resized
-                grown = on_device(host)
+                grown = on_device(host, t.device.index)
                 place = grown.untyped_storage(), 0, grown.size(), grown.stride()
                 aten.set_.source_Storage_storage_offset.redispatch(_HOST, t, *place)
             return t
         if value.untyped_storage()._cdata == host.untyped_storage()._cdata:
             return aten.as_strided.default.redispatch(_HOST, t, value.size(), value.stride(), value.storage_offset())
-    return on_device(value)
+    return on_device(value, index)
 
 
 # --- copies between the devices -----------------------------------------------------------------
@@ -169,7 +250,9 @@ def is_pinned(t: Tensor) -> bool:
 
 
 def pin(t: Tensor) -> Tensor:
-    """Mark a host tensor's memory as pinned."""
+    """Mark a host tensor's memory as pinned: by the current device, or one that has a context where that has none."""
+    if not is_pinned(t):
+        Log.make("pinned memory", _current.index if _current.index in _contexts else min(_contexts, default=0))
     t.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return t
 
@@ -251,8 +334,30 @@ _RESIZABLE = torch.UntypedStorage.resizable
 
 
 class _Current(threading.local):
+    """The current device of a thread, and the current stream of each device."""
+
     def __init__(self) -> None:
-        self.stream = Stream()
+        self.index = 0
+        self.streams: dict[int, Stream] = {}
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of the current device."""
+        return self.on(self.index)
+
+    def on(self, index: int) -> Stream:
+        """Return the current stream of a device."""
+        if index not in self.streams:
+            self.streams[index] = Stream._default(index)
+        return self.streams[index]
+
+
+def _index(device: Any) -> int:
+    """Return the number of a device, which may be one or a name: the current one's where it has none."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return _current.index if index is None else index
 
 
 class Stream:
@@ -260,19 +365,29 @@ class Stream:
 
     def __init__(self, device: Any = None, *, priority: int = 0, **_: Any) -> None:
         self.priority = priority
-        self._before: list[Stream] = []
+        self._index = _index(device)
+        self._before: list[tuple[int, Stream]] = []
+        Log.make("stream", self._index)
+
+    @classmethod
+    def _default(cls, index: int) -> Stream:
+        """Return the stream that a device has without anybody making it."""
+        made = cls.__new__(cls)
+        made.priority, made._index, made._before = 0, index, []
+        return made
 
     @property
     def device(self) -> torch.device:
-        return torch.device(NAME, 0)
+        return torch.device(NAME, self._index)
 
     def __enter__(self) -> Stream:
-        self._before.append(_current.stream)
-        _current.stream = self
+        self._before.append((_current.index, _current.on(self._index)))
+        _current.index = self._index
+        _current.streams[self._index] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.stream = self._before.pop()
+        _current.index, _current.streams[self._index] = self._before.pop()
 
     def wait_stream(self, other: Stream) -> None:
         """Let what comes next on this stream wait for the other; the host does not."""
@@ -299,6 +414,7 @@ class Event:
     """An event of the stand-in. The host that polls it waits: once it is not there yet, then it is."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
+        Log.make("event", _index(device))
         self._begun: int | None = None  # copies, when it was recorded
         self._asked, self._waited = False, False
 
@@ -334,8 +450,18 @@ _current = _Current()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Return the stream on which this thread enqueues."""
-    return _current.stream
+    """Return the stream of a device on which this thread enqueues."""
+    return _current.on(_index(device))
+
+
+def current_index() -> int:
+    """Return the number of this thread's current device."""
+    return _current.index
+
+
+def set_index(device: Any) -> None:
+    """Make a device this thread's current one."""
+    _current.index = _index(device)
 
 
 def synchronize(device: Any = None) -> None:
@@ -356,13 +482,16 @@ class Module:
     def is_available(self) -> bool:
         return True
 
+    devices = 1
+
     def current_device(self) -> int:
-        return 0
+        return _current.index
 
     def device_count(self) -> int:
-        return 1
+        return self.devices
 
-    def set_device(self, device: Any) -> None: ...
+    def set_device(self, device: Any) -> None:
+        set_index(device)
 
     def get_device_name(self, device: Any = None) -> str:
         return "stand-in"
@@ -425,8 +554,12 @@ def _composed() -> Iterator[Any]:
                 yield getattr(getattr(aten, packet), overload or "default")
 
 
-def register() -> torch.device:
-    """Make the stand-in this process' accelerator, for ever, and return its device. Call it before any backward."""
+def register(devices: int = 1) -> torch.device:
+    """Make the stand-in this process' accelerator, for ever, and return its device. Call it before any backward.
+
+    devices  how many there are; the last one is returned
+    """
+    Module.devices = devices
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     for namespace in ("_", "aten"):
         _libraries.append(torch.library.Library(namespace, "IMPL"))
@@ -444,10 +577,11 @@ def register() -> torch.device:
     torch.Tensor.is_pinned = lambda t, *_: is_pinned(t)  # type: ignore[method-assign, assignment]
     torch.Stream, torch.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.accelerator.current_stream, torch.accelerator.synchronize = current_stream, synchronize  # type: ignore[assignment]
+    torch.accelerator.set_device_index, torch.accelerator.current_device_index = set_index, current_index  # type: ignore[assignment]
     torch.autograd.set_multithreading_enabled(
         False
     )  # backward on the thread that asks for it, so that a caller is known
-    return torch.device(NAME, 0)
+    return torch.device(NAME, devices - 1)
 
 
 _libraries: list[torch.library.Library] = []  # a registration ends with its library

@@ -5,8 +5,10 @@ Each is a context manager around the steps of engines, whichever tool watches th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,4 +78,30 @@ def given_back_at_once() -> Iterator[None]:
         self._account(category, -buffer.nbytes)
 
     with replaced(Arena, "give_back", give_back):
+        yield
+
+
+@contextmanager
+def stream_without_device() -> Iterator[None]:
+    """Make side streams on the current device, whichever that is, in place of the engine's."""
+    make = torch.Stream
+
+    class OfCurrent:
+        def __new__(cls, device: Any = None, **how: Any) -> Any:
+            return make(**how)
+
+    with replaced(torch, "Stream", OfCurrent):
+        yield
+
+
+@contextmanager
+def device_without_number() -> Iterator[None]:
+    """Name the type of device alone where numbers of the host are copied to it."""
+
+    def device_values(values: Sequence[float], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).to(device.type).to(device)
+
+    with ExitStack() as stack:
+        for module in [module for module in list(sys.modules.values()) if hasattr(module, "device_values")]:
+            stack.enter_context(replaced(module, "device_values", device_values))
         yield
