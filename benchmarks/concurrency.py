@@ -1,0 +1,108 @@
+"""Which tool finds which fault of concurrency: every tool on every planted fault, and on code that had faults.
+
+    python benchmarks/concurrency.py --json OUT            all of it: under a minute of CPU time
+    python benchmarks/concurrency.py --faults none         what tools find in a package as it is, such as an older one
+
+A tool is given a fault to plant, and returns what it found, in words; nothing where all is well. To add one, add it to
+TOOLS; to add a fault, a context manager (instruments/planted*.py) to FAULTS. tables.py writes the table of
+docs/reliability.md from results/concurrency.json and, of the code that had faults, concurrency-before.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from instruments import first_operations, interleavings, planted_between_ranks as planted, rendezvous, unequal
+from instruments.rendezvous import Machine
+
+Fault = Callable[[], AbstractContextManager[object]]
+Tool = Callable[[Fault], list[str]]
+
+HOLE, PIPELINE, CALLER = "a hole", "a pipeline", "a caller's groups"  # what a tool watches
+MACHINES = {
+    "": Machine(),
+    "one communicator": Machine(together=True),
+    "a host that waits": Machine(pauses=True),
+    "one hardware queue": Machine(one_queue=True),
+    "one launch order": Machine(in_order=True),
+}
+
+
+def runs(fault: Fault) -> dict[str, unequal.Outcome]:
+    """Return what ranks on threads did with a fault, by what is watched."""
+    with fault():
+        found = {HOLE: unequal.run(unequal.Hole(5)), CALLER: unequal.run_beside_callers_groups()}
+    return found | {PIPELINE: unequal.run_pipeline(2, 3, "gpipe", fault)}
+
+
+def threads(fault: Fault) -> list[str]:
+    """Train ranks on threads that do not do the same, beside one process."""
+    with fault():
+        found = {HOLE: unequal.run(unequal.Hole(5)), CALLER: unequal.run_beside_callers_groups()}
+    wanted = {HOLE: unequal.expected(unequal.Hole(5)), CALLER: unequal.expected(None, depth=2, world=4, steps=1)}
+    return [name for name, ran in found.items() if ran.stuck or not ran.equals(wanted[name])]
+
+
+def replayed(fault: Fault) -> list[str]:
+    """Replay what ranks ask of their groups, on every machine."""
+    found = []
+    for name, ran in runs(fault).items():
+        on = [machine for machine, how in MACHINES.items() if rendezvous.replay(ran.logs, machine=how)]
+        if on:
+            found.append(name if "" in on else f"{name} ({', '.join(on)})")
+    return found
+
+
+def first_operation(fault: Fault) -> list[str]:
+    """Look at what each group begins with."""
+    ran = unequal.run_pipeline(3, 4, "1f1b", fault)
+    return [PIPELINE] if first_operations.first_operation_faults(ran.logs) else []
+
+
+def searched(fault: Fault) -> list[str]:
+    """Try every order in which three ranks with three blocks can come, with room for two collectives at once."""
+    with fault():
+        ran = unequal.run(unequal.Hole(1, steps=(1,)), depth=3, world=3)
+    if ran.errors:  # the program ended earlier: another tool's
+        return []
+    step = rendezvous.step_of(ran.logs, 1)
+    return [HOLE] if interleavings.explore(step, Machine(eager=True, resident=2)).cycle else []
+
+
+TOOLS: dict[str, Tool] = {
+    "ranks on threads": threads,
+    "replay": replayed,
+    "every order": searched,
+    "first operations": first_operation,
+}
+NONE = "none"
+FAULTS: dict[str, Fault] = {NONE: planted.NONE, **planted.FAULTS}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run tools on faults, and write or print {fault: {tool: what it found}}."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--faults", type=lambda text: text.split(";"), default=list(FAULTS), metavar="FAULT;...")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.faults if name not in FAULTS]
+    if unknown:
+        parser.error(f"--faults {unknown[0]!r}: one of {'; '.join(FAULTS)}")
+    torch.set_num_threads(1)
+    found = {name: {tool: run(FAULTS[name]) for tool, run in TOOLS.items()} for name in arguments.faults}
+    text = json.dumps({"found": found}, indent=1)
+    print(text) if arguments.json is None else arguments.json.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
