@@ -21,13 +21,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from instruments import first_operations, interleavings, planted_between_ranks as planted, rendezvous, unequal
+from instruments import first_operations, interleavings, planted, planted_between_ranks, rendezvous, unequal
+from instruments.races import Model, alone_in, collectives_of, lonely_mesh, modelled
 from instruments.rendezvous import Machine
+
+import zero3d
 
 Fault = Callable[[], AbstractContextManager[object]]
 Tool = Callable[[Fault], list[str]]
 
-HOLE, PIPELINE, CALLER = "a hole", "a pipeline", "a caller's groups"  # what a tool watches
+HOLE, PIPELINE, CALLER, STREAMS = "a hole", "a pipeline", "a caller's groups", "streams"  # what a tool watches
+SLOWER = 1.001  # times as long, where nothing is superfluous
 MACHINES = {
     "": Machine(),
     "one communicator": Machine(together=True),
@@ -78,14 +82,51 @@ def searched(fault: Fault) -> list[str]:
     return [HOLE] if interleavings.explore(step, Machine(eager=True, resident=2)).cycle else []
 
 
+def model_of(fault: Fault, wire: str = "same") -> Model:
+    """Model the streams of one of four ranks with six blocks, whose weights travel as they are, or coded."""
+    with alone_in(4), collectives_of(Model()), fault():
+        chosen = {"stage": 3, "precision": "fp32", "units": [unequal.Block], "gather_wire": wire, "clip_norm": None}
+        engine = zero3d.Engine(unequal.Chain(6), mesh=lonely_mesh(4), optimizer=unequal.sgd, **chosen)
+        with modelled(engine) as model:
+            for step in range(unequal.STEPS):
+                engine.backward(unequal.loss_of(engine, unequal.rows_of(step, 0).float()))
+                engine.step()
+    return model
+
+
+def races(fault: Fault) -> list[str]:
+    """Look for two accesses to the same memory, on two streams, in no order."""
+    return [STREAMS] if model_of(fault).races else []
+
+
+def durations(fault: Fault) -> list[str]:
+    """Look for waits of compute for what it does not need, and for a step that takes longer."""
+    usual = model_of(planted_between_ranks.NONE, "int8").timeline
+    try:
+        found = model_of(fault, "int8").timeline
+    except RuntimeError:  # codes that nobody waits for are not decoded, and the step fails
+        return []
+    return [STREAMS] if found.superfluous or found.makespan > SLOWER * usual.makespan else []
+
+
 TOOLS: dict[str, Tool] = {
     "ranks on threads": threads,
     "replay": replayed,
     "every order": searched,
     "first operations": first_operation,
+    "races": races,
+    "durations": durations,
 }
 NONE = "none"
-FAULTS: dict[str, Fault] = {NONE: planted.NONE, **planted.FAULTS}
+FAULTS: dict[str, Fault] = {
+    NONE: planted_between_ranks.NONE,
+    **planted_between_ranks.FAULTS,
+    "one gather ahead and one reduction in flight, not two": planted.window_of_one,
+    "a wait for units that are gathered ahead (C2)": planted.tail_joined,
+    "a wait for a side stream is dropped": planted.join_dropped,
+    "a side stream's memory is given back at once": planted.given_back_at_once,
+    "a bucket is given back while it is added up": planted.bucket_given_back_early,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -641,8 +641,8 @@ def each_on_a_thread(
 ) -> tuple[list[Any], Logs]:
     """Do so where ranks fail, come late or stop by plan; what one raises is its result.
 
-    The others are told what gloo tells: that a connection was closed, or that time is up. zero3d's clock then shows that
-    they have waited, which nobody does.
+    The others are told what gloo tells: that a connection was closed, or that time is up. zero3d's clock then shows
+    that they have waited, which nobody does.
     """
     from zero3d.distributed import axis
 
