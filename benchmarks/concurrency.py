@@ -82,16 +82,17 @@ def searched(fault: Fault) -> list[str]:
     return [HOLE] if interleavings.explore(step, Machine(eager=True, resident=2)).cycle else []
 
 
-def model_of(fault: Fault, wire: str = "same") -> Model:
-    """Model the streams of one of four ranks with six blocks, whose weights travel as they are, or coded."""
+def model_of(fault: Fault, wire: str = "same", uneven: bool = False) -> Model:
+    """Model the streams of one of four ranks, whose weights travel as they are, or coded."""
     with alone_in(4), collectives_of(Model()), fault():
-        chosen = {"stage": 3, "precision": "fp32", "units": [unequal.Block], "gather_wire": wire, "clip_norm": None}
-        engine = zero3d.Engine(unequal.Chain(6), mesh=lonely_mesh(4), optimizer=unequal.sgd, **chosen)
-        with modelled(engine) as model:
+        model, kind = (unequal.Uneven(), unequal.UnevenBlock) if uneven else (unequal.Chain(6), unequal.Block)
+        chosen = {"stage": 3, "precision": "bf16", "units": [kind], "gather_wire": wire, "clip_norm": None}
+        engine = zero3d.Engine(model, mesh=lonely_mesh(4), optimizer=unequal.sgd, **chosen)
+        with modelled(engine) as found:
             for step in range(unequal.STEPS):
-                engine.backward(unequal.loss_of(engine, unequal.rows_of(step, 0).float()))
+                engine.backward(unequal.loss_of(engine, unequal.rows_of(step, 0, 16).bfloat16()))
                 engine.step()
-    return model
+    return found
 
 
 def races(fault: Fault) -> list[str]:
@@ -101,12 +102,13 @@ def races(fault: Fault) -> list[str]:
 
 def durations(fault: Fault) -> list[str]:
     """Look for waits of compute for what it does not need, and for a step that takes longer."""
-    usual = model_of(planted_between_ranks.NONE, "int8").timeline
+    usual = model_of(planted_between_ranks.NONE, uneven=True).timeline
     try:
-        found = model_of(fault, "int8").timeline
+        waits = model_of(fault, "int8").timeline.superfluous
     except RuntimeError:  # codes that nobody waits for are not decoded, and the step fails
         return []
-    return [STREAMS] if found.superfluous or found.makespan > SLOWER * usual.makespan else []
+    slower = model_of(fault, uneven=True).timeline.makespan > SLOWER * usual.makespan
+    return ["superfluous waits"] * bool(waits) + ["a slower step"] * slower
 
 
 TOOLS: dict[str, Tool] = {
