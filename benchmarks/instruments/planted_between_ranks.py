@@ -1,6 +1,7 @@
 """Faults of concurrency that are put into zero3d on purpose, to see which instrument finds which.
 
-Each is a context manager: an engine that is built and trained inside has the fault. table.py runs every tool on each.
+Each is a context manager: an engine that is built and trained inside has the fault. Those of one rank's streams are in
+planted.py. benchmarks/concurrency.py runs every tool on each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from zero3d.distributed.axis import DONE, Axis
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.groups import new_group
 from zero3d.distributed.mesh import Mesh
-from zero3d.zero import gathers, reductions
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.reductions import Reductions
@@ -53,13 +53,6 @@ def swapped_messages() -> Iterator[None]:
         return [] if micro_batch == 0 else [*send(stage, 1), *send(stage, 0)]
 
     with mock.patch.object(_PipelineStageBase, "get_fwd_send_ops", other):
-        yield
-
-
-@contextmanager
-def window_of_one() -> Iterator[None]:
-    """Gather one unit ahead, and have one reduction in flight: nothing is wrong but the time that it takes."""
-    with mock.patch.object(gathers, "WINDOW", 1), mock.patch.object(reductions, "WINDOW", 1):
         yield
 
 
@@ -196,7 +189,6 @@ NONE: Fault = nullcontext
 FAULTS: dict[str, Fault] = {
     "a wait for a gather is dropped": dropped_wait,
     "two messages of a pipeline are swapped": swapped_messages,
-    "one gather ahead and one reduction in flight, not two": window_of_one,
     "one rank's reductions in another order": other_order,
     "one rank's reduction behind the next gather": late_reduction,
     "a bucket is freed before its reduction is over": freed_early,

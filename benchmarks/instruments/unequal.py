@@ -56,6 +56,27 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+class UnevenBlock(nn.Module):
+    """A block whose weights, `inner` wide, are used so many times."""
+
+    def __init__(self, inner: int, times: int) -> None:
+        super().__init__()
+        self.up, self.down, self.times = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.down(torch.relu(self.up(x)))
+        return x
+
+
+class Uneven(Chain):
+    """Two blocks with little to gather and much to compute, then one with much to gather; three times."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(UnevenBlock(*((1024, 1) if place % 3 == 2 else (64, 8))) for place in range(9))
+
+
 class Tokens(nn.Module):
     """Blocks between an embedding and a head of the same weights, which the ends of a pipeline share."""
 

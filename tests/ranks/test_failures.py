@@ -227,6 +227,7 @@ def leave(kind):
 def test_a_rank_that_loses_a_peer_says_first_why_and_exits_with_its_code(ranks, kind, code):
     (said, own), (_, failed) = ranks(2, leave, kind, group_timeout=TIMEOUT)
     assert said.startswith(f"{kind.__name__}: the reason (rank 0 of axis dp waited ")
+    assert said.endswith("; rank 1 failed.)")
     assert own == failed == code
 
 
@@ -258,7 +259,7 @@ def test_ranks_that_wait_in_the_store_hear_of_one_that_fails(ranks, kind, code):
     for rank, (found, said, own) in ((0, first), (2, third)):
         assert found == met
         assert said.startswith(f"{kind.__name__}: the reason (rank {rank} of axis world waited ")
-        assert "in exchange and no peer came" in said
+        assert said.endswith("in exchange and no peer came; rank 1 failed.)")
         assert own == code
 
 

@@ -94,9 +94,9 @@ def test_a_device_that_never_gets_there_is_an_error_with_rank_unit_and_operation
 
 def test_it_quotes_the_note_of_the_rank_that_failed(event, monkeypatch):
     event.looks = 10**9
-    monkeypatch.setattr(axis_module, "_note", lambda: ("DataError: no such file", 2))
+    monkeypatch.setattr(axis_module, "_note", lambda: ("DataError: no such file", 2, 1))
     with pytest.raises(
-        Zero3dError, match=r"DataError: no such file \(rank 3 of axis dp waited .* no peer came"
+        Zero3dError, match=r"DataError: no such file \(rank 3 of axis dp waited .* no peer came; rank 1 failed\."
     ) as error:
         comm_that_waits(Ledger()).read(OnDevice(torch.ones(1)), [1.0])
     assert error.value.exit_code == 2

@@ -267,14 +267,15 @@ def start_messages(
 
 
 def leave_note(text: str, code: int = FAULT) -> None:
-    """Leave why this rank goes away, and its exit code, where its peers' errors find it; only the first one's stays.
+    """Leave why this rank goes away, its exit code and its number, where its peers' errors find it; the first one stays.
 
     A store that is gone, or does not answer, reaches nobody.
     """
+    rank = dist.get_rank() if dist.is_initialized() else 0
 
     def leave(store: Store) -> None:
         if not store.check([_NOTE]):
-            store.set(_NOTE, json.dumps([text[:_TEXT], code]))
+            store.set(_NOTE, json.dumps([text[:_TEXT], code, rank]))
 
     _asked(leave, None)
 
@@ -292,14 +293,14 @@ def read_note() -> str:
     return _note()[0]
 
 
-def _note() -> tuple[str, int]:
-    """Return the note and its exit code."""
+def _note() -> tuple[str, int, int]:
+    """Return the note, its exit code, and the number of the rank that left it."""
 
-    def read(store: Store) -> tuple[str, int]:
-        text, code = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT)
-        return text, code
+    def read(store: Store) -> tuple[str, int, int]:
+        text, code, rank = json.loads(store.get(_NOTE)) if store.check([_NOTE]) else ("", FAULT, 0)
+        return text, code, rank
 
-    return _asked(read, ("", FAULT))
+    return _asked(read, ("", FAULT, 0))
 
 
 def _has_ended() -> str:
@@ -370,9 +371,9 @@ def _gone(where: str, late: bool, message: str = "", early: str = "", phase: str
     early  said in the place of `where` by a rank that did not wait itself, where there is no note
     phase  that may take long, in which all ranks must be together
     """
-    note, code = _note()
+    note, code, rank = _note()
     if note:
-        lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}.)")
+        lost = Zero3dError(f"{note} ({where}{' and no peer came' if late else ''}; rank {rank} failed.)")
         lost.agreed = code
         return lost
     if late:

@@ -27,10 +27,11 @@ from zero3d.distributed.collectives import broadcast_ints
 from zero3d.engine.feature import Feature
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
-from zero3d.errors import ConfigError
+from zero3d.errors import ConfigError, Zero3dError
 from zero3d.zero.hooks import SAVE
 from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, StepResult
 
+MOST_UNDER_WAY = 3  # of a unit: a gather, a reduction, the gather of its sum
 _WITHOUT_WEIGHT, _LOST, _NO_WEIGHT = 1.0, 2.0, 3.0  # a rank's NaN loss of weight 0, of another weight; a bad weight
 
 
@@ -86,9 +87,13 @@ class Stepper:
         except ConfigError:
             self.abandon()
             raise
-        reductions.catch_up()
-        if not reductions.adopted and dp.size > 1:
-            reductions.adopt(broadcast_ints(dp, reductions.observed()))
+        try:
+            reductions.catch_up()
+            if not reductions.adopted and dp.size > 1:
+                reductions.adopt(broadcast_ints(dp, reductions.observed()))
+        except BaseException:
+            self.abandon()
+            raise
         try:
             outcome = optimizer.step(weight, loss_scale.value, besides, nan)
         finally:
@@ -149,9 +154,17 @@ class Stepper:
         self.runtime.gathers.drop(lambda token: True)
 
     def abandon(self) -> None:
-        """Forget a step whose forward or backward died."""
+        """Forget a step whose forward or backward died.
+
+        Where a peer is lost, whatever was under way with it raises once when it is waited for: that is no news.
+        """
         for of_chunk in self.runtime.hooks:
-            of_chunk.abandon()
+            for _ in range(MOST_UNDER_WAY * len(self.runtime.units) + 1):
+                try:
+                    of_chunk.abandon()
+                except (Zero3dError, RuntimeError):
+                    continue  # what it has waited for is over now
+                break
         for feature in self.features:
             feature.abandoned()
         self.base.order.reset()

@@ -254,7 +254,8 @@ class Weights:
         self.state = State.SHARDED
 
     def _free(self) -> None:
-        if self._received is None and not self.keeps_full:
+        lost = self._pending_gather.failed  # of its peers one is gone, another may still write there
+        if self._received is None and not self.keeps_full and not lost:
             self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
         self._received = None
 
