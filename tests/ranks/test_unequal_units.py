@@ -48,11 +48,7 @@ def without_grad(engine, batches):
         return [engine(**batch) for batch in batches]
 
 
-WAYS = {
-    "training": zero3d.Engine.train_batch,
-    "evaluate": zero3d.Engine.evaluate,
-    "no_grad": without_grad,
-}
+WAYS = {"training": zero3d.Engine.train_batch, "evaluate": zero3d.Engine.evaluate, "no_grad": without_grad}
 
 
 def run(ways, calls, native=False, look=LOOK, **more):

@@ -83,14 +83,16 @@ def test_reductions_have_an_order_of_their_own():
 
 
 def test_ranks_of_different_axes_may_do_different_things():
-    posts = {rank: post(f"g layers.{rank // 2}", axes={"dp": [2 * (rank // 2), 2 * (rank // 2) + 1]}) for rank in range(4)}
+    posts = {
+        rank: post(f"g layers.{rank // 2}", axes={"dp": [2 * (rank // 2), 2 * (rank // 2) + 1]}) for rank in range(4)
+    }
     assert find_disagreement(posts) is None
 
 
 def test_of_long_orders_the_last_operations_are_compared(monkeypatch):
     monkeypatch.setattr(order_log, "KEPT", 4)
     many = [f"g layers.{number}" for number in range(9)]
-    assert [entry.index for entry in log_of(*many).recent(GATHERS)] == [5, 6, 7, 8]
+    assert [entry.place for entry in log_of(*many).recent(GATHERS)] == [5, 6, 7, 8]
     assert said(post(*many), post(*many[:7])) == ""
     assert "rank 0 gathers unit 'layers.8', where rank 1 gathers unit 'tower' (operation 9 " in said(
         post(*many), post(*many[:8], "g tower")
@@ -106,7 +108,9 @@ def test_ranks_that_wait_for_each_other_in_different_operations_are_a_proof():
     held = post("g embed", "g tower", wait=waits("all_gather", 2, "tower"))
     ended = post("g embed", "r embed", wait=waits("reduce_scatter", 1, "embed"))
     found = said(held, ended)
-    assert "rank 0 waits in all_gather of unit 'tower' on axis dp, which rank 1 has not begun; rank 1 waits in " in found
+    assert (
+        "rank 0 waits in all_gather of unit 'tower' on axis dp, which rank 1 has not begun; rank 1 waits in " in found
+    )
     assert "reduce_scatter of unit 'embed' on axis dp, which rank 0 has not begun" in found
 
 
@@ -121,7 +125,10 @@ def test_a_wait_for_what_a_peer_has_begun_is_no_proof():
 
 
 def test_messages_between_two_ranks_are_not_counted_alike_and_prove_nothing():
-    posts = [post("g a", wait=waits("send", 3, "a", peer), counts={("dp", "send"): 3 - rank}) for rank, peer in ((0, 1), (1, 0))]
+    posts = [
+        post("g a", wait=waits("send", 3, "a", peer), counts={("dp", "send"): 3 - rank})
+        for rank, peer in ((0, 1), (1, 0))
+    ]
     assert said(*posts) == ""
 
 
