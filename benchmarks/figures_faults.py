@@ -164,6 +164,16 @@ ROWS = (
         lambda: stalled("other"),
     ),
     Row(
+        "at stage 3 some ranks call a branch, an expert or a tower that is a unit of its own, and others do not",
+        "within seconds OrderError on all ranks, with the unit, the ranks and what to change; a slow rank is no error",
+        "ranks/test_unequal_units.py",
+    ),
+    Row(
+        "a hang on NCCL whose flight recorder is on",
+        "each rank writes its record, and the report or the error names the file",
+        "unit/test_flight_recorder.py",
+    ),
+    Row(
         "a rank is killed, without `--max-restarts`",
         "the report has its last call and the stacks of the other ranks; exit code 1",
         "parity/test_stalls.py",

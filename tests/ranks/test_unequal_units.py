@@ -4,17 +4,19 @@ Ranks look at short intervals here; what they conclude does not depend on time.
 """
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import VOCAB, batch
+from models import VOCAB, batch, bits
 from torch import nn
 
 import zero3d
 from zero3d.distributed import choice, order_watch
 
 LOOK = 0.02  # seconds
+UNITS = ["tower", "experts.*", "layers.*"]
 FAR = 600.0  # seconds until a wait would end by itself
 
 
@@ -56,8 +58,7 @@ def run(ways, calls, native=False, look=LOOK, **more):
     order_watch.LOOK, order_watch.PATIENCE = look, 1.5 * look
     choice.PAIRWISE_MAX_RANKS = 0 if native else 8
     try:
-        units = ["tower", "experts.*", "layers.*"]
-        engine = zero3d.Engine(Optional(), stage=3, precision="fp32", units=units, loss=sum_of_squares)
+        engine = zero3d.Engine(Optional(), stage=3, precision="fp32", units=UNITS, loss=sum_of_squares)
         for way, of_ranks in zip(ways, calls, strict=True):
             WAYS[way](engine, [{"ids": batch(0), "calls": of_ranks[dist.get_rank()], **more}])
         return engine.steps
@@ -113,6 +114,35 @@ def test_units_of_one_size_that_ranks_swap_are_named_where_no_rank_waits(ranks):
         error = errors_of(ranks(2, run, [way], [swapped], True, group_timeout=FAR, check=False))
         assert "unit 'experts.0'" in error
         assert "unit 'experts.1'" in error
+
+
+REMEDIES = {  # stage, units, whether inside full_params(), the factor of the loss of a rank without anything for the tower
+    "the block as a unit": (3, ["layers.*"], False, None),
+    "full_params()": (3, UNITS, True, None),
+    "a blank input": (3, UNITS, False, 0.0),
+    "stage=2": (2, UNITS, False, None),
+}
+
+
+def train_with(remedy):
+    """Rank 1 alone has something for the tower; all ranks do what a remedy says."""
+    stage, units, inside, factor = REMEDIES[remedy]
+    engine = zero3d.Engine(Optional(), stage=stage, precision="fp32", units=units, loss=sum_of_squares)
+    mine = dist.get_rank() == 1
+    for _ in range(2):
+        with engine.full_params() if inside else nullcontext():
+            output = engine(batch(0), ("tower",) if mine or factor is not None else ())
+            engine.backward(output.square().mean() * (1.0 if mine or factor is None else factor))
+        engine.step()
+    with engine.full_params():
+        return engine.steps, bits(engine.module.parameters())
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_the_remedies_that_the_error_names_train_to_the_end(ranks, remedy):
+    first, second = ranks(2, train_with, remedy)
+    assert first == second
+    assert first[0] == 2
 
 
 def slow(look, sleep):

@@ -92,7 +92,7 @@ def test_ranks_of_different_axes_may_do_different_things():
 def test_of_long_orders_the_last_operations_are_compared(monkeypatch):
     monkeypatch.setattr(order_log, "KEPT", 4)
     many = [f"g layers.{number}" for number in range(9)]
-    assert [entry.index for entry in log_of(*many).recent(GATHERS)] == [5, 6, 7, 8]
+    assert [entry.place for entry in log_of(*many).recent(GATHERS)] == [5, 6, 7, 8]
     assert said(post(*many), post(*many[:7])) == ""
     assert "rank 0 gathers unit 'layers.8', where rank 1 gathers unit 'tower' (operation 9 " in said(
         post(*many), post(*many[:8], "g tower")

@@ -220,7 +220,9 @@ def test_where_nccls_recorder_is_on_it_is_written_before_the_wait_ends_and_named
 
 
 def thread_of(watch):
-    watch.add(axis := Axis("dp", 0, 2, Group([]), Group([])), [0, 1])
+    axis = Axis("dp", 0, 2, Group([]), Group([]))
+    axis._backends = {"cpu": "gloo"}
+    watch.add(axis, [0, 1])
     axis.begins("all_gather", "a")
     return axis, watch._thread
 
@@ -259,5 +261,5 @@ def test_the_host_that_reads_a_device_looks_for_the_verdict(store, monkeypatch):
         look()
 
     monkeypatch.setattr(Arena, "on_host", on_host)
-    with pytest.raises(OrderError, match="^rank 0 gathers unit 'tower'$"):
+    with pytest.raises(OrderError, match=r"^rank 0 gathers unit 'tower'$"):
         Comm(one.axis, Arena(torch.device("meta")), Ledger())._on_host(torch.ones(1, device="meta"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError, DistError, DistStoreError
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from zero3d.distributed.order_log import OrderLog, Wait
+from zero3d.distributed.order_log import OrderLog
 from zero3d.errors import FAULT, OrderError, Zero3dError
 from zero3d.watchdog.flight_recorder import folder_of, record
 
@@ -227,9 +227,9 @@ class Call(NamedTuple):
     def wait(self, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Run one that ends when peers have come to the same operation, on gloo, where the host waits in it."""
         log = self.axis.log
-        if log is None or self.axis.backend != "gloo":
+        if log is None or not log.blocks:
             return self.run(call, peer)
-        log.wait = Wait(self.axis.name, self.op, self.unit, self.number, peer)
+        log.wait = self.axis.name, self.op, self.unit, self.number, peer
         try:
             return self.run(call, peer)
         finally:
@@ -267,7 +267,7 @@ def start_messages(
 
 
 def leave_note(text: str, code: int = FAULT) -> None:
-    """Leave why this rank goes away, its exit code and its number, where its peers' errors find it; the first one stays.
+    """Leave why this rank goes away, its exit code and number, where its peers' errors find it; the first one stays.
 
     A store that is gone, or does not answer, reaches nobody.
     """

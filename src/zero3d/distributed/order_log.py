@@ -38,9 +38,9 @@ REMEDY = (
 
 
 class Entry(NamedTuple):
-    """One operation that a rank has begun; `index` counts those of its sequence, from 0."""
+    """One operation that a rank has begun; `place` counts those of its sequence, from 0."""
 
-    index: int
+    place: int
     op: str
     unit: str
 
@@ -59,18 +59,19 @@ class Wait(NamedTuple):
 
 
 class OrderLog:
-    """Keeps what a rank has begun on one axis; a call of `add` takes about half a microsecond.
+    """Keeps what a rank has begun on one axis; a call of `add` takes a fraction of a microsecond.
 
     begins  called before the first operation
-    wait    the call that keeps the host waiting now
+    blocks  a wait blocks the host, as on gloo
+    wait    the call that keeps the host waiting now, as the fields of a `Wait`
     """
 
-    wait: Wait | None = None
+    wait: tuple[str, str, str, int, int | None] | None = None
 
-    def __init__(self, begins: Callable[[], object] | None = None) -> None:
-        self._begins = begins
+    def __init__(self, begins: Callable[[], object] | None = None, blocks: bool = False) -> None:
+        self._begins, self.blocks = begins, blocks
         self._counts = {GATHERS: 0, REDUCTIONS: 0}
-        self._recent: dict[str, deque[Entry]] = {name: deque(maxlen=KEPT) for name in self._counts}
+        self._recent: dict[str, deque[tuple[int, str, str]]] = {name: deque(maxlen=KEPT) for name in self._counts}
 
     def add(self, op: str, unit: str) -> None:
         """Note an operation that begins."""
@@ -79,12 +80,12 @@ class OrderLog:
             self._begins = None
         sequence = GATHERS if op in ("all_gather", "exchange") else REDUCTIONS
         count = self._counts[sequence]
-        self._recent[sequence].append(Entry(count, op, unit))  # another thread may read: an entry has its own index
+        self._recent[sequence].append((count, op, unit))  # another thread may read: an entry has its own place
         self._counts[sequence] = count + 1
 
     def recent(self, sequence: str) -> list[Entry]:
         """Return the last operations of a sequence, from any thread."""
-        return list(self._recent[sequence])
+        return [Entry(*each) for each in list(self._recent[sequence])]
 
 
 class Part(NamedTuple):
@@ -159,7 +160,7 @@ class Post(NamedTuple):
                     codes[about] = code = zlib.crc32(f"{op} {unit}".encode())
                     names[code] = about
                 numbers.append(codes[about])
-            parts[key] = Part(those[0].index if those else 0, numbers.tobytes())
+            parts[key] = Part(those[0].place if those else 0, numbers.tobytes())
         return cls(axes, parts, names, counts, wait)
 
     def pack(self) -> str:
@@ -211,7 +212,7 @@ class Difference(NamedTuple):
     """
 
     axis: str
-    index: int
+    place: int
     begun: Mapping[tuple[str, str], Sequence[int]]
 
     def text(self) -> str:
@@ -219,7 +220,7 @@ class Difference(NamedTuple):
         ordered = sorted(self.begun.items(), key=lambda each: each[0][0] == "exchange")
         told = [f"{_ranks(ranks)} {_does(about, len(ranks) > 1)}" for about, ranks in ordered]
         said = f"{told[0]}, where {', '.join(told[1:])}"
-        return f"{NEVER_MEET}: on axis {self.axis} {said} (operation {self.index + 1:,} in this order). {REMEDY}"
+        return f"{NEVER_MEET}: on axis {self.axis} {said} (operation {self.place + 1:,} in this order). {REMEDY}"
 
 
 class Circle(NamedTuple):

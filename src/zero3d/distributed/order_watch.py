@@ -25,9 +25,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, find_disagreement
+from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, Wait, find_disagreement
 from zero3d.watchdog.flight_recorder import folder_of, record
 from zero3d.watchdog.heartbeat import Heartbeat
 
@@ -55,20 +56,24 @@ class OrderWatch:
     def __init__(
         self, store: Store, rank: int, world: int, heartbeat: Heartbeat, closes: Callable[[str], object]
     ) -> None:
-        self.store, self._rank, self._world = store, rank, world
-        self._heartbeat, self._closes = heartbeat, closes
+        self.store = store
+        self._rank = rank
+        self._world = world
+        self._heartbeat = heartbeat
+        self._closes = closes
         self._number = store.add(f"{KEY}/meshes/{rank}", 1)  # ranks make their meshes in one order
         self._axes: dict[str, tuple[weakref.ref[Axis], Sequence[int]]] = {}
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._beats = -1
-        self._since = self._asked = time.monotonic()
-        self._told = self._ended = self._aborted = False
+        self._since = time.monotonic()
+        self._asked: float | None = None  # when it asked the store last, in this silence
+        self._ends = 0  # how often it has done something to end waits
         self._read: dict[int, bytes] = {}
 
     def add(self, axis: Axis, ranks: Sequence[int]) -> None:
         """Watch an axis of these ranks of the world from now on; one that has another's log goes on with it."""
-        axis.log, axis.watch = axis.log or OrderLog(self._begin), self
+        axis.log, axis.watch = axis.log or OrderLog(self._begin, blocks=axis.backend == "gloo"), self
         self._axes[axis.name] = weakref.ref(axis), ranks
 
     def found(self) -> str:
@@ -85,8 +90,8 @@ class OrderWatch:
             if self._rank == 0:
                 self._judge()
             else:
-                time.sleep(A_MOMENT)
                 self._hear()
+            time.sleep(A_MOMENT)
         return self.verdict
 
     def close(self) -> None:
@@ -110,7 +115,8 @@ class OrderWatch:
         """Look, at a moment in seconds, whether this rank is silent, and whether ranks can never meet."""
         beats = self._heartbeat.beats
         if beats != self._beats:
-            self._beats, self._since, self._told = beats, now, False
+            self._beats, self._since = beats, now
+            self._asked = None
         silent, every = now - self._since, self._world / RATE
         if silent < max(PATIENCE, every):
             return
@@ -120,18 +126,17 @@ class OrderWatch:
             self._end_waits(now, silent)
 
     def _look_at_others(self, now: float, every: float) -> None:
-        if not self._told and not self.verdict:
-            self.store.set(self._key("post", self._rank), self.post().pack())
-            self._told, self._asked = True, now - every
-        if self.verdict or now - self._asked < every:
+        if self.verdict or (self._asked is not None and now - self._asked < every):
             return
+        if self._asked is None:
+            self.store.set(self._key("post", self._rank), self.post().pack())
         self._asked = now
         self._hear()
         if self._rank == 0 and not self.verdict:
             self._judge()
 
     def post(self) -> Post:
-        """Return what this rank has begun, from any thread; it waits in a call that it was in before and is in after."""
+        """Return what this rank has begun, from any thread, and the call in which it waits all that time."""
         axes = {name: list(ranks) for name, _, ranks in self._alive()}
         logs = {name: axis.log for name, axis, _ in self._alive() if axis.log is not None}
         before = [log.wait for log in logs.values()]
@@ -139,7 +144,7 @@ class OrderWatch:
         entries = {(name, kind): log.recent(kind) for name, log in logs.items() for kind in (GATHERS, REDUCTIONS)}
         after = [log.wait for log in logs.values()]
         waits = [wait for wait, still in zip(before, after, strict=True) if wait is not None and wait is still]
-        return Post.of(axes, entries, counts, waits[0] if waits else None)
+        return Post.of(axes, entries, counts, Wait(*waits[0]) if waits else None)
 
     def _alive(self) -> Iterator[tuple[str, Axis, Sequence[int]]]:
         for name, (known, ranks) in list(self._axes.items()):
@@ -170,16 +175,17 @@ class OrderWatch:
 
     def _end_waits(self, now: float, silent: float) -> None:
         """End what this rank may wait in; after a while also what no collective of ours is."""
-        if not self._ended:
-            self._ended, self._since = True, now
-            for _, axis, _ in self._alive():
-                if axis.backend == "gloo":
-                    end_waits_on_gloo(axis)
-        elif not self._aborted and silent > GRACE:
-            self._aborted = True
-            for _, axis, _ in self._alive():
-                if axis.backend != "gloo":
-                    abort(axis)
+        if self._ends == 0:
+            self._since = now
+            end, there = end_waits_on_gloo, True
+        elif self._ends == 1 and silent > GRACE:
+            end, there = abort, False
+        else:
+            return
+        self._ends += 1
+        for _, axis, _ in self._alive():
+            if (axis.backend == "gloo") is there:
+                end(axis)
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (KEY, self._number, *parts)))
@@ -190,7 +196,7 @@ def end_waits_on_gloo(axis: Axis) -> None:
 
     A receive that runs out of time does it, but for one from a peer that has closed its own connection before.
     """
-    for group in {axis.gathers, axis.reductions} - {None}:
+    for group in _groups(axis):
         for peer in range(axis.size):
             if peer != axis.rank:
                 with suppress(RuntimeError):
@@ -199,9 +205,13 @@ def end_waits_on_gloo(axis: Axis) -> None:
 
 def abort(axis: Axis) -> None:
     """Abort an axis' groups: kernels that wait for peers end, and with them what waits for the device."""
-    for group in {axis.gathers, axis.reductions} - {None}:
+    for group in _groups(axis):
         with suppress(RuntimeError, AttributeError):
             group.abort()
+
+
+def _groups(axis: Axis) -> set[dist.ProcessGroup]:
+    return {group for group in (axis.gathers, axis.reductions) if group is not None}
 
 
 def _look_again_and_again(known: weakref.ref[OrderWatch], over: threading.Event) -> None:

@@ -44,7 +44,7 @@ def recorder() -> Callable[..., bytes] | None:
 
 
 def record(rank: int, folder: Path | None) -> Path | None:
-    """Write this process' record, for the run's folder where one is known; return its file, None where there is none."""
+    """Write this process' record, for the run's folder if that is known; return its file, None where there is none."""
     give = recorder()
     if give is None:
         return None
