@@ -348,4 +348,32 @@ def _linked(words: str) -> str:
     return f"`tests/{path}`{blank}{rest}"
 
 
-FAULTS: dict[str, Callable[[], str]] = {"faults": matrix}
+# What tools found on the code before, by what they watch.
+BEFORE = {
+    "a unit with a hole waits for backward's end (C1)": ("a hole",),
+    "compute waits for copies of units that are gathered ahead (C2)": ("superfluous waits",),
+    "groups of a caller change the names of later ones (C4)": ("a caller's groups",),
+}
+
+
+def concurrency() -> str:
+    """Which tool finds which fault of concurrency: planted ones, and three on the code that had them."""
+    [planted], [before] = results("concurrency"), results("concurrency-before")
+    tools = list(planted["found"]["none"])
+    rows = [
+        [fault, *("; ".join(found[tool]) for tool in tools)]
+        for fault, found in planted["found"].items()
+        if fault != "none"
+    ]
+    earlier = before["found"]["none"]
+    rows += [
+        [
+            f"{fault}, in the code before",
+            *("; ".join(each for each in earlier[tool] if each in watched) for tool in tools),
+        ]
+        for fault, watched in BEFORE.items()
+    ]
+    return table(["fault", *tools], rows)
+
+
+FAULTS: dict[str, Callable[[], str]] = {"faults": matrix, "concurrency": concurrency}

@@ -186,6 +186,13 @@ RECIPES = {
         ),
         Recipe("restart", ("python benchmarks/restart.py --ranks 2 --rounds 3 --json OUT",)),
         Recipe("replay", ("python benchmarks/replay.py --json OUT",)),
+        Recipe("concurrency", ("python benchmarks/concurrency.py --json OUT",), timed=False),
+        Recipe(
+            "concurrency-before",
+            ("python benchmarks/concurrency.py --faults none --json OUT",),
+            timed=False,
+            source="171e5042",
+        ),
         Recipe("faults-configs", ("python benchmarks/faults.py --parts configs --json OUT",), timed=False),
         Recipe("faults-checkpoints", ("python benchmarks/faults.py --parts checkpoints --json OUT",), timed=False),
         Recipe(

@@ -3,7 +3,7 @@
 accelerator        a device of its own over host memory: tensors that only its kernels can read
 host_traffic       counts its copies from and to the host and all that waits for it, by line of zero3d
 groups             process groups that note what they are asked, refuse other devices, and need no peers or have threads
-first_operations   whether a group's first operation has all its ranks, and its ranks the same collectives
+first_operations   whether a group's first operation has all its ranks
 rendezvous         replays what ranks ask of groups as NCCL would do it, also on harder machines: who waits for whom
 interleavings      tries every order in which hosts of ranks and what they ask for can come
 unequal            ranks that do not do the same: a hole on one of them, pipelines, a caller's groups

@@ -1,8 +1,9 @@
-"""Whether every group begins with all of its ranks, and whether its ranks call the same collectives.
+"""Whether every group begins with all of its ranks.
 
 A communicator is made at the group's first operation, by all of its ranks together. A collective is one of all ranks;
 a batch of messages may be one of a few, who then wait for the others: torch demands that all ranks take part in a
-group's first batch. Messages sent alone have communicators of their own.
+group's first batch. Messages sent alone have communicators of their own. Whether a group's ranks call the same
+collectives in the same order is what rendezvous.py says: all that a look at their lists would find, it finds, too.
 """
 
 from __future__ import annotations
@@ -35,19 +36,4 @@ def first_operation_faults(logs: Logs) -> list[str]:
                 faults.append(
                     f"group {group} of {ranks} begins on rank {rank} with messages of {sorted(together)} alone"
                 )
-    return faults
-
-
-def order_faults(logs: Logs) -> list[str]:
-    """Return the groups whose ranks call other collectives, in another order or of other sizes, in words."""
-    faults = []
-    for (group, ranks), asked in by_group(logs).items():
-        rows = {rank: [o[2:5] for o in asked.get(rank, []) if o.peer is None] for rank in ranks}
-        first = rows[ranks[0]]
-        for rank, row in rows.items():
-            at = next((i for i, (a, b) in enumerate(zip(first, row, strict=False)) if a != b), None)
-            if at is not None:
-                faults.append(f"group {group}: rank {rank} has {row[at]} where rank {ranks[0]} has {first[at]}")
-            elif len(row) != len(first):
-                faults.append(f"group {group}: rank {rank} has {len(row)} collectives, rank {ranks[0]} {len(first)}")
     return faults

@@ -152,7 +152,7 @@ def _words(label: Any) -> str:
 
 def _named(key: Key) -> str:
     group, ranks = key
-    return f"group {group[:8]} of {', '.join(map(str, ranks))}"
+    return f"group {group if len(group) < 32 else group[:8]} of {', '.join(map(str, ranks))}"
 
 
 def program_of(rank: int, log: Sequence[Operation | Wait | Read | Follow], machine: Machine) -> list[Item]:

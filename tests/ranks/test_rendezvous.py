@@ -48,14 +48,14 @@ def run(family, mesh, schedule, count, stage=2, exact=False):
 
 
 def faults_of(cases):
-    """(first operations, orders, replays) of every case."""
+    """(first operations, replays) of every case."""
     from instruments import first_operations, rendezvous
 
     found = []
     for case in cases:
         logs = run(*case)
         replays = rendezvous.replay(logs), rendezvous.replay(logs, eager=True)
-        found.append((first_operations.first_operation_faults(logs), first_operations.order_faults(logs), *replays))
+        found.append((first_operations.first_operation_faults(logs), *replays))
     return found
 
 
@@ -79,13 +79,13 @@ def faults(pool, request):
 
 
 def test_every_group_begins_with_all_its_ranks(faults):
-    for case, (first, _, replayed, _) in faults:
+    for case, (first, replayed, _) in faults:
         assert (case, first, replayed) == (case, [], [])
 
 
 def test_the_ranks_of_a_group_call_the_same_collectives_and_nobody_waits_for_ever(faults):
-    for case, (_, orders, _, replayed) in faults:
-        assert (case, orders, replayed) == (case, [], [])
+    for case, (*_, replayed) in faults:
+        assert (case, replayed) == (case, [])
 
 
 # --- schedules ----------------------------------------------------------------------------------
@@ -116,9 +116,8 @@ SHORT = [
 
 
 def check_schedules(cases, alone):
-    for case, (_, orders, *replays) in zip(cases, alone(faults_of, cases), strict=True):
-        for replayed in replays:
-            assert (case, orders, replayed) == (case, [], [])
+    for case, (_, *replays) in zip(cases, alone(faults_of, cases), strict=True):
+        assert (case, *replays) == (case, [], [])
 
 
 def test_messages_of_every_schedule_meet_their_own_without_buffers(alone):
@@ -192,14 +191,11 @@ def test_a_group_that_begins_with_messages_of_a_few_is_found():
 
 
 def test_collectives_in_another_order_or_of_other_sizes_are_found():
-    from instruments.first_operations import order_faults
     from instruments.rendezvous import replay
 
     logs = [log_of(("all_gather",), ("all_reduce",))] * 2 + [log_of(("all_reduce",), ("all_gather",))]
-    assert len(order_faults(logs)) == 1
     assert "different collectives meet" in replay(logs)[0]
     fewer = [log_of(("all_gather",))] * 2 + [log_of(("all_gather",), ("all_gather",))]
-    assert "2 collectives, rank 0 1" in order_faults(fewer)[0]
     assert len(replay(fewer)) == 1
 
 
