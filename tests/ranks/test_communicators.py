@@ -57,7 +57,7 @@ WAYS = {
 
 
 def trained(model, options, number):
-    """The weights after two steps of a model whose axes have so many communicators."""
+    """Weights after two steps of a model whose axes have so many communicators, and the most bytes that it held."""
     mesh = zero3d.Mesh(**options.get("mesh", {}))
     options = {"accumulate": 1, "precision": "bf16"} | options | {"mesh": mesh, "communicators": number}
     engine = zero3d.Engine(model, optimizer=adamw, **options)
@@ -68,15 +68,16 @@ def trained(model, options, number):
             ids = batch(10 * step + part, dist.get_rank(), dist.get_world_size())
             engine.backward(engine(ids).float().square().mean())
         assert engine.step().applied
-    return bits_of(engine)
+    return bits_of(engine), {category: engine.arena.peak(category) for category in ("gathered", "bucket", "wire")}
 
 
 def equal_bits(cases):
-    """Names of parameters that another number of communicators changes, by stage and way."""
+    """Names of parameters and categories of memory that another number of communicators changes, by stage and way."""
     found = {}
     for stage, way in cases:
-        one, two = (trained(net(layers=6), WAYS[way] | {"stage": stage}, number) for number in (1, 2))
+        (one, held), (two, wanted) = (trained(net(layers=6), WAYS[way] | {"stage": stage}, number) for number in (1, 2))
         found[stage, way] = [name for name in two if not torch.equal(one[name], two[name])]
+        found[stage, way] += [category for category in held if held[category] != wanted[category]]
     return found
 
 
@@ -84,7 +85,7 @@ def equal_bits(cases):
     [(0, "accumulation"), (3, "accumulation")],
     pytest.param([case for case in product(range(4), WAYS) if case[1] != FAR or case[0] == 3], marks=pytest.mark.long),
 ], ids=["few", "all"])  # fmt: skip
-def test_one_communicator_gives_the_bits_of_two(ranks, cases):
+def test_one_communicator_gives_the_bits_of_two_and_takes_the_same_buffers(ranks, cases):
     for found in ranks(2, equal_bits, cases):
         assert not any(found.values())
 
