@@ -485,7 +485,7 @@ def test_what_hides_of_dp_and_what_adds_to_it():
     assert slow == pytest.approx(60 + 40 + (40 - 35))
 
 
-def test_copies_of_shards_are_summed_between_hosts_once_a_step_and_nothing_hides_it():
+def test_copies_of_shards_are_summed_between_hosts_once_a_step_and_the_last_backward_hides_all_but_the_last():
     """Inside a host as over dp 2; of 1e6 elements on each rank 2 MB leave it in fp32, and come back: 4 + 10 ms each."""
     hosts, zero3d = replace(HOST, nodes=2, per_node=2), {"as_zero3d": True}
     inside, across = 2 * 3 + 2 * 2, 2 * 14
@@ -493,7 +493,17 @@ def test_copies_of_shards_are_summed_between_hosts_once_a_step_and_nothing_hides
     assert milliseconds(dp=4, shard=2, spec=hosts, pace=zero3d)["dp"] == pytest.approx(inside + across)
     often = milliseconds(dp=4, shard=2, stage=2, spec=hosts, pace=zero3d)["dp"]
     assert often == pytest.approx(3 * 2 * 2 + 2 * 2 + across), "single gradients travel in bf16, sums do not"
-    assert milliseconds(dp=4, shard=2, spec=hosts, pace=zero3d | {"hide_dp": 1})["dp"] == pytest.approx(across)
+    assert milliseconds(dp=4, shard=2, spec=hosts, pace=zero3d | {"hide_dp": 1})["dp"] == pytest.approx(across), (
+        "two units are the last"
+    )
+    hiding = zero3d | {"hide_dp": 1}
+    deep = milliseconds(layers(8), dp=4, shard=2, spec=hosts, pace=hiding)["dp"]
+    assert deep == pytest.approx(2 * (16 + 10) * 2 / 8), "behind 280"
+    slow = replace(hosts, across=replace(hosts.across, bandwidth=hosts.across.bandwidth / 100))
+    longer = milliseconds(layers(8), dp=4, shard=2, spec=slow, pace=hiding)["dp"]
+    assert longer == pytest.approx(2 * (1600 + 10) - 280)
+    behind = milliseconds(layers(8), dp=4, shard=2, pp=2, spec=replace(hosts, nodes=4), pace=hiding)["dp"]
+    assert behind == pytest.approx(2 * (8 + 10)), "of a pipeline behind all backwards"
     narrow = milliseconds(dp=4, shard=2, reduce_dtype="bf16", spec=hosts, pace=zero3d)["dp"]
     assert narrow == pytest.approx(2 * 2 + 2 * 2 + (10 + 2) + (10 + 4))
     assert milliseconds(dp=4, shard=1, spec=hosts, pace=zero3d)["dp"] == pytest.approx(2 * (1 + 10 + 4))

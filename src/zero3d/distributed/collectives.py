@@ -121,9 +121,8 @@ class Comm:
         self._ledger = ledger
         self._check = check_every_gather
         self._last = "nothing yet"
-        self._order: dict[str, int] = (
-            dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0) if within is None else within._order
-        )
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        self._order: dict[str, int] = dict.fromkeys(kinds, 0) if within is None else within._order
         self._algorithm = open_algorithm(axis, arena, reduce_scatter, on_host)
         self.algorithm = self._algorithm.name
         self._first: Tensor | None = None  # rank 0's receive buffer, where this rank can write into it
