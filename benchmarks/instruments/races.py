@@ -555,7 +555,7 @@ def modelled(engine: Engine, without: str = "", machine: Machine | None = None) 
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         if without == "wait":
             stack.enter_context(replaced(Work, "wait", lambda _: True))
-        for side in (engine.gathers._side, engine.reductions._side):
+        for side in (engine.gathers._side, engine.reductions._side, engine.reductions._across):
             stream = Stream(model, side._name)
             if without == "issue":
                 stream.wait_stream = lambda _: None
