@@ -3,7 +3,7 @@
 import pytest
 
 from zero3d.distributed import order_log
-from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, Wait, find_disagreement
+from zero3d.distributed.order_log import GATHERS, ONCE_MORE, REDUCTIONS, REMEDY, OrderLog, Post, Wait, find_disagreement
 
 DP = {"dp": [0, 1]}
 
@@ -80,6 +80,17 @@ def test_reductions_have_an_order_of_their_own():
     assert "rank 0 begins reduce_scatter of unit 'a', where rank 1 begins reduce_scatter of unit 'b'" in said(
         post("g a", "r a"), post("g a", "r b")
     )
+
+
+def test_a_unit_that_one_rank_reduces_once_more_is_named_where_the_other_has_ended_its_step():
+    found = said(post("g a", "r a", "r a"), post("g a", "r a", "x"))
+    assert "rank 0 begins reduce_scatter of unit 'a', where rank 1 comes to an exchange" in found
+    assert found.endswith(ONCE_MORE)
+
+
+def test_gathers_have_the_remedies_of_units_that_are_not_used_alike():
+    assert said(post("g a"), post("g b")).endswith(REMEDY)
+    assert said(post("g a"), post("x")).endswith(REMEDY)
 
 
 def test_ranks_of_different_axes_may_do_different_things():

@@ -2,7 +2,7 @@
 
     sequence     operations in it                       why they have one order
     gathers      all_gather, exchange                   units that are used, and where steps and evaluations end
-    reductions   reduce_scatter, all_reduce, ...        units whose gradients are complete
+    reductions   reduce_scatter, ..., exchange          units whose gradients are complete, and the same ends
 
 Of two ranks of an axis whose sequences differ at one place, neither will ever do what the other waits for: every rank
 notes an operation before it waits for peers. A sequence that is only shorter proves nothing: its rank may be slow. On
@@ -18,11 +18,12 @@ import sys
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 GATHERS, REDUCTIONS = "gathers", "reductions"
+SEQUENCES_OF = {"all_gather": (GATHERS,), "exchange": (GATHERS, REDUCTIONS)}
 KEPT = 1 << 14  # operations of a sequence: those of a step of 80 units and 64 micro-batches
 MOST_BYTES = 1 << 26  # of a rank's post, unpacked
 NAMED = 4  # ranks in a text
@@ -30,10 +31,15 @@ NAMED = 4  # ranks in a text
 COLLECTIVE = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "pass_rows", "exchange"))
 NEVER_MEET = "ranks do not run the same units and wait for each other for ever"
 REMEDY = (
-    "At stage 3 all ranks must use the same units in the same order. Where a branch, an expert or a vision tower is "
-    "called on some ranks only, make the block that contains it one unit (Engine(units=[...]) with that block's class "
-    "or name; DeepSpeed calls this a ZeRO-3 leaf module), put `with engine.full_params():` around forward and "
-    "backward, call it on every rank (with a blank input where there is none), or pass stage=2."
+    "At stage 3 all ranks must use the same units in the same order, and equally often. Where a branch, an expert or a "
+    "vision tower is called on some ranks only, make the block that contains it one unit (Engine(units=[...]) with "
+    "that block's class or name; DeepSpeed calls this a ZeRO-3 leaf module), put `with engine.full_params():` around "
+    "forward and backward, call it on every rank (with a blank input where there is none), or pass stage=2."
+)
+ONCE_MORE = (
+    "A unit is reduced once more when gradients of it come after its reduction: all ranks must do that equally often. "
+    "Where some ranks alone call backward twice on one forward, add the losses up and call it once; where they call a "
+    "block more often in reentrant checkpoints, pass use_reentrant=False; or do it on every rank."
 )
 
 
@@ -78,10 +84,10 @@ class OrderLog:
         if self._begins is not None:
             self._begins()
             self._begins = None
-        sequence = GATHERS if op in ("all_gather", "exchange") else REDUCTIONS
-        count = self._counts[sequence]
-        self._recent[sequence].append((count, op, unit))  # another thread may read: an entry has its own place
-        self._counts[sequence] = count + 1
+        for sequence in SEQUENCES_OF.get(op, (REDUCTIONS,)):
+            count = self._counts[sequence]
+            self._recent[sequence].append((count, op, unit))  # another thread may read: an entry has its own place
+            self._counts[sequence] = count + 1
 
     def recent(self, sequence: str) -> list[Entry]:
         """Return the last operations of a sequence, from any thread."""
@@ -220,7 +226,8 @@ class Difference(NamedTuple):
         ordered = sorted(self.begun.items(), key=lambda each: each[0][0] == "exchange")
         told = [f"{_ranks(ranks)} {_does(about, len(ranks) > 1)}" for about, ranks in ordered]
         said = f"{told[0]}, where {', '.join(told[1:])}"
-        return f"{NEVER_MEET}: on axis {self.axis} {said} (operation {self.place + 1:,} in this order). {REMEDY}"
+        remedy = _remedy([op for op, _ in self.begun])
+        return f"{NEVER_MEET}: on axis {self.axis} {said} (operation {self.place + 1:,} in this order). {remedy}"
 
 
 class Circle(NamedTuple):
@@ -235,7 +242,7 @@ class Circle(NamedTuple):
             f"rank {rank} waits in {wait.op}{_of(wait.unit)} on axis {wait.axis}, which rank {other} has not begun"
             for (rank, wait), other in zip(self.waits, others, strict=True)
         ]
-        return f"{NEVER_MEET}: {'; '.join(told)}. {REMEDY}"
+        return f"{NEVER_MEET}: {'; '.join(told)}. {_remedy([wait.op for _, wait in self.waits])}"
 
 
 def find_disagreement(posts: Mapping[int, Post]) -> Difference | Circle | None:
@@ -285,6 +292,11 @@ def find_circle(posts: Mapping[int, Post]) -> Circle | None:
         rank = next(peer for peer in stuck[rank] if peer in stuck)
     circle = path[path.index(rank) :] if path else []
     return Circle([(each, wait) for each in circle if (wait := posts[each].wait) is not None]) if circle else None
+
+
+def _remedy(ops: Collection[str]) -> str:
+    """Return what to change where ranks differ in these operations."""
+    return ONCE_MORE if "all_gather" not in ops and not {"reduce_scatter", "all_to_all"}.isdisjoint(ops) else REMEDY
 
 
 def _ranks(ranks: Iterable[int]) -> str:
