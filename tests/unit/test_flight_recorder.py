@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_reply_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_rank_whose_device_never_comes_to_an_end_names_its_file(recorded, monkeypatch, tmp_path):
-    monkeypatch.setattr(axis_module, "_note", lambda: ("", 1))
+    monkeypatch.setattr(axis_module, "_note", lambda: ("", 1, None))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = Axis("dp", 3, 8, patience=9.0).late({"dp": ("all_gather", "a")})
     assert isinstance(error, OrderError)

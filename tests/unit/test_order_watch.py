@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
 from zero3d.errors import OrderError
 from zero3d.watchdog import flight_recorder
 from zero3d.watchdog.heartbeat import Heartbeat
+from zero3d.zero.optimizer import ShardedOptimizer
 
 
 class Asked:
@@ -263,3 +265,10 @@ def test_the_host_that_reads_a_device_looks_for_the_verdict(store, monkeypatch):
     monkeypatch.setattr(Arena, "on_host", on_host)
     with pytest.raises(OrderError, match=r"^rank 0 gathers unit 'tower'$"):
         Comm(one.axis, Arena(torch.device("meta")), Ledger())._on_host(torch.ones(1, device="meta"))
+
+
+@pytest.mark.parametrize(("alike", "loss"), [(True, 1.5), (False, float("nan"))])
+def test_an_evaluation_on_an_accelerator_waits_for_nothing_and_is_nan_where_orders_differ(alike, loss):
+    comm = SimpleNamespace(size=2, device=torch.device("meta"), in_order=lambda recorded: torch.tensor(alike))
+    found = ShardedOptimizer.in_order(SimpleNamespace(_comms=[comm]), torch.tensor(1.5))
+    assert torch.equal(found.nan_to_num(-1.0), torch.tensor(loss).nan_to_num(-1.0))

@@ -40,7 +40,7 @@ from zero3d.distributed.coded_sums import CodedSum
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.shared_buffer import NOWHERE, SharedBuffer, attach
 from zero3d.errors import OrderError
-from zero3d.memory.arena import Arena, Number
+from zero3d.memory.arena import Arena, Number, device_values
 from zero3d.memory.scratch import group_elements
 
 _HASH_MODULUS = (1 << 52) - 1  # an exact float64
@@ -370,11 +370,15 @@ class Comm:
             "units in the same order: make branches equal on all ranks, or pass stage=2."
         )
 
-    def check_order(self, recorded: bool = True) -> None:
-        """Compare the hashes of all ranks now, in the ledger or apart from it. Raises OrderError."""
-        hashes = self.exchange(torch.tensor(self.order_values(), dtype=torch.float64), recorded)
-        if self.read((hashes != hashes[0]).any()[None], [0.0])[0]:
+    def check_order(self) -> None:
+        """Compare the hashes of all ranks now. Raises OrderError."""
+        if not self.read(self.in_order()[None], [1.0])[0]:
             raise self.order_error()
+
+    def in_order(self, recorded: bool = True) -> Tensor:
+        """Return whether the hashes of all ranks are equal, where it computes; in the ledger or apart from it."""
+        hashes = self.exchange(device_values(self.order_values(), self.device), recorded)
+        return (hashes == hashes[0]).all()
 
     @property
     def enqueues(self) -> bool:

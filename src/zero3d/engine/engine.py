@@ -437,7 +437,7 @@ class Engine:
         """Return the global mean loss without update, in eval mode.
 
         Ranks run equally many micro-batches; on CPUs a ConfigError on all of them says so where they do not. At stage 3
-        OrderError where they used different units; to compare that the device is read once.
+        they use the same units: OrderError, on accelerators a loss of NaN and the error in the next step.
         In exact mode rank r's k-th is number k x dp + r of the list, however gradients are reduced.
         """
         number, execution = count(), self._assembly.execution
@@ -447,9 +447,7 @@ class Engine:
             sums = execution.evaluate(counted)
             refuse_none(run := next(number), "evaluate")
             mean = self._mean(self._assembly.base.order.sum_of(sums, run, trained=False))
-            if self.stage == 3:
-                self.optimizer.check_orders()
-            return mean
+            return self.optimizer.in_order(mean) if self.stage == 3 else mean
 
     def _mean(self, of_dp: Tensor) -> Tensor:
         """Return the mean loss of all ranks, of sum and weight over this rank's dp axis."""

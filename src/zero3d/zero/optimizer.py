@@ -26,6 +26,7 @@ parameter for the same reason: one flat fused update differs in its vector tails
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -241,14 +242,20 @@ class ShardedOptimizer(OptimizerStates):
             "leave the matrices around it out with 'none'."
         )
 
-    def check_orders(self) -> None:
-        """Compare the order in which ranks have used units so far. Raises OrderError.
+    def in_order(self, result: Tensor) -> Tensor:
+        """Return what units have computed, if all ranks have used the same ones so far. Raises OrderError if not.
 
-        All ranks call it; 16 bytes of each of their axes to each other rank, apart from the ledger.
+        On accelerators, where to read that would be to wait, it is NaN instead, and the next step raises the error. All
+        ranks call it; 16 bytes of each of their axes to each other rank, apart from the ledger.
         """
         for comm in self._comms:
             if comm.size > 1:
-                comm.check_order(recorded=False)
+                in_order = comm.in_order(recorded=False)
+                if comm.device.type != "cpu":
+                    result = result.masked_fill(~in_order, math.nan)
+                elif not comm.read(in_order[None], [1.0])[0]:
+                    raise comm.order_error()
+        return result
 
     @property
     def _is_alone(self) -> bool:
