@@ -92,8 +92,8 @@ class Reductions:
         shared: bool = False,
     ) -> None:
         """Begin without gradients. side: where reductions run; across: where sums over copies do."""
-        self._closes, self._side = closes, side
-        self._across, self._shared = across, shared
+        self._closes, self._shared = closes, shared
+        self._side, self._across = side, across
         self.extend(units, gathered)
         self.arrivals = Arrivals()
         self._next = 0
