@@ -195,8 +195,11 @@ def model_streams(account: Account, run: Run) -> None:
             if fault:
                 account.ran(f"races at stage {stage} without {fault}", found, "" if found else "none was found")
             else:
-                what = f"races at stage {stage}" + (", one rank" if ranks == 1 else "")
-                account.ran(what, found, f"first: {next(iter(model.races))}" if found else "")
+                what = f"stage {stage}" + (", one rank" if ranks == 1 else "")
+                account.ran(f"races at {what}", found, f"first: {next(iter(model.races))}" if found else "")
+                if stage == 3:
+                    vain = model.timeline.superfluous
+                    account.ran(f"waits in vain at {what}", len(vain), f"first: {vain[0]}" if vain else "")
 
 
 def watch(account: Account, what: str, mesh: Mesh, run: Run, stage: int) -> None:
