@@ -89,6 +89,7 @@ PARTS = (
     Part("bits.deterministic", "campaign.numbers:deterministic", 28, 12, "8 + 8 trainings x 0.5"),
     Part("bits.default", "campaign.numbers:default", 28, 12, "8 + 8 trainings x 0.5"),
     Part("shared", "campaign.numbers:shared", 40, 22, "3 + 8 for two ranks + 9 trainings x 1.2: gloo by the host"),
+    Part("threads", "campaign.threads:threads", 40, 16, "8 + 6 trainings on 2 to 8 threads x 1.3"),
     Part("edges", "campaign.edges:edges", 25, 12, "8 + 8 trainings x 0.5"),
     Part(
         "loops",

@@ -16,6 +16,7 @@ speed       profiles: kernels, idle time
 tiers       records, activations and parameters off the device, beside all on it
 largest     the largest model that the plan says fits, beside the plan
 features    optimizers, experts, quantised bases, streams of weights, sequences over ranks, products in fp8
+threads     ranks that are threads, and share the device
 edges       what programs do beyond a step; other people's loops
 command     `zero3d train`
 

@@ -280,26 +280,30 @@ class _Arriving:
     def __init__(self) -> None:
         self.begun = 0
         self._copies: deque[tuple[int, Tensor, Tensor]] = deque()
+        self._lock = threading.RLock()  # ranks may be threads
 
     def put(self, into: Tensor, values: Tensor) -> Tensor:
         into.fill_(float("nan") if into.is_floating_point() else -1)
-        self.begun += 1
-        self._copies.append((self.begun, into, values))
+        with self._lock:
+            self.begun += 1
+            self._copies.append((self.begun, into, values))
         return into
 
     def arrive(self, begun: int | None = None) -> None:
         """Complete the copies that had begun by then; all of them."""
-        while self._copies and self._copies[0][0] <= (self.begun if begun is None else begun):
-            _, into, values = self._copies.popleft()
-            into.copy_(values)
+        with self._lock:
+            while self._copies and self._copies[0][0] <= (self.begun if begun is None else begun):
+                _, into, values = self._copies.popleft()
+                into.copy_(values)
 
     def land_in(self, source: Tensor) -> None:
         """Complete the copies to memory that the device itself reads now."""
         start, stop = source.data_ptr(), source.data_ptr() + source.nbytes
-        for begun, into, _ in reversed(self._copies):
-            if into.data_ptr() < stop and start < into.data_ptr() + into.nbytes:
-                self.arrive(begun)
-                return
+        with self._lock:
+            for begun, into, _ in reversed(self._copies):
+                if into.data_ptr() < stop and start < into.data_ptr() + into.nbytes:
+                    self.arrive(begun)
+                    return
 
 
 _arriving = _Arriving()

@@ -1,7 +1,7 @@
 """Process groups that note every operation and take tensors of one device only, as NCCL's do.
 
     alike     one process stands for all ranks: what the others send is what this rank sends
-    threads   the ranks are threads of this process, and what they send arrives
+    threads   the ranks are threads of this process, and what they send arrives; they may share one device
 
 Point-to-point messages go by order between two ranks, over one communicator each; tags are ignored.
 
@@ -15,7 +15,11 @@ computes with are its own. Where all ranks stand still, no one can come any more
                `rendezvous` says that
     TIME_OUT   each is told what a backend says when its time is up
 
-so no run depends on a clock: that all stand still is seen, not waited for. The same holds for a rank that stops or
+On a device with streams a group has one of its own on each rank, as NCCL's have: what a rank sends is copied there
+when its current stream has come so far, and what came is copied in when the others' have; `wait` lets the current
+stream wait for that. All of it is ordered by events between the ranks' streams, so ranks may share one card.
+
+So no run depends on a clock: that all stand still is seen, not waited for. The same holds for a rank that stops or
 comes late by plan (`plan`): it goes on when all others stand still, or ended.
 """
 
@@ -148,7 +152,7 @@ class Fabric:
         self.failed: BaseException | None = None
         self._changed = threading.Condition()
         self._meetings: dict[tuple[str, int], dict[int, Any]] = defaultdict(dict)
-        self._mail: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
+        self._mail: dict[tuple[str, int, int], deque[Any]] = defaultdict(deque)
         self._alive = set(range(world))
         self._gone: set[int] = set()  # that ended by an error
         self._still: dict[int, _Stand] = {}  # ranks that wait here, and for what
@@ -185,13 +189,13 @@ class Fabric:
         came = self._until(lambda: not missing(), f"{what}: {{missing}} did not come", missing)
         return [meeting[place] for place in range(len(ranks))] if came else None
 
-    def post(self, group: str, source: int, target: int, values: Tensor) -> None:
+    def post(self, group: str, source: int, target: int, values: Any) -> None:
         """Send."""
         with self._changed:
             self._mail[group, source, target].append(values)
             self._look()
 
-    def fetch(self, group: str, source: int, target: int, rank: int) -> Tensor | None:
+    def fetch(self, group: str, source: int, target: int, rank: int) -> Any:
         """Return the oldest message from a place in a group, when it is there; None if it never comes from `rank`."""
         box = self._mail[group, source, target]
         came = self._until(lambda: bool(box), f"message on {group}: {{missing}} sent none", lambda: {rank})
@@ -235,7 +239,7 @@ class Fabric:
                         raise Lost(f"rank {rank}: {what.format(missing=sorted(missing()))}")
             finally:
                 del self._still[rank]
-            if there() or late:
+            if late or (there() and not stand.let_go):  # let go is let go, whoever is faster then
                 return True
             told = f"rank {rank}: {what.format(missing=sorted(missing()))}"
             if self.failed is not None:
@@ -283,6 +287,54 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+class Lane:
+    """A group's stream on one rank's device; on the CPU there is none.
+
+    What ranks sent lives until this rank's stream has read it and all that followed: as long as the group.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._stream = None if device == "cpu" else torch.Stream(self._device)
+        self._kept: list[Any] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enqueue on it inside, after what the current stream was given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def send(self) -> torch.Event | None:
+        """Return when what was enqueued is over; inside `entered`."""
+        if self._stream is None:
+            return None
+        event = torch.Event(self._device)
+        event.record(self._stream)
+        return event
+
+    @contextmanager
+    def receiving(self, sent: Sequence[torch.Event | None]) -> Iterator[None]:
+        """Enqueue on it inside, when others have sent; the current stream then waits for that."""
+        if self._stream is None:
+            yield
+            return
+        for event in sent:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            yield
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, sent: Any) -> None:
+        """Keep what was read alive: another rank's allocator may not have its memory again."""
+        if self._stream is not None:
+            self._kept.append(sent)
+
+
 class Group(dist.ProcessGroup):
     """One group of a fabric as one rank sees it."""
 
@@ -290,6 +342,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, len(ranks))
         self._fabric, self._name, self._ranks, self._place = fabric, name, tuple(ranks), rank
         self._rank = self._ranks[rank]
+        self._lane = Lane(fabric.device) if fabric.threads else Lane("cpu")
         self.options = SimpleNamespace(_timeout=timeout)
         self._count = 0
 
@@ -327,26 +380,27 @@ class Group(dist.ProcessGroup):
         fills  what it fills in; it reads as NaN until it is waited for
         """
         number = self._note(op, tensors, label=_thread.label, splits=splits)
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _disable_current_modes(), self._lane.entered():
             mine = send.clone() if isinstance(send, Tensor) else [part.clone() for part in send]
             if not self._fabric.threads:
                 arrive([mine] * self.size())
                 return Work(None, lambda: self._waited(number))
             self._count += 1
             at, about = (self._name, self._count), (op, None if splits else tuple(t.numel() for t in tensors))
-            self._fabric.bring(at, self._place, (about, mine))
+            self._fabric.bring(at, self._place, (about, mine, self._lane.send()))
             if fills is not None and fills.is_floating_point():
                 fills.fill_(float("nan"))
 
         def finish() -> None:
             came = self._fabric.collect(at, self._ranks, f"{op} {_thread.label or ''} on group {self._name}")
-            if came is not None and any(told != about for told, _ in came):
+            if came is not None and any(told != about for told, *_ in came):
                 self._fabric.differ(
-                    f"{self._ranks} do not agree on their operation {at}: {[told for told, _ in came]}", self._rank
+                    f"{self._ranks} do not agree on their operation {at}: {[told for told, *_ in came]}", self._rank
                 )
                 came = None
-            with torch.no_grad(), _disable_current_modes():
-                arrive([mine] * self.size() if came is None else [values for _, values in came])
+            with torch.no_grad(), _disable_current_modes(), self._lane.receiving([e for *_, e in came or []]):
+                arrive([mine] * self.size() if came is None else [values for _, values, _ in came])
+            self._lane.keep(came)
 
         return Work(finish, lambda: self._waited(number))
 
@@ -420,8 +474,8 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> Work:
         number = self._message("send", tensors[0], target)
         if self._fabric.threads:
-            with torch.no_grad(), _disable_current_modes():
-                self._fabric.post(self._name, self._place, target, tensors[0].detach().clone())
+            with torch.no_grad(), _disable_current_modes(), self._lane.entered():
+                self._fabric.post(self._name, self._place, target, (tensors[0].detach().clone(), self._lane.send()))
         return Work(None, lambda: self._waited(number))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
@@ -432,7 +486,10 @@ class Group(dist.ProcessGroup):
                 came = None
                 if self._fabric.threads:
                     came = self._fabric.fetch(self._name, source, self._place, self._ranks[source])
-                tensors[0].zero_() if came is None else tensors[0].copy_(came)
+                values, sent = (None, None) if came is None else came
+                with self._lane.receiving([sent]):
+                    tensors[0].zero_() if values is None else tensors[0].copy_(values)
+                self._lane.keep(came)
 
         return Work(finish, lambda: self._waited(number))
 

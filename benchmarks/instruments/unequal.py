@@ -128,27 +128,29 @@ class Outcome(NamedTuple):
         return bool(pairs) and all(bool(((a - b).abs() <= 1e-9 * (1.0 + b.abs())).all()) for a, b in pairs)
 
 
-def run(hole: Hole | None, depth: int = DEPTH, world: int = 2, steps: int = STEPS, **options: Any) -> Outcome:
-    """Train on threads, on the streams that an accelerator would have; `options` are the engine's."""
+def run(
+    hole: Hole | None, depth: int = DEPTH, world: int = 2, steps: int = STEPS, device: str = "cpu", **options: Any
+) -> Outcome:
+    """Train on threads, all on one device, or on the CPU with streams that stand for one's; `options`: the engine's."""
     models = [Chain(depth) for _ in range(world)]
     stuck: list[str] = []
     errors: list[BaseException] = []
 
     def case() -> list[Tensor]:
-        mesh = zero3d.Mesh(dp=world)
+        mesh = zero3d.Mesh(dp=world, device=device)
         chosen = {"stage": 3, "precision": "fp64", "units": [Block], "optimizer": sgd, "clip_norm": None} | options
         engine = zero3d.Engine(models[mesh.rank], mesh=mesh, **chosen)
         for step in range(steps):
             rendezvous.mark()
             _set(engine.module, hole, mesh.rank, step)
-            engine.backward(loss_of(engine, rows_of(step, mesh.rank)))
+            engine.backward(loss_of(engine, rows_of(step, mesh.rank).to(mesh.device)))
             engine.step()
         rendezvous.mark()
         with engine.full_params():
-            return [p.detach().clone() for p in engine.module.parameters()]
+            return [p.detach().clone().cpu() for p in engine.module.parameters()]
 
-    with rendezvous.labelled(), groups.on_streams():
-        parameters, logs = groups.on_threads(world, case, stuck=stuck, errors=errors)
+    with rendezvous.labelled(), groups.on_streams() if device == "cpu" else nullcontext():
+        parameters, logs = groups.on_threads(world, case, torch.device(device).type, stuck, errors)
     return Outcome(logs, stuck, errors, parameters)
 
 

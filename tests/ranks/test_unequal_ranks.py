@@ -33,6 +33,44 @@ def stops_on(logs):
     return [name for name, machine in machines().items() if replay(logs, machine=machine)]
 
 
+# --- ranks on threads ---------------------------------------------------------------------------
+
+
+def two_sums(waits_first):
+    """Two ranks sum numbers over two groups in other orders; they wait for the first sum before the second, or after."""
+    import torch.distributed as dist
+    from instruments import groups
+
+    def case():
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+        rank = dist.get_rank()
+        numbers = [torch.full((1,), 10.0 ** (2 * place + rank)) for place in range(2)]
+        works = []
+        for place in (0, 1) if rank == 0 else (1, 0):
+            works.append(dist.all_reduce(numbers[place], group=(one, two)[place], async_op=True))
+            unread = numbers[place].isnan().all()
+            if waits_first:
+                works[-1].wait()
+        for work in works:
+            work.wait()
+        return [float(number) for number in numbers], bool(unread)
+
+    stuck = []
+    found, _ = groups.on_threads(2, case, stuck=stuck)
+    if waits_first:
+        with pytest.raises(groups.Lost, match="all ranks stood still: "):
+            groups.on_threads(2, case)
+    return found, stuck
+
+
+def test_ranks_may_call_two_groups_in_other_orders_unless_they_wait_between(alone):
+    found, stuck = alone(two_sums, False)
+    assert (found, stuck) == ([([11.0, 1100.0], True)] * 2, [])
+    found, stuck = alone(two_sums, True)
+    assert len(stuck) == 2
+    assert any(numbers != [11.0, 1100.0] for numbers, _ in found)
+
+
 # --- a hole in each block, on one rank, in one step ---------------------------------------------
 
 
@@ -282,3 +320,30 @@ PIPELINES = [(stages, 2 * stages, schedule) for stages in (2, 3) for schedule in
 def test_pipelines_of_every_schedule_stop_on_no_machine(alone, shapes):
     for shape, found in zip(shapes, alone(in_pipelines, shapes), strict=True):
         assert (shape, *found) == (shape, [], [], [])
+
+
+# --- threads on one device ----------------------------------------------------------------------
+
+
+def on_stand_in(holes_of_worlds):
+    """(whether equal to one process, errors, where ranks stood still, what does not fit) on the stand-in accelerator."""
+    from instruments import accelerator, rendezvous, unequal
+
+    device, found = accelerator.register().type, []
+    for world, case, options in holes_of_worlds:
+        hole = None if case is None else unequal.Hole(*case)
+        ran = unequal.run(hole, 3, world, device=device, **options)
+        found.append((ran.equals(unequal.expected(hole, 3, world)), ran.errors, ran.stuck, rendezvous.replay(ran.logs)))
+    return found
+
+
+SHARING = [
+    (2, (1, 0, (1,)), {}), (2, None, {"offload": {"optimizer": "host", "executor": "device"}}), (2, (1,), {"stage": 2}),
+    (4, (2, 3), {"second_shard": 2}), (2, (1,), {"communicators": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [SHARING[:1], pytest.param(SHARING, marks=LONG)], ids=["a hole", "others"])
+def test_ranks_that_share_an_accelerator_train_as_one_process(alone, cases):
+    for case, found in zip(cases, alone(on_stand_in, cases), strict=True):
+        assert (case, *found) == (case, True, [], [], [])
