@@ -142,7 +142,6 @@ def test_compute_waits_for_no_unit_that_is_gathered_ahead(options):
 def test_waits_for_codes_of_units_that_are_gathered_ahead_are_found():
     timeline = of_gathers(planted.tail_joined, gather_wire="int8")
     assert len([found for found in timeline.superfluous if found.stream == "gather"]) > 10
-    assert timeline.makespan > of_gathers(nullcontext, gather_wire="int8").makespan
 
 
 def from_the_host(faults, layers, ranks, places, resident=False):
@@ -243,10 +242,10 @@ def test_two_gathers_ahead_and_two_reductions_in_flight_hide_uneven_blocks_and_o
     assert idle_of_uneven(planted.window_of_one) > 0.16
 
 
-PLANTED = ("join_dropped", "bucket_given_back_early", "given_back_at_once")
-
-
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("fault", [
+    "bucket_given_back_early",
+    *(pytest.param(fault, marks=pytest.mark.long) for fault in ("join_dropped", "given_back_at_once")),
+])  # fmt: skip
 def test_what_is_given_back_or_read_too_early_is_a_race(fault):
     with alone_in(4), collectives_of(Model()):
         engine = engine_of(tiny("llama"), lonely_mesh(4), stage=3, precision="bf16", optimizer=adamw, accumulate=1)

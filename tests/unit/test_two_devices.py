@@ -69,10 +69,8 @@ def test_a_rank_of_the_second_device_makes_nothing_on_the_first(alone, options):
     assert kinds(second) == {"tensor", "stream", "event", "pinned memory"}
 
 
-@pytest.mark.parametrize(("plant", "made"), [
-    ("stream_without_device", "stream"),
-    pytest.param("device_without_number", "tensor", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize(("plant", "made"), [("stream_without_device", "stream"), ("device_without_number", "tensor")])
 def test_what_names_no_device_or_one_without_its_number_is_found_on_the_first(alone, plant, made):
     first, _ = alone(trained, {"stage": 3}, plant)
     assert made in kinds(first)
