@@ -140,11 +140,13 @@ def test_a_reduction_behind_the_next_gather_needs_two_communicators(alone):
     assert stops == ["one communicator", "a host that waits before it allocates"]
 
 
+@LONG
 def test_a_gradient_that_did_not_come_and_is_not_zero_is_found_by_values_alone(alone):
     assert [found[0] for found in alone(holes, [None, (5, 0, (0,))], "stale_gradients")] == [True, False]
     assert [found[1:] for found in alone(holes, [(5, 0, (0,))], "stale_gradients")] == [([], [], [])]
 
 
+@LONG
 def test_a_gather_that_nobody_waits_for_is_found_by_values(alone):
     [(right, *found)] = alone(holes, [None], "dropped_wait")
     assert not right
@@ -202,6 +204,7 @@ def test_with_room_for_one_collective_two_communicators_stop_in_some_order_and_o
     assert (one[1], one[2]) == (1, [])
 
 
+@LONG
 def test_a_third_communicator_wants_room_for_three_collectives(alone):
     how = [{"resident": 2}, {"resident": 3}]
     [two, three] = alone(explored, 3, how, "third_communicator")
@@ -238,7 +241,7 @@ AXES = {
     "tiles": ({"dp": 2}, "llama", {"gather_budget": 8192}),
     "an average": ({"dp": 2}, "llama", {"ema": 0.9}),
 }
-SHORT = list(AXES)[:2]
+SHORT = ["experts without tokens"]
 
 
 def unlike_batches(engine, step, count=2):
@@ -297,7 +300,9 @@ def on_axes(names):
     return answers  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [SHORT, pytest.param(list(AXES)[2:], marks=LONG)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "names", [SHORT, pytest.param([name for name in AXES if name not in SHORT], marks=LONG)], ids=["some", "others"]
+)
 def test_on_every_axis_ranks_with_unlike_batches_fit_each_other_on_every_machine(alone, names):
     for name, (losses, stuck, first, stops, uneven) in zip(names, alone(on_axes, names), strict=True):
         assert (name, losses, stuck, first, stops) == (name, 1, [], [], [])
