@@ -413,10 +413,15 @@ class Gradients:
         again, self._is_of_all = self._is_of_all, True
         if late is not None:
             return self._then(self._sum_copies(late, step, again), partial(self._add_late, late))
-        if self.shard.device == self._setting.across.device:
+        if self._is_near:
             return self._sum_copies(self.shard, step, again)
         near = self._from_host()
         return self._then(self._sum_copies(near, step, again), partial(self._to_host, near))
+
+    @property
+    def _is_near(self) -> bool:
+        """Return whether the shard is where this rank computes: by the type of device, whatever number it is given."""
+        return self.shard.device.type == self._setting.across.device.type
 
     @staticmethod
     def _then(summed: Pending, then: Callable[[], object]) -> Pending:
@@ -429,7 +434,7 @@ class Gradients:
         return Pending(finish)
 
     def _add_late(self, late: Tensor) -> None:
-        if self.shard.device == late.device:
+        if self._is_near:
             self.shard.add_(late)
         else:
             self._to_host(self._from_host().add_(late))
