@@ -183,6 +183,69 @@ def test_a_hole_on_one_of_four_ranks_that_have_copies_of_shards(ranks, shard, na
         assert max(found) < 1e-10
 
 
+# --- what a rank with a hole begins, and when -------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """A layer over what has no gradient, so that no module's end tells when backward has left it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.ones(*shape, WIDTH)) for shape in ((WIDTH,), ()))
+
+    def forward(self, given, hole):
+        return F.linear(given, self.weight, None if hole else self.bias)
+
+
+class WithTower(Net):
+    """Blocks, and before the sixth one a tower whose bias may have no gradient."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.tower = Tower()
+
+    def forward(self, given, hole=None):
+        x = self.entrance(given)
+        for number, block in enumerate(self.blocks):
+            x = block(x + self.tower(given, hole is not None)) if number == 5 else block(x)
+        return self.head(x).square().mean()
+
+
+def begun(way, options):
+    """What gathers and reductions one process begins in a step without a hole, and in one with a hole in block 5."""
+    net = WithTower().double() if way == "tower" else build(way)
+    if way in ("full", "every:2"):
+        recompute(net, way)
+    engine = zero3d.Engine(
+        net, stage=3, precision="fp64", clip_norm=None, units=[Block] + [Tower] * (way == "tower"),
+        optimizer=sgd, **options,
+    )  # fmt: skip
+    log, found = [], []
+    engine.reductions._side._log = engine.gathers._side._log = log
+    for hole in (None, None, 5):  # in the first step nothing is gathered ahead
+        log.clear()
+        engine.backward(engine(data(0, 0, 0), hole))
+        found.append([(what, unit) for what, unit in log if what.endswith("issue")])
+        assert engine.step().applied
+    return found[1:]
+
+
+@pytest.mark.parametrize(("way", "options"), [
+    ("tower", {}), *product(("plain", "function", "full", "every:2"), ({}, {"communicators": 1})),
+], ids=str)  # fmt: skip
+def test_a_rank_with_a_hole_begins_everything_where_others_begin_it(way, options):
+    """Beside the backward, and not at its end."""
+    whole, with_hole = begun(way, options)
+    assert with_hole == whole
+    last_gather = max(place for place, (what, _) in enumerate(whole) if what == "gather.issue")
+    reduced = [unit for what, unit in whole[:last_gather] if what == "reduce.issue"]
+    blocks = [f"blocks.{number}" for number in reversed(range(2 * WINDOW, BLOCKS))]
+    assert [unit for unit in reduced if unit in blocks] == blocks
+
+
+# --- through pipelines --------------------------------------------------------------------------
+
+
 class Tokens(nn.Module):
     """A model that a pipeline cuts: blocks of which one may have a hole on a rank."""
 

@@ -4,7 +4,9 @@ late   a second backward of one forward, a block called twice under reentrant re
        through parameters alone
 """
 
+import sys
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.stages import WINDOW
+from zero3d.distributed.axis import Axis, Pending
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.memory.arena import Arena
+from zero3d.zero.gradients import Gradients
+from zero3d.zero.layout import UnitLayout
+from zero3d.zero.policy import Policy, Setting, SlowWire
+from zero3d.zero.stages import WINDOW, stage_row
+from zero3d.zero.streams import ToHost
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 STAGES = [0, 1, 2, 3]
 
@@ -252,3 +264,139 @@ def train_with_branches(stage, communicators):
 def test_ranks_may_leave_units_out_while_others_have_late_gradients(ranks):
     found = [ranks(2, train_with_branches, *case) for case in [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)]]
     assert len({fingerprint for ranks_of in found for fingerprint in ranks_of}) == 1
+
+
+# --- behind sums over copies, of one rank whose copies move nothing ----------------------------------
+
+
+class Copies:
+    """A rank of two that have copies of a shard: each of their sums is twice this one's term."""
+
+    size, rank, device = 2, 0, torch.device("cpu")
+
+    def __init__(self):
+        self.drawn = []
+
+    def all_reduce(self, shard, unit, wire):
+        return Pending(lambda: shard.mul_(2))
+
+    def all_reduce_coded(self, shard, unit, form, noise):
+        self.drawn.append(torch.rand(4, generator=noise).tolist())
+        return self.all_reduce(shard, unit, form)
+
+
+def unit_with_copies(reduce, slow=None, device=None):
+    """A unit of two parameters of two elements; on a device, sums are kept on the host."""
+    arena, copies = Arena(device or torch.device("cpu")), Copies()
+    policy = Policy(stage_row(2), "every_use", reduce, 1, torch.float32, torch.float32)
+    layout = UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 1)
+    setting = Setting(policy, Comm(Axis("dp", 0, 1), arena, Ledger()), arena, copies, slow=slow)
+    if device is not None:
+        copies.device = device
+        setting = setting._replace(kept={"unit": torch.zeros(layout.shard)}, to_host=ToHost(device, behind=True))
+    return Gradients("unit", layout, torch.float32, setting), copies, arena
+
+
+def reduce_ones(gradients, times, indices=(0, 1)):
+    """A backward whose gradients are so many times one, of these parameters."""
+    for index in indices:
+        gradients.take(index, torch.full((2,), float(times), device=gradients.across.device))
+    gradients.land()
+    gradients.fill_up()
+    gradients.reduce(single=True)
+    gradients.finish()
+
+
+def sums_behind(reduce, on_device=False):
+    """The sums of two steps, of each of which more comes in two reductions while its sum over copies is under way."""
+    device = None
+    if on_device:
+        from instruments import accelerator
+
+        device = accelerator.register()
+    gradients, _, arena = unit_with_copies(reduce, device=device)
+    found = []
+    for _ in range(2):
+        reduce_ones(gradients, 1)
+        first = gradients.sum_copies(0)
+        reduce_ones(gradients, 10)
+        reduce_ones(gradients, 100, [1])
+        first.wait()
+        assert gradients.differs_on_copies
+        gradients.sum_copies(0).wait()
+        assert not gradients.differs_on_copies
+        gradients.complete()
+        found.append([piece.tolist() for piece in gradients.shard_pieces()])
+        assert arena.live("bucket") == 0
+        gradients.reset()
+    return found
+
+
+TWICE_THE_TERMS = [[22.0] * 2, [222.0] * 2]
+
+
+@pytest.mark.parametrize("reduce", ["every_step", "every_micro_batch"])
+def test_what_comes_in_several_reductions_behind_a_sum_over_copies_counts_once(reduce):
+    assert sums_behind(reduce) == [TWICE_THE_TERMS] * 2
+
+
+def test_it_counts_once_where_sums_are_kept_on_the_host(alone):
+    assert alone(sums_behind, "every_micro_batch", True) == [TWICE_THE_TERMS] * 2
+
+
+@pytest.mark.parametrize("reduce", ["every_step", "every_micro_batch"])
+def test_a_step_that_is_dropped_beside_late_gradients_leaves_nothing(reduce):
+    gradients, _, arena = unit_with_copies(reduce)
+    reduce_ones(gradients, 1)
+    gradients.sum_copies(0).wait()
+    reduce_ones(gradients, 10)
+    gradients.take(0, torch.ones(2))
+    gradients.reset()
+    assert arena.live("bucket") == 0
+    reduce_ones(gradients, 3)
+    assert gradients.differs_on_copies
+    gradients.sum_copies(1).wait()
+    assert [piece.tolist() for piece in gradients.shard_pieces()] == [[6.0] * 2] * 2
+
+
+def test_late_gradients_are_rounded_with_other_numbers_than_the_sum_that_they_are_added_to():
+    gradients, copies, _ = unit_with_copies("every_step", SlowWire("int8", stochastic=True))
+    for step in (0, 0, 1):
+        for times in (1, 10):
+            reduce_ones(gradients, times)
+            gradients.sum_copies(step).wait()
+        gradients.reset()
+    first, again, next_step = (copies.drawn[place : place + 2] for place in (0, 2, 4))
+    assert first == again, "a step repeats its own"
+    assert len({tuple(drawn) for drawn in (*first, *next_step)}) == 4
+
+
+class Slots:
+    """A rank of two whose sums are its own terms; what it gathers takes the place of what was there."""
+
+    size, rank = 2, 0
+
+    def travels(self, kept, made, wire):
+        return kept
+
+    def reduce_scatter(self, full, shard, unit, wire, add):
+        return Pending(lambda: None)
+
+    def all_gather(self, full, shard, unit):
+        return Pending(lambda: full.fill_(torch.nan))
+
+
+def test_a_unit_that_takes_its_turn_beside_late_gradients_keeps_them():
+    """Two late ones of a parameter, of which the first has landed where the sum was."""
+    arena = Arena(torch.device("cpu"))
+    policy = Policy(stage_row(0), "every_use", "every_step", 1, torch.float32, torch.float32)
+    setting = Setting(policy, Slots(), arena, Comm(Axis("replica", 0, 1), arena, Ledger()))
+    gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), torch.float32, setting)
+    reduce_ones(gradients, 1)
+    for _ in range(2):
+        gradients.take(1, torch.ones(2))
+    gradients.gather()
+    gradients.fill_up()
+    assert [view.tolist() for view in gradients._views] == [[0.0] * 2, [2.0] * 2]
+    gradients.reset()
+    assert arena.live("bucket") == 0

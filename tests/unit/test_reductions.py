@@ -6,6 +6,7 @@ import torch
 from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
+from zero3d.zero.arrivals import Arrivals
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Closes, Reductions
 from zero3d.zero.streams import SideStream
@@ -85,7 +86,7 @@ class Trained:
 class Backwards:
     """Reductions of a, b (two parameters), root (deferred) and c, in layout order."""
 
-    def __init__(self, closes=Closes.NOTHING, gathered="", copies=False):
+    def __init__(self, closes=Closes.NOTHING, gathered="", copies=False, shared=False):
         self.log = []
         self.units = {
             name: Trained(name, self.log, 1 + (name == "b"), name == "root") for name in ("a", "b", "root", "c")
@@ -94,7 +95,7 @@ class Backwards:
         side.join = lambda unit: self.log.append(f"join {unit}")
         across = SideStream("copies", CPU)
         units = list(self.units.values())
-        self.reductions = Reductions(units, side, across, closes, [self.units[name] for name in gathered])
+        self.reductions = Reductions(units, side, across, closes, [self.units[name] for name in gathered], shared)
         for unit in units:
             unit.gradients.has_copies = unit.gradients.differs_on_copies = copies
         self.reductions.arrivals.to_come = lambda unit, indices: True
@@ -233,6 +234,71 @@ def test_a_gradient_that_a_function_does_not_give_counts_as_one_that_came():
     assert backwards.log == ["reduce c", "reduce b"], "nothing is waited for"
 
 
+def arrivals_of_calls():
+    """A unit that is complete where backward leaves its modules, of which there are calls."""
+    arrivals = Arrivals()
+    arrivals.at_module_ends = True
+    return arrivals, Trained("a", [])
+
+
+def call(arrivals, unit, *calls):
+    for number in calls:
+        arrivals.call(unit, number)
+
+
+def leave_all(arrivals, unit, *calls):
+    """Whether the unit is complete after each of these calls was left, in a backward of its own."""
+    arrivals.begin(0)
+    found = []
+    for number in calls:
+        arrivals.leave(unit, number)
+        found.append(arrivals.has_all(unit))
+    return found
+
+
+def test_each_micro_batch_s_backward_ends_a_unit_with_the_last_of_its_own_calls():
+    arrivals, unit = arrivals_of_calls()
+    call(arrivals, unit, 1, 2)
+    assert leave_all(arrivals, unit, 1, 2) == [False, True]
+    assert leave_all(arrivals, unit, 1, 2) == [False, True], "a second backward of one forward"
+    for calls in ((3, 4), (5, 6)):
+        call(arrivals, unit, *calls)
+        assert leave_all(arrivals, unit, *calls) == [False, True]
+
+
+def test_a_unit_that_was_closed_ends_with_its_next_call():
+    arrivals, unit = arrivals_of_calls()
+    call(arrivals, unit, 1)
+    assert leave_all(arrivals, unit, 1) == [True]
+    arrivals.forget(unit)
+    call(arrivals, unit, 2)
+    assert not arrivals.has_all(unit)
+    arrivals.leave(unit, 2)
+    assert arrivals.has_all(unit)
+
+
+def test_calls_of_a_step_that_had_no_backward_are_not_waited_for():
+    arrivals, unit = arrivals_of_calls()
+    call(arrivals, unit, 1)
+    arrivals.reset()
+    call(arrivals, unit, 2)
+    assert leave_all(arrivals, unit, 2) == [True]
+
+
+def test_what_ends_a_unit_only_with_its_module_makes_room_when_its_gradients_have_come():
+    """Before the next unit is gathered, so that no more buckets live at once than where it is reduced then."""
+    backwards = Backwards()
+    backwards.reductions.arrivals.at_module_ends = True
+    for unit in backwards.units.values():
+        backwards.reductions.arrivals.call(unit, 0)
+    backwards.reductions.begin()
+    for names, taken, left in (
+        ("c", [], ["reduce c"]), ("b0 b1", [], ["reduce b"]), ("a", ["finish c"], ["reduce a"]),
+    ):  # fmt: skip
+        assert backwards.take(names) == taken
+        assert leave(backwards, names[0]) == left
+
+
 def test_an_exact_unit_with_a_hole_is_closed_at_its_module_s_end_once():
     backwards = Backwards(Closes.CHUNK)
     to_come(backwards)
@@ -352,12 +418,13 @@ def test_sums_over_copies_that_no_backward_began_are_made_at_the_boundary():
         assert of_copies(backwards.log) == COPIES
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("late", ["b0", "c"])
-def test_sums_over_copies_have_one_order_wherever_more_gradients_come(late):
+def test_sums_over_copies_have_one_order_wherever_more_gradients_come(late, shared):
     """Also what is waited for before another one begins: its second half is an operation of the same ranks."""
     orders = []
     for arriving in ((f"c b0 b1 {late} a root",), (f"c b0 b1 a {late} root",), ("c b0 b1 a root", late)):
-        backwards = Backwards(copies=True)
+        backwards = Backwards(copies=True, shared=shared)
         backwards.reductions.begin()
         log = [what for names in arriving for what in backwards.take(names, final=True)] + backwards.flush()
         orders.append(of_copies(log))
