@@ -296,6 +296,8 @@ def groups_of_a_shared_mesh(numbers):
             zero3d.Engine(nn.Linear(16, 16), mesh=mesh, precision="fp32", optimizer=sgd, communicators=number)
         )
         found.append(len(groups) - 1)
+        axis = mesh.axis("shard")
+        assert (axis.reductions is axis.gathers) == (number == 1)
     for engine in engines:
         engine.backward(engine(torch.ones(2, 16)).square().mean())
         assert engine.step().applied

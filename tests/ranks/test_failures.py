@@ -11,7 +11,8 @@ from torch import nn
 
 import zero3d
 from zero3d.distributed import choice
-from zero3d.errors import CheckpointError, DataError, MeshError
+from zero3d.distributed.axis import Pending
+from zero3d.errors import CheckpointError, DataError, MeshError, OrderError
 
 TIMEOUT = 3.0
 
@@ -130,6 +131,52 @@ def test_an_exception_on_all_ranks_leaves_a_usable_engine(ranks, stage, where, p
     for same, gathered, bucket in ranks(2, fails_everywhere, stage, where, plain):
         assert same
         assert (gathered, bucket) == (0, 0)
+
+
+def test_a_step_whose_last_sums_fail_is_forgotten(monkeypatch):
+    """As where a peer is lost at the boundary: nothing of it is in the next step."""
+    engine, fresh = (zero3d.Engine(build("net"), stage=2, precision="bf16", accumulate=2) for _ in range(2))
+    for part in range(2):
+        engine.backward(loss_of(engine, batch(9 + part)))
+
+    def fail():
+        raise OrderError("no peer came")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.reductions, "catch_up", fail)
+        with pytest.raises(OrderError, match="no peer came"):
+            engine.step()
+    assert (engine.accumulation.count, engine.reductions.pending, engine.arena.live("bucket")) == (0, False, 0)
+    for each in (engine, fresh):
+        for part in range(2):
+            each.backward(loss_of(each, batch(part)))
+        assert each.step().applied
+    assert engine.fingerprint() == fresh.fingerprint()
+
+
+def memory_after_gathers():
+    """Bytes of a unit's buffer once it is released, after a gather, one of which a peer was lost, and another one."""
+    engine = zero3d.Engine(build("net"), stage=3, precision="bf16")
+    weights, found = engine.units[0].weights, []
+
+    def lose():
+        raise OrderError("no peer came")
+
+    for lost in (False, True, False):
+        weights.gather()
+        if lost:
+            weights._pending_gather.wait()
+            weights._pending_gather = Pending(lose)
+            with pytest.raises(OrderError):
+                weights.release()
+        weights.release()
+        found.append(weights.full.untyped_storage().nbytes())
+    return found, weights.full.nbytes
+
+
+def test_memory_into_which_peers_may_still_write_is_kept_where_one_of_them_is_lost(ranks):
+    for found, whole in ranks(2, memory_after_gathers):
+        assert found == [0, whole, 0]
 
 
 def fails_on_rank_1(stage):

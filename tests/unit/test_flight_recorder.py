@@ -88,6 +88,23 @@ def test_a_monitor_that_finds_a_stall_has_it_written_and_names_the_files(recorde
     assert f"\n  rank 1: {file}\n" in block.text()
 
 
+def test_a_rank_that_has_replied_writes_no_other_record(recorded, tmp_path):
+    """It would be one of what came after the stall."""
+    flight_recorder.write_whole(tmp_path / flight_recorder.ASKED, str(tmp_path))
+    file = tmp_path / "nccl_trace_rank_3"
+    flight_recorder.reply(tmp_path, 3)
+    file.unlink()
+    flight_recorder.reply(tmp_path, 3)
+    assert not file.exists()
+
+
+def test_ranks_that_are_gone_are_not_asked(tmp_path):
+    for rank in range(3):
+        Heartbeat.begin(tmp_path, rank, TRAINING).tell(**{flight_recorder.FACT: True})
+    monitor = Monitor(tmp_path)
+    assert monitor.recording(monitor.states(dead=[1])) == [0, 2]
+
+
 def test_where_no_rank_has_one_nobody_is_asked(tmp_path):
     assert flight_recorder.ask(tmp_path, [], None) == {}
     assert list(tmp_path.iterdir()) == []

@@ -67,6 +67,18 @@ def test_numbers_come_through_memory_that_is_used_again(event, looks):
     assert arena._pinned is pinned
 
 
+def test_the_host_that_waits_looks_until_the_device_is_there_or_an_error_ends_it(event):
+    event.looks, arena, looked = 3, Arena(DEVICE), []
+    arena.on_host(OnDevice(torch.ones(1)), 60.0, lambda: looked.append("look"))
+    assert len(looked) == 3
+
+    def find():
+        raise OrderError("ranks do not run the same units")
+
+    with pytest.raises(OrderError, match="the same units"):
+        arena.on_host(OnDevice(torch.ones(1)), 60.0, find)
+
+
 def test_what_is_on_the_host_is_read_at_once(event):
     values = torch.ones(2)
     assert Arena(CPU).on_host(values, patience=0.0) is values

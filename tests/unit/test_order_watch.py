@@ -9,10 +9,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import zero3d.distributed.axis as axis_module
-from zero3d.distributed.axis import Axis, Call
-from zero3d.distributed.order_log import find_disagreement
+from zero3d.distributed import collectives
+from zero3d.distributed.axis import DONE, Axis, Call
+from zero3d.distributed.collectives import Comm
+from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.order_log import REDUCTIONS, OrderLog, Wait, find_disagreement
 from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
 from zero3d.errors import OrderError
+from zero3d.memory.arena import Arena
 from zero3d.watchdog import flight_recorder
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.optimizer import ShardedOptimizer
@@ -193,6 +197,20 @@ def test_a_rank_tells_in_which_call_its_host_waits_on_gloo_alone(store):
         assert one.watch.post().awaited() == []
 
 
+def test_a_wait_that_is_over_before_all_of_a_post_is_read_is_not_told(store, monkeypatch):
+    """What the rank has begun since belongs to no wait; the next one may be of the same call on another unit."""
+    for later in (None, Wait("dp", "all_gather", "b", 2)):
+        one = Rank(store, 0)
+        one.begin("a")
+
+        def read(heartbeat, one=one, later=later):
+            one.axis.log.wait = later
+            return {}
+
+        monkeypatch.setattr(Heartbeat, "counts", property(read))
+        assert Call(one.axis, None, "all_gather", "a", 1).wait(one.watch.post).wait is None
+
+
 def test_ranks_that_can_never_meet_on_gloo_are_found_in_different_operations(store):
     first, second = pair(store)
     first.begin("embed", "tower")
@@ -219,6 +237,49 @@ def test_where_nccls_recorder_is_on_it_is_written_before_the_wait_ends_and_named
         file = tmp_path / f"nccl_trace_rank_{rank}"
         assert file.read_bytes() == b"the record"
         assert one.watch.verdict.endswith(f"or pass stage=2. NCCL's flight recorder: {file}.")
+
+
+class Begun:
+    """A Comm of two ranks whose operations move nothing: r of a reduction, s of a sum over copies, c of a coded one."""
+
+    def __init__(self, monkeypatch, words=(), others=0.0):
+        started = SimpleNamespace(reduce_scatter=lambda *_: DONE, start=lambda *_: DONE, name="stand-in")
+        monkeypatch.setattr(collectives, "open_algorithm", lambda *_: started)
+        monkeypatch.setattr(collectives, "CodedSum", lambda *_: started)
+        self.axis = Axis("dp", 0, 2, log=OrderLog(), meet=lambda values: torch.stack([values, values + others]))
+        self.ledger = Ledger()
+        self.comm = comm = Comm(self.axis, Arena(torch.device("cpu")), self.ledger)
+        for word in words:
+            kind, unit = word
+            if kind == "r":
+                comm.reduce_scatter(torch.ones(4), torch.ones(2), unit, torch.float32, False)
+            elif kind == "s":
+                comm.all_reduce(torch.ones(4), unit, torch.float32)
+            else:
+                comm.all_reduce_coded(torch.ones(4), unit, "int8")
+
+
+def test_sums_over_copies_are_noted_beside_reductions(monkeypatch):
+    noted = Begun(monkeypatch, ["ra", "sa", "cb"]).axis.log.recent(REDUCTIONS)
+    assert noted == [(0, "reduce_scatter", "a"), (1, "all_reduce", "a"), (2, "all_reduce", "b")]
+
+
+def test_sums_over_copies_have_one_order_on_all_ranks_and_any_place_among_reductions(monkeypatch):
+    words = ["ra sa rb sb", "ra rb sa sb", "ra rb sb sa", "rb ra sa sb", "ra rb ca cb", "ra rb cb ca"]
+    values = [tuple(Begun(monkeypatch, each.split()).comm.order_values()) for each in words]
+    assert values[0] == values[1] == values[4]
+    assert values[2] == values[5]
+    assert len(set(values)) == 3
+
+
+def test_orders_are_compared_apart_from_the_ledger_if_asked(monkeypatch):
+    for recorded in (True, False):
+        begun = Begun(monkeypatch)
+        assert begun.comm.in_order(recorded)
+        assert [entry.op for entry in begun.ledger] == ["exchange"] * recorded
+    assert not Begun(monkeypatch, others=1.0).comm.in_order(recorded=False)
+    with pytest.raises(OrderError, match="in different orders"):
+        Begun(monkeypatch, others=1.0).comm.check_order()
 
 
 def thread_of(watch):
@@ -251,10 +312,6 @@ def test_the_thread_keeps_no_mesh_alive(store, monkeypatch):
 
 
 def test_the_host_that_reads_a_device_looks_for_the_verdict(store, monkeypatch):
-    from zero3d.distributed.collectives import Comm
-    from zero3d.distributed.ledger import Ledger
-    from zero3d.memory.arena import Arena
-
     one = Rank(store, 0, "nccl")
 
     def on_host(self, values, patience, look):

@@ -165,6 +165,41 @@ def test_both_groups_of_an_axis_carry_a_number_of_all_ranks_as_soon_as_they_are_
             assert len(recorded) == begun  # once
 
 
+def test_the_group_that_a_later_engine_adds_to_an_axis_carries_a_number_of_all_ranks_too(recorded):
+    with world_of(12, rank=5):
+        mesh = zero3d.Mesh(pp=3, dp=2, tp=2)
+        mesh.communicators = 1
+        for name in NAMES:
+            mesh.axis(name)
+        mesh.communicators = 2
+        for name in NAMES:
+            begun = len(recorded)
+            axis = mesh.axis(name)
+            wanted = [("new_group", None), ("all_reduce", axis.gathers), ("all_reduce", axis.reductions)]
+            assert recorded[begun:] == (wanted if name in ("pp", "tp", "dp") else [])
+
+
+def test_a_monitor_hears_of_axes_of_engines_with_any_number_of_groups(monkeypatch):
+    told = []
+    with world_of(4):
+        mesh = zero3d.Mesh(dp=2, tp=2)
+        monkeypatch.setattr(mesh.heartbeat, "tell", lambda axes, **_: told.append(axes))
+        for number, name in ((1, "dp"), (2, "tp"), (1, "world")):
+            mesh.communicators = number
+            mesh.axis(name)
+    assert told == [{"dp": [0, 2]}, {"dp": [0, 2], "tp": [0, 1]}, {"dp": [0, 2], "tp": [0, 1], "world": [0, 1, 2, 3]}]
+
+
+def test_neighbours_of_engines_with_other_numbers_of_groups_are_as_many_as_each_asks_for():
+    with world_of(8):
+        mesh = zero3d.Mesh()
+        sizes = []
+        for number, ranks in ((1, 2), (2, 4), (1, 2), (2, 2), (1, 4)):
+            mesh.communicators = number
+            sizes.append(mesh.node(ranks).size)
+    assert sizes == [2, 4, 2, 2, 4]
+
+
 def test_no_group_is_made_or_used_first_after_an_engine_is_built(recorded, monkeypatch):
     """The last stage of three is the neighbour of the first in nothing but the tie: their group must know all three."""
     monkeypatch.setattr("zero3d.distributed.collectives.Comm.read", lambda self, values, assumed: assumed)

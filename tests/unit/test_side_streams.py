@@ -111,6 +111,16 @@ def test_memory_that_a_lane_gives_back_lives_until_compute_has_waited_for_its_la
     assert [buffer() for buffer in held] == [None] * 3
 
 
+def test_memory_that_a_lane_gave_back_comes_again_in_its_own_dtype_alone(devices):
+    arena = Arena(torch.device("meta"))
+    side = SideStream("gather", arena)
+    with side.issue("a"):
+        given = arena.borrow("wire", 4, torch.float32)
+        arena.give_back("wire", given)
+        assert arena.borrow("wire", 4, torch.uint8) is not given
+        assert arena.borrow("wire", 4, torch.float32) is given
+
+
 def test_what_a_lane_borrows_is_of_computes_pool_and_what_comes_later_of_the_current_streams(devices):
     arena = Arena(torch.device("meta"))
     side = SideStream("gather", arena)
