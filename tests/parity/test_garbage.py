@@ -1,6 +1,7 @@
 """Python's collector runs between the steps of `zero3d train`, on all ranks alike, and finds no tensor there."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -107,6 +108,34 @@ def test_what_a_caller_had_chosen_is_there_again(alone, enabled, frozen, inside,
     assert before == after == (enabled, frozen)
     assert within == inside
     assert ran == times
+
+
+class Knot:
+    """An object that refers to itself."""
+
+    def __init__(self):
+        self.own = self
+
+
+def knots_left():
+    """Whether a knot is left when it was made before the first, second or third collection, and two later ones ran."""
+    gc.unfreeze()
+    left = []
+    for first in range(3):
+        with garbage.collected_between_steps() as after:
+            for number in range(4):
+                if number == first:
+                    knot = Knot()
+                    known = weakref.ref(knot)
+                after(number * garbage.EVERY)
+                if number == first:
+                    del knot
+            left.append(known() is not None)
+    return left
+
+
+def test_what_was_made_before_the_first_collection_stays_and_later_cycles_go(alone):
+    assert alone(knots_left) == [True, False, False]
 
 
 def tensors_left(made):

@@ -79,6 +79,22 @@ def test_a_run_with_replays_is_the_run_without_them_bit_for_bit(ranks, options):
         assert (none, clean) == (None, (STEPS - 1, STEPS // 2))
 
 
+def of_one_micro_batch():
+    """Without replays and with them: losses and weights of steps of one micro-batch; the last step found clean."""
+    found = []
+    for replay in (0, 1):
+        engine = replaying({"dp": 1, "stage": 1, "schedule": "gpipe", "accumulate": 1, "replay": replay})
+        losses = [engine.train_batch(micro_batches(step, 0, 1)).item() for step in range(2)]
+        found.append((losses, engine.fingerprint()))
+    return *found, engine.replay.clean
+
+
+def test_steps_of_one_micro_batch_are_replayed_apart_from_their_own_schedule(ranks):
+    for plain, replayed, clean in ranks(2, of_one_micro_batch):
+        assert replayed == plain
+        assert clean == 1
+
+
 @LONG
 def test_dp_ranks_that_take_turns_see_nothing_in_a_sound_run(ranks):
     found = ranks(6, sound, {"dp": 3, "replay": 1})
