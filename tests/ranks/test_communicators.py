@@ -220,7 +220,7 @@ def test_late_gradients_leave_the_gathers_of_sums_in_their_places(ranks):
 
 
 class TwoInputs(nn.Module):
-    """Blocks that have a second input with a gradient, which one of two ranks does not use in the last block."""
+    """Blocks that have a second input with a gradient, which one of two ranks does not use, or does not have."""
 
     def __init__(self):
         super().__init__()
@@ -229,8 +229,8 @@ class TwoInputs(nn.Module):
         self.memory = nn.Linear(16, 16)
         self.layers = nn.ModuleList(Reader() for _ in range(6))
 
-    def forward(self, x, blind):
-        x, memory = self.entrance(x), self.memory(x)
+    def forward(self, x, blind, absent):
+        x, memory = self.entrance(x), None if blind and absent else self.memory(x)
         for layer in self.layers:
             x = layer(x, memory, blind)
         return x.square().mean()
@@ -246,20 +246,27 @@ class Reader(nn.Module):
         return x + y if blind else x + y + self.other(memory)
 
 
-def with_two_inputs():
-    """What this rank asks where it reads no second input, and the other rank does."""
+def with_two_inputs(absent, stage, number):
+    """What this rank asks where it reads no second input, or has none, and the other rank does; its parameters."""
     engine = zero3d.Engine(
-        TwoInputs(), precision="fp32", clip_norm=None, units=[Reader], optimizer=sgd, communicators=1
+        TwoInputs(), stage=stage, precision="fp32", clip_norm=None, units=[Reader], optimizer=sgd, communicators=number
     )
+    engine.arena.reset_peaks()
     with asked() as log:
         for _ in range(2):
-            engine.backward(engine(torch.ones(2, 16), dist.get_rank() == 1))
+            engine.backward(engine(torch.ones(2, 16), dist.get_rank() == 1, absent))
             assert engine.step().applied
-    return [log]
+            buckets = engine.arena.peak("bucket") / (4 * engine.units[1].layout.total)
+            assert buckets <= 4, "not those of all units at once"
+    return [log], engine.fingerprint()
 
 
-def test_blocks_of_several_inputs_are_reduced_in_one_order(ranks):
-    assert interleavings(ranks(2, with_two_inputs)) == [1]
+@pytest.mark.parametrize("absent", [False, True])
+def test_blocks_of_several_inputs_are_reduced_in_one_order_at_their_ends(ranks, absent):
+    found = ranks(2, with_two_inputs, absent, 3, 1)
+    assert interleavings([logs for logs, _ in found]) == [1]
+    two = ranks(2, with_two_inputs, absent, 2, 2)
+    assert len({fingerprint for _, fingerprint in (*found, *two)}) == 1
 
 
 def twice_called(number):

@@ -112,8 +112,13 @@ def test_groups_that_are_there_have_read_nccl_s_settings(environment, monkeypatc
 )  # fmt: skip
 def test_a_run_asks_for_it_before_its_mesh(monkeypatch, train, zero, asked):
     done = []
+
+    def mesh(**degrees):
+        done.append("mesh")
+        return SimpleNamespace(communicators=2)
+
     monkeypatch.setattr(inputs, "make_deterministic", lambda: done.append("deterministic"))
-    monkeypatch.setattr(inputs, "Mesh", lambda **degrees: done.append("mesh"))
+    monkeypatch.setattr(inputs, "Mesh", mesh)
     inputs.open_mesh(load({"train": train, "zero": zero}))
     assert done == ["deterministic"] * asked + ["mesh"]
 

@@ -48,7 +48,7 @@ class Arrivals:
 
     unheard  units of whose modules' ends nobody hears at stage 3, since no input of theirs has a gradient
     unclear  units that backward may read again, or leave at another place on another rank: with several inputs that
-             have gradients, one of which may get none
+             are leaves, one of which may get no gradient
     at_module_ends  a unit is complete when backward has left its modules, and not before
     """
 

@@ -8,7 +8,8 @@
     a parameter is read outside of it         its unit is one of the root's from now on (stage 3)
     ... under hooks of the caller's own       keep its unit gathered until the step (stage 3)
     a gradient reaches any of its outputs     acquire a backward token
-    gradients of all its inputs are done      release the backward token; leave its units (stage 3)
+    gradients of all its inputs are done      release the backward token
+    ... of the one that was made last         leave its units (stage 3; Note 9)
     a node reads a saved weight (saved.py)    acquire a backward token, if its unit is released (stage 3)
     a parameter's gradient is accumulated     take it
     the root's forward ends                   wait for new weights of units that were not called
@@ -31,14 +32,17 @@ Note 7, torch's recomputation. Where no gradient came through the module's outpu
 saves would be released before their nodes run. zero3d's asks for them (`revive`).
 Note 8, recomputation in a backward with create_graph: the nodes that it makes save weights, under hooks that are not
 ours. The unit stays gathered until the step.
+Note 9, modules of several inputs. Autograd executes what is ready in the reverse order in which it was made: when it
+comes to what made the latest input, it has left the module, whatever other inputs had a gradient (the hidden states of
+an encoder, which one rank may have and another not).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -186,11 +190,18 @@ class Hooks:
             if not needed_in_backward:
                 self._reductions.arrivals.unheard.update(units)
                 return None
+            latest = _latest(t for t in tensors_in((args, kwargs)) if t.requires_grad)
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
-            if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
-                mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
-                self._expect_end(units, call, len(inputs))
+            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            if len(inputs) == 1:  # Note 5
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call, left=True), mode="any")
+                self._expect_end(units, call)
+            elif inputs:
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
+                register_multi_grad_hook(
+                    [inputs[0] if latest is None else latest], lambda _: self._left(units, call), mode="any"
+                )
+                self._expect_end(units, call, clear=latest is not None)
             else:
                 self._reductions.arrivals.unheard.update(units)
             return args, kwargs
@@ -214,13 +225,21 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
-    def _expect_end(self, units: list[Unit], call: int, inputs: int) -> None:
-        """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own."""
-        if inputs > 1:
+    def _expect_end(self, units: list[Unit], call: int, clear: bool = True) -> None:
+        """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own.
+
+        clear  all ranks leave it there; not where each of several inputs is a leaf
+        """
+        if not clear:
             self._reductions.arrivals.unclear.update(units)
         elif self.aside is None and torch._C._current_graph_task_id() == -1:
             for unit in units:
                 self._reductions.arrivals.call(unit, call)
+
+    def _left(self, units: list[Unit], call: int) -> None:
+        for unit in units if self._reduces else ():
+            if unit.grads is not None:
+                self._reductions.leave(unit, call)
 
     def _read(self, module: nn.Module, unit: Unit) -> None:
         """Gather a unit that is read outside of its module's forward; keep one that hooks of the caller's may pack."""
@@ -264,12 +283,11 @@ class Hooks:
         self._drop_at_end()
         self._backward_needs([unit], self._last_call[unit])
 
-    def _backward_done(self, units: list[Unit], call: int) -> None:
+    def _backward_done(self, units: list[Unit], call: int, left: bool = False) -> None:
         for unit in units:
             self._gathers.release(unit, ("backward", call))
-        for unit in units if self._reduces else ():
-            if unit.grads is not None:
-                self._reductions.leave(unit, call)
+        if left:
+            self._left(units, call)
 
     @property
     def _reduces(self) -> bool:
@@ -486,6 +504,12 @@ def _is_torchs_recomputation() -> bool:
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module).forward is nn.Embedding.forward and len(list(module.parameters())) == 1
+
+
+def _latest(inputs: Iterable[Tensor]) -> Tensor | None:
+    """Return the input that was made last by an operation; None where all are leaves."""
+    made = [t for t in inputs if t.grad_fn is not None]
+    return max(made, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
 
 
 def _unleaf(t: Tensor) -> Tensor:
