@@ -57,7 +57,7 @@ from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
-from zero3d.zero.saved import SavedWeights, callers_hooks_pack
+from zero3d.zero.saved import SavedWeights, callers_hooks_pack, saved_behind
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
 
@@ -115,13 +115,13 @@ class Hooks:
         embedding = {unit for module, group in uses.items() if _is_plain_embedding(module) for unit in group}
         self._needed_in_backward = {unit for unit in units if unit.weights.sharded} - embedding  # Note 3
         self._trainable = [unit for unit in units if unit.grads is not None]
+        self._sharded = [unit for unit in units if unit.weights.sharded]
         self._persistent = [unit for unit in units if not unit.weights.sharded]
         self._with_root = [unit for unit in uses.get(root, ()) if unit.weights.sharded]
         self._without_grad = Order()
         for order in (self._without_grad, gathers.training):  # until there is a record
             order.expect([unit for unit in units if unit.weights.sharded and unit not in self._with_root])
         self._called: set[Unit] = set()  # persistent ones, by their modules in the last forward
-        self._read_outside: set[Unit] = set()  # units that may be read outside their modules' forwards
         # The root's turn token must be taken before its forward token is given back: first hook first.
         root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
         root.register_forward_hook(self._root_ends, always_call=True)
@@ -132,7 +132,6 @@ class Hooks:
             sharded = [unit for unit in needed if unit.weights.sharded]
             if sharded and module is not root:
                 self._hook_user(module, sharded)
-                self._read_outside |= set(sharded) if len(sharded) == 1 else set()
             if late := [unit for unit in needed if unit.weights.comes_late]:
                 module.register_forward_pre_hook(self._waiter(late))
         self._follow_saved(root, uses)
@@ -243,7 +242,7 @@ class Hooks:
 
     def _read(self, module: nn.Module, unit: Unit) -> None:
         """Gather a unit that is read outside of its module's forward; keep one that hooks of the caller's may pack."""
-        if unit.weights.state is not State.FULL and unit in self._read_outside:
+        if unit.weights.state is not State.FULL:
             self._gather_with_root(unit)
         in_forward = torch._C._current_graph_task_id() == -1 and any(_is(token, "forward") for token in unit.users)
         if self.saved is not None and in_forward and torch.is_grad_enabled() and callers_hooks_pack():
@@ -253,9 +252,11 @@ class Hooks:
     def _gather_with_root(self, unit: Unit) -> None:
         """Gather a unit with the root's, whose forward is under way, from now on."""
         if self._mode is not None and self._calls_of_root and unit not in self._with_root:
+            call = self._calls_of_root[-1]
             self._with_root.append(unit)
+            self._last_call.setdefault(unit, call)
             self._reductions.arrivals.unclear.add(unit)
-            self._gathers.acquire(unit, KEEP if self._keeps else ("forward", self._calls_of_root[-1]))
+            self._gathers.acquire(unit, KEEP if self._keeps else ("forward", call))
 
     def _waiter(self, units: list[Unit]) -> Callable[[nn.Module, Any], None]:
         def wait(module: nn.Module, args: Any) -> None:
@@ -437,10 +438,14 @@ class Hooks:
         self._gathers.drop(lambda token: token in (TURN, ROOT_TURN) or _is(token, "backward"))
 
     def refuse_released(self, loss: Tensor) -> None:
-        """Raise ReleasedParameterError where a loss uses a released parameter behind the root's forward, as NaN."""
-        if name := next(self._released_behind(loss, since=self._last_node), None):
+        """Raise ReleasedParameterError where a loss that is NaN uses a released parameter."""
+        name, in_forward = next(self._released_behind(loss, since=self._last_node), ""), False
+        if not name:
+            name, in_forward = next(self._placeholders_behind(loss), ("", False))
+        if name:
+            where = "in the forward, but not as an attribute of its module" if in_forward else "outside of a forward"
             raise ReleasedParameterError(
-                f"the loss is NaN: it uses parameter {name!r} outside of a forward, where at stage 3 it has no "
+                f"the loss is NaN: it uses parameter {name!r} {where}, where at stage 3 it has no "
                 "values. Put `with engine.full_params():` around forward, loss and backward, or pass stage=2."
             )
 
@@ -476,6 +481,21 @@ class Hooks:
             following = [child for child, _ in node.next_functions]
             yield from (names[child] for child in following if child in names)
             left += following
+
+    def _placeholders_behind(self, loss: Tensor) -> Iterator[tuple[str, bool]]:
+        """Yield released parameters whose NaN a loss's graph has saved, and whether the root's forward read it."""
+        released = {
+            p.untyped_storage()._cdata: (slot.name, unit, p)
+            for unit in self._sharded
+            if OPENED not in unit.users and unit.weights.state is not State.FULL
+            for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
+        }
+        for number, storage, saved in saved_behind(loss):
+            if storage in released:
+                name, unit, p = released[storage]
+                in_forward = number <= self._last_node
+                if not (in_forward and saved is p and unit in self._with_root):  # else it had values when it was saved
+                    yield name, in_forward
 
     def abandon(self) -> None:
         """Forget a backward that died by an exception, and the step it belonged to."""

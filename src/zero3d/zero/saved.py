@@ -26,6 +26,7 @@ forward reads by itself is not seen as it is saved: its unit stays gathered unti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -176,6 +177,36 @@ class SavedWeights:
         if unit is not None and unit.weights.state in RELEASED:
             self._gather(unit)
         return value
+
+
+def saved_behind(loss: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield what a loss's graph has saved, as hooks have packed it: the number of its node, that of its storage, it."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                for saved in _packed(node, name):
+                    with suppress(NotImplementedError):  # as in `_unit_of`
+                        yield node._sequence_nr(), saved.untyped_storage()._cdata, saved
+
+
+def _packed(node: Any, name: str) -> Iterator[Tensor]:
+    """Yield tensors that a node has saved under a name, without unpacking them."""
+    try:
+        saved = getattr(node, name)
+    except RuntimeError:  # an earlier backward has freed them
+        return
+    for each in saved if isinstance(saved, tuple) else (saved,):
+        value = getattr(each, "data", None)
+        while isinstance(value, tuple) and value:  # (what was saved, ...), of hooks around ours again
+            value = value[0]
+        if isinstance(value, Tensor):
+            yield value
 
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
