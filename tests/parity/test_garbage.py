@@ -172,6 +172,7 @@ def test_a_step_leaves_no_tensor_to_the_collector(ranks, folder, world, sections
     assert ranks(world, tensors_left, made) == [[0] * 3] * world
 
 
+@pytest.mark.long
 def test_a_step_with_images_leaves_no_tensor_to_the_collector(ranks, folder):
     data = {"train": [str(folder / "data.json")], "images": str(folder / "images"), "packing": False, "length": 48}
     made = tree(folder, "pictured", "llava", data=data, train={"steps": 3}, zero={"stage": 3})
