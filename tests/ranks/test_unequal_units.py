@@ -116,6 +116,24 @@ def test_units_of_one_size_that_ranks_swap_are_named_where_no_rank_waits(ranks):
         assert "unit 'experts.1'" in error
 
 
+def evaluate_then(name):
+    """Rank 1 calls its tower without gradients; rank 0 goes on to a collective of the program's own."""
+    try:
+        run(["no_grad"] * 2, [NOBODY, TOWER])
+        order_watch.LOOK, order_watch.PATIENCE = LOOK, 1.5 * LOOK
+        dist.barrier() if name == "barrier" else dist.all_reduce(torch.ones(1))
+    finally:
+        order_watch.LOOK, order_watch.PATIENCE = 1.0, 1.5
+
+
+@pytest.mark.parametrize("name", ["barrier", pytest.param("all_reduce", marks=pytest.mark.long)])
+def test_a_tower_that_one_rank_calls_where_the_others_are_in_a_collective_of_the_programs_own(ranks, name):
+    (_, first), (_, second) = ranks(2, evaluate_then, name, group_timeout=FAR, check=False)
+    assert f"rank 0 waits in the program's own torch.distributed.{name}, which rank 1 has not begun" in second
+    assert "rank 1 waits in all_gather of unit 'tower' on axis dp, which rank 0 has not begun" in second
+    assert first.startswith("RuntimeError: ")  # it is the program's call
+
+
 REMEDIES = {  # stage, units, whether inside full_params(), the factor of the loss of a rank without anything for the tower
     "the block as a unit": (3, ["layers.*"], False, None),
     "full_params()": (3, UNITS, True, None),

@@ -3,7 +3,21 @@
 import pytest
 
 from zero3d.distributed import order_log
-from zero3d.distributed.order_log import GATHERS, ONCE_MORE, REDUCTIONS, REMEDY, OrderLog, Post, Wait, find_disagreement
+from zero3d.distributed.order_log import (
+    GATHERS,
+    MORE_FORWARDS,
+    ONCE_MORE,
+    OWN_CALL,
+    REDUCTIONS,
+    REMEDY,
+    OrderLog,
+    OwnCall,
+    Post,
+    Wait,
+    find_disagreement,
+)
+from zero3d.zero.layout import ROOT
+from zero3d.zero.stages import WINDOW
 
 DP = {"dp": [0, 1]}
 
@@ -17,13 +31,13 @@ def log_of(*begun):
     return log
 
 
-def post(*begun, axes=DP, wait=None, counts=None):
+def post(*begun, axes=DP, wait=None, counts=None, call=None):
     """What a rank tells that has begun this on dp, as its peers read it."""
     log = log_of(*begun)
     entries = {("dp", sequence): log.recent(sequence) for sequence in (GATHERS, REDUCTIONS)}
     kinds = [("all_gather", "g"), ("reduce_scatter", "r"), ("exchange", "x")]
     counted = {("dp", op): sum(word[0] == kind for word in begun) for op, kind in kinds}
-    return Post.unpack(Post.of(axes, entries, counted | (counts or {}), wait).pack())
+    return Post.unpack(Post.of(axes, entries, counted | (counts or {}), wait, call).pack())
 
 
 def said(*posts):
@@ -88,6 +102,21 @@ def test_a_unit_that_one_rank_reduces_once_more_is_named_where_the_other_has_end
     assert found.endswith(ONCE_MORE)
 
 
+def test_ranks_that_run_more_forwards_in_a_step_are_told_so():
+    found = said(post("g root", "x"), post("g root", "g root"))
+    assert found.endswith(f": on axis dp rank 1 begins one more forward, where rank 0 is at an exchange, as ends a step "
+                          f"or an evaluation. {MORE_FORWARDS}")  # fmt: skip
+    axes = {"dp": list(range(4))}
+    ends, more = post("g root", "x", axes=axes), post("g root", "g root", axes=axes)
+    assert "ranks 1, 3 begin one more forward, where ranks 0, 2 are at an exchange" in said(ends, more, ends, more)
+
+
+def test_what_texts_say_of_units_is_so():
+    assert (order_log.ROOT, order_log.AHEAD) == (ROOT, WINDOW)
+    assert f"; units are gathered up to {WINDOW} ahead of their use)" in said(post("g a"), post("g b"))
+    assert "ahead of their use" not in said(post("r a"), post("r b"))
+
+
 def test_gathers_have_the_remedies_of_units_that_are_not_used_alike():
     assert said(post("g a"), post("g b")).endswith(REMEDY)
     assert said(post("g a"), post("x")).endswith(REMEDY)
@@ -123,6 +152,45 @@ def test_ranks_that_wait_for_each_other_in_different_operations_are_a_proof():
         "rank 0 waits in all_gather of unit 'tower' on axis dp, which rank 1 has not begun; rank 1 waits in " in found
     )
     assert "reduce_scatter of unit 'embed' on axis dp, which rank 0 has not begun" in found
+
+
+def test_a_broadcast_that_a_rank_with_late_gradients_has_not_begun_is_a_proof():
+    held = post("r a", wait=waits("broadcast", 1, "-"), counts={("dp", "broadcast"): 1})
+    late = post("r a", "r a", wait=waits("reduce_scatter", 2, "a", peer=0))
+    assert "rank 0 waits in broadcast on axis dp, which rank 1 has not begun" in said(held, late)
+    assert said(held, late).endswith(ONCE_MORE)
+
+
+BARRIER = OwnCall("barrier", [0, 1])
+
+
+def test_a_collective_of_the_programs_own_that_a_blocked_rank_has_not_begun_is_a_proof():
+    held = post("g embed", "g tower", wait=waits("all_gather", 2, "tower"))
+    found = said(post("g embed", call=BARRIER), held)
+    assert (
+        "rank 0 waits in the program's own torch.distributed.barrier, which rank 1 has not begun; rank 1 waits in "
+        "all_gather of unit 'tower' on axis dp, which rank 0 has not begun" in found
+    )
+    assert found.endswith(OWN_CALL)
+
+
+def test_a_collective_of_the_programs_own_is_no_proof_where_a_rank_of_it_may_still_come():
+    axes, three = {"dp": [0, 1, 2]}, OwnCall("barrier", [0, 1, 2])
+    held = post("g embed", "g tower", axes=axes, wait=waits("all_gather", 2, "tower", peer=0))
+    inside, slow = post("g embed", axes=axes, call=three), post("g embed", axes=axes)
+    assert find_disagreement({0: inside, 1: held}) is None  # rank 2 has told nothing
+    assert said(inside, held, slow) == ""
+    assert said(inside, inside, inside) == ""
+    assert said(post("g embed", "g tower", axes=axes, call=three), held, inside) == ""  # rank 0 has begun it
+    assert "rank 0 waits in the program's own" in said(inside, held, inside)
+
+
+def test_what_a_rank_began_last_is_told_with_the_call_in_which_it_is():
+    told = post("g a", "r b", call=BARRIER)
+    was = " and was in the program's own torch.distributed.barrier"
+    assert told.last("dp", "all_gather") == f"had begun nothing since all_gather of unit 'a'{was}"
+    assert told.last("dp", "broadcast") == f"had begun nothing since reduce_scatter of unit 'b'{was}"
+    assert post().last("dp", "all_gather") == "had begun nothing since the mesh"
 
 
 def test_a_wait_for_a_rank_that_does_not_wait_is_no_proof():

@@ -9,12 +9,13 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import zero3d.distributed.axis as axis_module
-from zero3d.distributed import collectives
+from zero3d.distributed import collectives, own_calls
 from zero3d.distributed.axis import DONE, Axis, Call
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.distributed.order_log import REDUCTIONS, OrderLog, Wait, find_disagreement
+from zero3d.distributed.order_log import REDUCTIONS, OrderLog, OwnCall, Wait, find_disagreement
 from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
+from zero3d.distributed.own_calls import OwnFrame, own_frame
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena
 from zero3d.watchdog import flight_recorder
@@ -168,10 +169,130 @@ def test_a_wait_that_ends_by_a_peer_raises_the_verdict_that_is_in_the_store(stor
     def closed():
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 
-    with pytest.raises(OrderError, match=r"^rank 0 gathers unit 'tower' \(rank 1 of axis dp waited .* 'layers.0'\.\)$"):
+    with pytest.raises(
+        OrderError,
+        match=r"^rank 0 gathers unit 'tower' \(rank 1 of axis dp waited in all_gather of unit 'layers.0'\.\)$",
+    ):
         Call(second.axis, None, "all_gather", "layers.0").wait(closed)
     assert second.axis.log.wait is None
     assert not first.watch.verdict
+
+
+def test_what_is_said_of_an_ended_wait_has_no_seconds_and_names_the_phase_without_a_comma(store, monkeypatch):
+    monkeypatch.setattr(axis_module, "_get_default_store", lambda: store)
+    first, _ = pair(store)
+    store.set(f"{KEY}/1/verdict", "why")
+    with first.heartbeat.phase("evaluate"), pytest.raises(OrderError) as caught:
+        Call(first.axis, None, "all_gather", "a").wait(timed_out, 1)
+    where = "rank 0 of axis dp waited for rank 1 of that axis in all_gather of unit 'a', in phase evaluate"
+    assert str(caught.value) == f"why ({where}.)"
+
+
+def timed_out():
+    raise RuntimeError("Timed out waiting 1ms for recv operation to complete")
+
+
+def test_a_rank_that_runs_into_the_time_limit_says_what_its_peer_has_told(store, monkeypatch):
+    monkeypatch.setattr(axis_module, "_get_default_store", lambda: store)
+    first, second = pair(store)
+    second.begin("a")
+    second.look(0, SILENT)
+    with pytest.raises(OrderError) as caught:
+        Call(first.axis, None, "all_gather", "tower").wait(timed_out)
+    assert "inside engine.full_params()" in str(caught.value)
+    assert str(caught.value).endswith("any more, rank 1 had begun nothing since all_gather of unit 'a'.")
+
+
+def test_broadcasts_and_barriers_are_calls_in_which_a_rank_is_known_to_wait(store, monkeypatch):
+    for one, root in zip(pair(store), ([0, 1], [0]), strict=True):
+        told = []
+        for name in ("broadcast", "barrier"):
+            monkeypatch.setattr(
+                axis_module.dist, name, lambda *_, told=told, one=one, **__: told.append(one.watch.post())
+            )
+        one.axis.broadcast(torch.ones(1), "-")
+        one.axis.barrier()
+        assert [post.awaited() for post in told] == [root, [0, 1]]
+
+
+class InBarrier:
+    """Lets the second of two ranks be in a barrier of the program's own, while the first one waits for its tower."""
+
+    def __init__(self, store, monkeypatch):
+        self.first, self.second = pair(store)
+        self.frame, self.looks = object(), iter(range(100))
+        self.group = Group(self.second.ended)
+        self.group.rank, self.group.size = lambda: 1, lambda: 2
+        monkeypatch.setattr(own_calls, "own_frame", lambda _: self.own)
+        self.own = None
+
+    def look(self):
+        """Both look, long after they have begun anything."""
+        moment = SILENT * next(self.looks)
+        self.own = OwnFrame(self.frame, self.group, OwnCall("barrier", [0, 1])) if self.frame else None
+        self.second.look(moment)
+        self.own = None
+        self.first.axis.log.wait = "dp", "all_gather", "tower", 1, None
+        self.first.look(moment)
+
+    def begin(self):
+        self.first.begin("tower")
+        for _ in range(3):
+            self.look()
+
+
+def test_a_rank_in_a_barrier_of_the_programs_own_answers_before_the_verdict_and_both_waits_end(
+    store, monkeypatch, capsys
+):
+    ranks = InBarrier(store, monkeypatch)
+    ranks.begin()
+    assert store.get(f"{KEY}/1/question") == b"1"
+    assert not ranks.first.watch.verdict
+    for _ in range(3):
+        ranks.look()
+    assert "rank 1 waits in the program's own torch.distributed.barrier" in ranks.second.watch.verdict
+    assert ranks.first.ended == ["timed out"]
+    assert ranks.second.ended == ["timed out"] * 2  # its axis, and the group of the barrier
+    assert "zero3d: OrderError: ranks do not run the same units" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("later", [None, "another barrier"])
+def test_a_rank_that_has_left_its_barrier_since_it_told_is_waited_for(store, monkeypatch, later):
+    ranks = InBarrier(store, monkeypatch)
+    ranks.begin()
+    ranks.frame = later
+    ranks.look()
+    assert not ranks.first.watch.verdict
+
+
+def frame_of(function, module="torch.distributed.distributed_c10d", back=None, **names):
+    code = SimpleNamespace(co_name=function)
+    return SimpleNamespace(f_code=code, f_globals={"__name__": module}, f_locals=names, f_back=back)
+
+
+@pytest.mark.parametrize(
+    ("functions", "ranks", "backend", "known"),
+    [
+        (["barrier"], [0, 1, 2], "gloo", "barrier"),
+        (["all_gather", "all_gather_object"], [0, 1, 2], "gloo", "all_gather_object"),
+        (["_private", "all_reduce"], [0, 1], "gloo", "all_reduce"),
+        (["broadcast"], [0, 1], "gloo", "broadcast"),
+        (["broadcast"], [0, 1, 2], "gloo", None),
+        (["barrier"], [0, 1], "nccl", None),
+        (["recv"], [0, 1], "gloo", None),
+        ([], [0, 1], "gloo", None),
+    ],
+)
+def test_frames_of_collectives_that_no_rank_leaves_before_all_have_come_are_known(
+    monkeypatch, functions, ranks, backend, known
+):
+    monkeypatch.setattr(own_calls, "backends_of", lambda group: {"cpu": backend})
+    monkeypatch.setattr(own_calls.dist, "get_process_group_ranks", lambda group: ranks)
+    frame = frame_of("main", "program")
+    for function in reversed(functions):
+        frame = frame_of(function, back=frame, group="a group")
+    found = own_frame(frame_of("wait", "elsewhere", back=frame))
+    assert (None if found is None else (found.group, found.call)) == (known and ("a group", OwnCall(known, ranks)))
 
 
 def test_a_mesh_does_not_read_what_an_earlier_one_has_left(store):

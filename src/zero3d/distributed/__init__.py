@@ -15,6 +15,7 @@ block_codec   values in blocks of 256 as whole numbers with a scale; block_bytes
 coded_sums    sums over slow links, of terms in a narrow form
 order_log     what each rank has begun, in order, and the proof that ranks can never meet (no torch)
 order_watch   a thread that looks for that proof when nothing moves, and ends the waits
+own_calls     collectives of the program's own in which a rank waits for one that waits in a call of ours
 ledger        the traffic of every operation, by axis and unit (no torch)
 agreement     all ranks go on, or all raise the same error
 determinism   deterministic algorithms on accelerators, and what bits depend on there

@@ -117,14 +117,18 @@ class Axis:
             waited = time.monotonic() - begun
             whom = "" if peer is None else f" for rank {peer} of that axis"
             phase = "" if self.heartbeat is None else self.heartbeat.long_phase
-            what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}," * bool(phase)
+            what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}" * bool(phase)
             rank = f"rank {self.rank} of axis {self.name}"
             early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
             where = f"{self._waited(waited)}{whom} in {what}"
             lost = _lost(where, error, early, phase)
             if lost is None:
                 raise
-            raise (self.out_of_order(where) or lost) from error
+            if (known := self.out_of_order(f"{rank} waited{whom} in {what}")) is not None:
+                raise known from error
+            if isinstance(lost, OrderError) and (told := self._peers(op)):
+                lost.args = (f"{lost} {told}",)
+            raise lost from error
 
     def out_of_order(self, where: str = "") -> OrderError | None:
         """Return the error of ranks that can never meet, if that is known; where: what this rank did, to ask others."""
@@ -140,6 +144,11 @@ class Axis:
         watch = self.watch
         return "" if watch is None else _asked(lambda _: watch.explain(), "")
 
+    def _peers(self, op: str) -> str:
+        """Return what the other ranks have told the store of what they have begun; nothing where they have not."""
+        watch = self.watch
+        return "" if watch is None else _asked(lambda _: watch.peers(self.name, op), "")
+
     def begins(self, op: str, unit: str) -> None:
         """Note an operation that all its ranks must begin in one order."""
         if self.log is not None:
@@ -149,14 +158,16 @@ class Axis:
         """Overwrite `t` with rank 0's, wherever it is."""
         raw = t.view(torch.uint8) if t.dtype == torch.bool else t
         sent = raw.to(self.place).contiguous()
-        self.call("broadcast", unit, lambda: dist.broadcast(sent, group=self.reductions, group_src=0))
+        call = Call(self, self.reductions, "broadcast", unit, self.count("broadcast"))
+        call.wait(lambda: dist.broadcast(sent, group=call.group, group_src=0), 0 if self.rank else None)
         if sent is not raw:
             raw.copy_(sent)
 
     def barrier(self) -> None:
         """Return when all its ranks have come; a backend of devices is told which one, or it would guess."""
         ids = None if self.place == HOST else [self.device.index]
-        self.call("barrier", "-", lambda: dist.barrier(group=self.gathers, device_ids=ids))
+        call = Call(self, self.gathers, "barrier", "-", self.count("barrier"))
+        call.wait(lambda: dist.barrier(group=call.group, device_ids=ids))
 
     def late(self, last: Mapping[str, tuple[str, str]]) -> Zero3dError:
         """Return the error of a rank whose device does not come to an end; `last` it began these, by axis."""
@@ -377,15 +388,16 @@ def _gone(where: str, late: bool, message: str = "", early: str = "", phase: str
         lost.agreed = code
         return lost
     if late:
-        what = early or f"{where} and no peer came"
+        what = early or f"{where}{',' * bool(phase)} and no peer came"
         if phase:
             return OrderError(
                 f"{what}: not all ranks have begun this phase, or one is stuck. What is called there all ranks must "
                 "call together; look at what the other ranks say."
             )
         return OrderError(
-            f"{what}: ranks used units in different orders or numbers, or a peer is stuck. "
-            "At stage 3 all ranks must run the same units in the same order; look at what the other ranks say."
+            f"{what}: ranks used units in different orders or numbers, or a peer is stuck. All ranks must run the same "
+            "forwards, backwards and steps, and at stage 3 call the same units, also before a collective of the "
+            "program's own (on every rank, or inside engine.full_params()). Look at what the other ranks say."
         )
     if ended := _has_ended():
         return Zero3dError(

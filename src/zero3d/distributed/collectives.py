@@ -214,7 +214,8 @@ class Comm:
 
         def finish() -> None:
             summed.wait()
-            self._algorithm.all_gather(call._replace(op="all_reduced"), shard).wait()
+            parts = call._replace(op="all_reduced", number=self._axis.count("all_reduced"))
+            self._algorithm.all_gather(parts, shard).wait()
 
         return Pending(finish)
 

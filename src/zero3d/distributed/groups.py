@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zero3d.distributed.axis import Axis, backends_of
+from zero3d.distributed.axis import Axis, Call, backends_of
 from zero3d.errors import MeshError
 
 _NAMES = "zero3d/groups"  # in the store, and in what torch says of a group
@@ -78,7 +78,7 @@ def warm_up(axis: Axis) -> None:
         return
     for group in dict.fromkeys((axis.gathers, axis.reductions)):
         number = torch.zeros(1, device=axis.place)
-        axis.call("warm-up", "-", partial(dist.all_reduce, number, group=group))
+        Call(axis, group, "warm-up", "-", axis.count("warm-up")).wait(partial(dist.all_reduce, number, group=group))
 
 
 def check_carries(device: torch.device) -> None:

@@ -7,7 +7,8 @@
 Of two ranks of an axis whose sequences differ at one place, neither will ever do what the other waits for: every rank
 notes an operation before it waits for peers. A sequence that is only shorter proves nothing: its rank may be slow. On
 gloo, where a wait blocks the host, there is a second proof: a circle of ranks, each of which waits in an operation that
-the next one has not begun. Neither depends on when ranks tell what they have begun, nor on how long they take.
+the next one has not begun. Some may wait in a collective of the program's own, which ranks that are in a call of ours
+have not begun. Neither depends on when ranks tell what they have begun, nor on how long they take.
 """
 
 from __future__ import annotations
@@ -28,18 +29,29 @@ KEPT = 1 << 14  # operations of a sequence: those of a step of 80 units and 64 m
 MOST_BYTES = 1 << 26  # of a rank's post, unpacked
 NAMED = 4  # ranks in a text
 # Whose calls are counted alike on all ranks of an axis; messages between two ranks are not.
-COLLECTIVE = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "pass_rows", "exchange"))
+COLLECTIVE = frozenset(
+    ("all_gather", "reduce_scatter", "all_reduce", "all_reduced", "all_to_all", "pass_rows", "exchange", "broadcast")
+) | {"barrier", "warm-up"}
+ROOT = "root"  # the unit that a forward begins with
+AHEAD = 2  # gathers that may run ahead of their use: zero/stages.py, WINDOW
 NEVER_MEET = "ranks do not run the same units and wait for each other for ever"
 REMEDY = (
     "At stage 3 all ranks must use the same units in the same order, and equally often. Where a branch, an expert or a "
     "vision tower is called on some ranks only, make the block that contains it one unit (Engine(units=[...]) with "
     "that block's class or name; DeepSpeed calls this a ZeRO-3 leaf module), put `with engine.full_params():` around "
-    "forward and backward, call it on every rank (with a blank input where there is none), or pass stage=2."
+    "forward and backward, call it on every rank (with a blank input where there is none), add 0 times its output to "
+    "the loss where backward reaches it on some ranks only, or pass stage=2."
 )
+OWN_CALL = (
+    "All ranks must do the same before a collective of the program's own: call the unit on every rank, put `with "
+    "engine.full_params():` around the forward, or make the block that contains it one unit (Engine(units=[...]))."
+)
+MORE_FORWARDS = "All ranks must run equally many micro-batches, in training and in evaluation."
 ONCE_MORE = (
-    "A unit is reduced once more when gradients of it come after its reduction: all ranks must do that equally often. "
-    "Where some ranks alone call backward twice on one forward, add the losses up and call it once; where they call a "
-    "block more often in reentrant checkpoints, pass use_reentrant=False; or do it on every rank."
+    "A unit is reduced once more when gradients of it come after its reduction: all ranks must do that equally often, "
+    "and run equally many micro-batches. Where some ranks alone call backward twice on one forward, add the losses up "
+    "and call it once; where they call a block more often in reentrant checkpoints, pass use_reentrant=False; or do it "
+    "on every rank."
 )
 
 
@@ -62,6 +74,17 @@ class Wait(NamedTuple):
     unit: str
     number: int
     peer: int | None = None
+
+
+class OwnCall(NamedTuple):
+    """A collective of the program's own in which the main thread of a rank is, of these ranks of the world.
+
+    seen  the last question of the judge's since which it has been in the same call; 0: none
+    """
+
+    op: str
+    ranks: Sequence[int]
+    seen: int = 0
 
 
 class OrderLog:
@@ -138,6 +161,7 @@ class Post(NamedTuple):
     names   operation and unit of a code
     counts  calls that it has begun, by axis and operation
     wait    the call in which it waits, if that blocks its host; all else here is as it was inside of it
+    call    the program's own collective in which it is instead
     """
 
     axes: Mapping[str, Sequence[int]]
@@ -145,6 +169,7 @@ class Post(NamedTuple):
     names: Mapping[int, tuple[str, str]]
     counts: Mapping[tuple[str, str], int]
     wait: Wait | None = None
+    call: OwnCall | None = None
 
     @classmethod
     def of(
@@ -153,6 +178,7 @@ class Post(NamedTuple):
         entries: Mapping[tuple[str, str], Sequence[Entry]],
         counts: Mapping[tuple[str, str], int],
         wait: Wait | None = None,
+        call: OwnCall | None = None,
     ) -> Post:
         """Return what a rank tells, of the entries of its logs."""
         names: dict[int, tuple[str, str]] = {}
@@ -167,7 +193,7 @@ class Post(NamedTuple):
                     names[code] = about
                 numbers.append(codes[about])
             parts[key] = Part(those[0].place if those else 0, numbers.tobytes())
-        return cls(axes, parts, names, counts, wait)
+        return cls(axes, parts, names, counts, wait, call)
 
     def pack(self) -> str:
         """Return it as text: some hundred bytes where operations repeat, as they do from step to step."""
@@ -177,6 +203,7 @@ class Post(NamedTuple):
             "names": [[code, *about] for code, about in self.names.items()],
             "counts": [[*key, count] for key, count in self.counts.items()],
             "wait": self.wait,
+            "call": self.call,
         }
         return base64.b64encode(zlib.compress(json.dumps(told).encode(), 1)).decode()
 
@@ -194,6 +221,7 @@ class Post(NamedTuple):
                 {code: (op, unit) for code, op, unit in told["names"]},
                 {(axis, op): count for axis, op, count in told["counts"]},
                 None if told["wait"] is None else Wait(*told["wait"]),
+                None if told["call"] is None else OwnCall(*told["call"]),
             )
         except (zlib.error, LookupError, TypeError) as error:
             raise ValueError("this is not what a rank tells of its order") from error
@@ -210,6 +238,17 @@ class Post(NamedTuple):
         ranks = self.axes.get(wait.axis, [])
         return list(ranks) if wait.peer is None else list(ranks[wait.peer : wait.peer + 1])
 
+    @property
+    def blocked(self) -> bool:
+        """Return whether it waits in a call of ours, or is in a collective of the program's own."""
+        return bool(self.awaited()) or self.call is not None
+
+    def last(self, axis: str, op: str) -> str:
+        """Say what this rank has begun last of an axis' sequence with this operation, and in which call it is."""
+        part = self.parts.get((axis, SEQUENCES_OF.get(op, (REDUCTIONS,))[0]))
+        last, unit = self.names[part.code(part.end - 1)] if part is not None and part.codes else ("the mesh", "-")
+        return f"had begun nothing since {last}{_of(unit)}" + (f" and was in {_own(self.call)}" if self.call else "")
+
 
 class Difference(NamedTuple):
     """The first place at which ranks of one axis have begun different operations.
@@ -221,28 +260,48 @@ class Difference(NamedTuple):
     place: int
     begun: Mapping[tuple[str, str], Sequence[int]]
 
+    @property
+    def is_forward(self) -> bool:
+        """Return whether some ranks end a step or an evaluation where others begin a forward, with the root's unit."""
+        return set(self.begun) == {("all_gather", ROOT), ("exchange", "-")}
+
     def text(self) -> str:
         """Say who does what instead of whom, and what to change."""
+        if self.is_forward:
+            more, fewer = (_ranks(self.begun[each]) for each in (("all_gather", ROOT), ("exchange", "-")))
+            ends = "at an exchange, as ends a step or an evaluation"
+            s, are = ("" if len(self.begun["all_gather", ROOT]) > 1 else "s"), _are(self.begun["exchange", "-"])
+            said = f"{more} begin{s} one more forward, where {fewer} {are} {ends}"
+            return f"{NEVER_MEET}: on axis {self.axis} {said}. {MORE_FORWARDS}"
         ordered = sorted(self.begun.items(), key=lambda each: each[0][0] == "exchange")
         told = [f"{_ranks(ranks)} {_does(about, len(ranks) > 1)}" for about, ranks in ordered]
         said = f"{told[0]}, where {', '.join(told[1:])}"
-        remedy = _remedy([op for op, _ in self.begun])
-        return f"{NEVER_MEET}: on axis {self.axis} {said} (operation {self.place + 1:,} in this order). {remedy}"
+        ops = [op for op, _ in self.begun]
+        ahead = f"; units are gathered up to {AHEAD} ahead of their use" if "all_gather" in ops else ""
+        place = f"(operation {self.place + 1:,} in this order{ahead})"
+        return f"{NEVER_MEET}: on axis {self.axis} {said} {place}. {_remedy(ops)}"
 
 
 class Circle(NamedTuple):
     """Ranks each of which waits in a call that the next one, and of the last one the first, has not begun."""
 
-    waits: Sequence[tuple[int, Wait]]
+    waits: Sequence[tuple[int, Wait | OwnCall]]
+
+    @property
+    def calls(self) -> list[OwnCall]:
+        """Return those that are the program's own: such a call may have ended since its rank told of it."""
+        return [wait for _, wait in self.waits if isinstance(wait, OwnCall)]
 
     def text(self) -> str:
         """Say who waits for whom, and what to change."""
         others = [rank for rank, _ in [*self.waits[1:], self.waits[0]]]
         told = [
-            f"rank {rank} waits in {wait.op}{_of(wait.unit)} on axis {wait.axis}, which rank {other} has not begun"
+            f"rank {rank} waits in {_own(wait) if isinstance(wait, OwnCall) else _ours(wait)}, "
+            f"which rank {other} has not begun"
             for (rank, wait), other in zip(self.waits, others, strict=True)
         ]
-        return f"{NEVER_MEET}: {'; '.join(told)}. {_remedy([wait.op for _, wait in self.waits])}"
+        ops = [wait.op for _, wait in self.waits]
+        return f"{NEVER_MEET}: {'; '.join(told)}. {OWN_CALL if self.calls else _remedy(ops)}"
 
 
 def find_disagreement(posts: Mapping[int, Post]) -> Difference | Circle | None:
@@ -274,14 +333,7 @@ def find_difference(posts: Mapping[int, Post]) -> Difference | None:
 
 def find_circle(posts: Mapping[int, Post]) -> Circle | None:
     """Return a circle of ranks each of which waits for the next one."""
-    stuck = {
-        rank: [
-            peer
-            for peer in post.awaited()
-            if peer != rank and peer in posts and post.wait is not None and not posts[peer].has_begun(post.wait)
-        ]
-        for rank, post in posts.items()
-    }
+    stuck = {rank: _waits_for(rank, posts) for rank in posts}
     while free := [rank for rank, peers in stuck.items() if not any(peer in stuck for peer in peers)]:
         for rank in free:
             del stuck[rank]
@@ -291,7 +343,34 @@ def find_circle(posts: Mapping[int, Post]) -> Circle | None:
         path.append(rank)
         rank = next(peer for peer in stuck[rank] if peer in stuck)
     circle = path[path.index(rank) :] if path else []
-    return Circle([(each, wait) for each in circle if (wait := posts[each].wait) is not None]) if circle else None
+    waits = [(each, wait) for each in circle if (wait := posts[each].wait or posts[each].call) is not None]
+    return Circle(waits) if circle else None
+
+
+def _waits_for(rank: int, posts: Mapping[int, Post]) -> list[int]:
+    """Return the ranks that have not begun the call in which this one waits, of those that have told.
+
+    In a call of the program's own that is who waits in a call of ours; all others must be blocked as well.
+    """
+    post = posts[rank]
+    if post.wait is not None:
+        others = [peer for peer in post.awaited() if peer in posts and peer != rank]
+        return [peer for peer in others if not posts[peer].has_begun(post.wait)]
+    if post.call is None or not all(peer in posts and posts[peer].blocked for peer in post.call.ranks):
+        return []
+    return [peer for peer in post.call.ranks if posts[peer].call is None]
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
+
+
+def _ours(wait: Wait) -> str:
+    return f"{wait.op}{_of(wait.unit)} on axis {wait.axis}"
+
+
+def _own(call: OwnCall) -> str:
+    return f"the program's own torch.distributed.{call.op}"
 
 
 def _remedy(ops: Collection[str]) -> str:

@@ -3,6 +3,7 @@
     every rank    a thread looks once a second whether the rank's heartbeat has changed; if so, it does nothing
                   silent for PATIENCE: it posts what the rank has begun to the store (order_log.py), once
     rank 0        silent, too: reads the posts that there are; a proof that ranks cannot meet becomes the verdict
+                  where a rank is in a collective of the program's own, it asks whether that goes on (own_calls.py)
     every rank    silent: sees the verdict in the store and ends its own waits; one that was not silent finds it when
                   the wait that it begins next is ended by its peers
 
@@ -16,6 +17,7 @@ the world, so that the store is never asked more than `RATE` times a second by a
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -28,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from zero3d.distributed.order_log import GATHERS, REDUCTIONS, OrderLog, Post, Wait, find_disagreement
+from zero3d.distributed.order_log import GATHERS, NAMED, REDUCTIONS, OrderLog, Post, Wait
+from zero3d.distributed.own_calls import OwnCalls
 from zero3d.watchdog.flight_recorder import folder_of, record
 from zero3d.watchdog.heartbeat import Heartbeat
 
@@ -69,7 +72,7 @@ class OrderWatch:
         self._since = time.monotonic()
         self._asked: float | None = None  # when it asked the store last, in this silence
         self._ends = 0  # how often it has done something to end waits
-        self._read: dict[int, bytes] = {}
+        self._own = OwnCalls(store, self._key("question"), heartbeat)
 
     def add(self, axis: Axis, ranks: Sequence[int]) -> None:
         """Watch an axis of these ranks of the world from now on; one that has another's log goes on with it."""
@@ -117,6 +120,7 @@ class OrderWatch:
         if beats != self._beats:
             self._beats, self._since = beats, now
             self._asked = None
+            self._own.forget()
         silent, every = now - self._since, self._world / RATE
         if silent < max(PATIENCE, every):
             return
@@ -128,12 +132,21 @@ class OrderWatch:
     def _look_at_others(self, now: float, every: float) -> None:
         if self.verdict or (self._asked is not None and now - self._asked < every):
             return
-        if self._asked is None:
+        if self._own.look() or self._asked is None:
             self.store.set(self._key("post", self._rank), self.post().pack())
         self._asked = now
         self._hear()
         if self._rank == 0 and not self.verdict:
             self._judge()
+
+    def peers(self, axis: str, op: str) -> str:
+        """Return what other ranks of an axis have told of its last operations, beside `op`; asks the store."""
+        ranks = next((ranks for name, _, ranks in self._alive() if name == axis), ())
+        told: list[str] = []
+        for rank in ranks:
+            if rank != self._rank and len(told) < NAMED and self.store.check([key := self._key("post", rank)]):
+                told.append(f"rank {rank} {Post.unpack(self.store.get(key)).last(axis, op)}")
+        return f"When nothing moved any more, {'; '.join(told)}." if told else ""
 
     def post(self) -> Post:
         """Return what this rank has begun, from any thread, and the call in which it waits all that time."""
@@ -144,7 +157,7 @@ class OrderWatch:
         entries = {(name, kind): log.recent(kind) for name, log in logs.items() for kind in (GATHERS, REDUCTIONS)}
         after = [log.wait for log in logs.values()]
         waits = [wait for wait, still in zip(before, after, strict=True) if wait is not None and wait is still]
-        return Post.of(axes, entries, counts, Wait(*waits[0]) if waits else None)
+        return Post.of(axes, entries, counts, Wait(*waits[0]) if waits else None, None if waits else self._own.call)
 
     def _alive(self) -> Iterator[tuple[str, Axis, Sequence[int]]]:
         for name, (known, ranks) in list(self._axes.items()):
@@ -156,11 +169,7 @@ class OrderWatch:
         """Read what ranks have told and look for a proof, where there is something new."""
         keys = {rank: self._key("post", rank) for rank in range(self._world)}
         told = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
-        if told == self._read:
-            return
-        self._read = told
-        found = find_disagreement({rank: Post.unpack(text) for rank, text in told.items()})
-        if found is not None:
+        if (found := self._own.judge(told)) is not None:
             self.store.set(self._key("verdict"), found.text())
             self._closes(found.text())
             self._hear()
@@ -176,6 +185,9 @@ class OrderWatch:
     def _end_waits(self, now: float, silent: float) -> None:
         """End what this rank may wait in; after a while also what no collective of ours is."""
         if self._ends == 0:
+            if self._own.group is not None:  # what is raised there is torch's
+                sys.stderr.write(f"zero3d: OrderError: {self.verdict}\n")
+                end_waits_on(self._own.group)
             self._since = now
             end, there = end_waits_on_gloo, True
         elif self._ends == 1 and silent > GRACE:
@@ -197,10 +209,16 @@ def end_waits_on_gloo(axis: Axis) -> None:
     A receive that runs out of time does it, but for one from a peer that has closed its own connection before.
     """
     for group in _groups(axis):
-        for peer in range(axis.size):
-            if peer != axis.rank:
-                with suppress(RuntimeError):
-                    group.recv([torch.zeros(1)], peer, TAG).wait(timedelta(milliseconds=1))
+        end_waits_on(group, axis.rank, axis.size)
+
+
+def end_waits_on(group: dist.ProcessGroup, rank: int | None = None, size: int | None = None) -> None:
+    """Do so with one group, of so many ranks, of which this one is number `rank`."""
+    rank, size = group.rank() if rank is None else rank, group.size() if size is None else size
+    for peer in range(size):
+        if peer != rank:
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1)], peer, TAG).wait(timedelta(milliseconds=1))
 
 
 def abort(axis: Axis) -> None:

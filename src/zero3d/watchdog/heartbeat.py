@@ -141,6 +141,11 @@ class Heartbeat:
         return dict(self._counts)
 
     @property
+    def waits(self) -> bool:
+        """Whether this rank is in a call that may wait for peers."""
+        return bool(_HEAD.unpack_from(self._memory, 0)[1] > 0)
+
+    @property
     def beats(self) -> int:
         """Return a number that every change of the record makes larger."""
         return int(_NUMBER.unpack_from(self._memory, _SEQUENCE)[0])
