@@ -123,9 +123,9 @@ def test_weights_inside_blocks_may_be_read_by_the_root(read, recomputed):
 
 
 def of_several_units(kind, read, reentrant=None):
-    """A model whose blocks have several units, and one that reads what is in them."""
-    model = Borrowing(read, reentrant)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["up", "down.0"], init_lora_weights=False))
+    """A model with adapters, perhaps beside a base of 4 or 8 bits: its blocks have a frozen unit and a trained one."""
+    config = LoraConfig(r=2, target_modules=["up", "down.0"], init_lora_weights=False)
+    model = get_peft_model(Borrowing(read, reentrant), config)
     for block in model.base_model.model.blocks if kind in CODECS else ():
         block.up.base_layer = QuantisedLinear(block.up.base_layer, CODECS[kind], torch.float32)
     return model
@@ -171,7 +171,7 @@ def trained_with(model, engine=None):
 
 
 def of_engine(model, recomputed=None, **options):
-    """What `trained_with` finds at stage 3 and the units that blocks have."""
+    """What `trained_with` finds in an engine, which is given a model that may be recomputed by its policies."""
     if recomputed is not None and recomputed not in TORCHS:
         inner = {name: module for name, module in model.named_modules() if isinstance(module, Inner)}
         recompute(model, recomputed, inner)
@@ -252,8 +252,8 @@ def test_a_weight_of_a_block_that_is_never_called_has_its_values_in_a_second_bac
         model = Second(borrowed_inside)
         engine = zero3d.Engine(model, stage=stage, precision="fp32", optimizer=adamw, units=[Inner])
         kept = []
-        model.blocks[0].up.register_forward_hook(lambda _, args, out, kept=kept: kept.append(out))
-        out = engine(torch.ones(3, 6))
+        model.blocks[0].down.register_forward_pre_hook(lambda _, args, kept=kept: kept.extend(args))
+        out = engine(torch.ones(3, 6, requires_grad=True))
         out.square().mean().backward(retain_graph=True)
         kept[0].square().mean().backward()
         assert engine.step().applied

@@ -490,7 +490,7 @@ class Hooks:
             if OPENED not in unit.users and unit.weights.state is not State.FULL
             for slot, p in zip(unit.layout.slots, unit.weights.params, strict=True)
         }
-        for number, storage, saved in saved_behind(loss):
+        for number, storage, saved in saved_behind(loss) if released else ():
             if storage in released:
                 name, unit, p = released[storage]
                 in_forward = number <= self._last_node
