@@ -13,7 +13,7 @@ from zero3d.distributed import collectives, own_calls
 from zero3d.distributed.axis import DONE, Axis, Call
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
-from zero3d.distributed.order_log import REDUCTIONS, OrderLog, OwnCall, Wait, find_disagreement
+from zero3d.distributed.order_log import REDUCTIONS, OrderLog, OwnCall, Post, Wait, find_disagreement
 from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
 from zero3d.distributed.own_calls import OwnFrame, own_frame
 from zero3d.errors import OrderError
@@ -246,14 +246,29 @@ def test_a_rank_in_a_barrier_of_the_programs_own_answers_before_the_verdict_and_
 ):
     ranks = InBarrier(store, monkeypatch)
     ranks.begin()
-    assert store.get(f"{KEY}/1/question") == b"1"
     assert not ranks.first.watch.verdict
+    assert store.get(f"{KEY}/1/question") == b"1"
     for _ in range(3):
         ranks.look()
     assert "rank 1 waits in the program's own torch.distributed.barrier" in ranks.second.watch.verdict
     assert ranks.first.ended == ["timed out"]
     assert ranks.second.ended == ["timed out"] * 2  # its axis, and the group of the barrier
     assert "zero3d: OrderError: ranks do not run the same units" in capsys.readouterr().err
+
+
+def test_the_judge_is_sure_only_of_an_answer_to_its_last_question(store):
+    judge = own_calls.OwnCalls(store, "question", Heartbeat(None))
+    axes = {"dp": [0, 1]}
+
+    def told(seen, others=()):
+        inside = Post.of(axes, {}, {}, call=OwnCall("barrier", [0, 1], seen))
+        held = Post.of(axes, {}, {("dp", "all_gather"): 1}, Wait("dp", "all_gather", "tower", 1))
+        return {rank: post.pack() for rank, post in enumerate([inside, held, *others])}
+
+    assert judge.judge(told(0)) is None
+    assert store.get("question") == b"1"
+    assert judge.judge(told(0, [Post.of(axes, {}, {})])) is None
+    assert judge.judge(told(1)).calls == [("barrier", [0, 1], 1)]
 
 
 @pytest.mark.parametrize("later", [None, "another barrier"])
