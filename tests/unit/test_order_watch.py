@@ -15,7 +15,7 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.distributed.order_log import REDUCTIONS, OrderLog, OwnCall, Post, Wait, find_disagreement
 from zero3d.distributed.order_watch import GRACE, KEY, PATIENCE, OrderWatch
-from zero3d.distributed.own_calls import OwnFrame, own_frame
+from zero3d.distributed.own_calls import Under, call_under
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena
 from zero3d.watchdog import flight_recorder
@@ -220,16 +220,16 @@ class InBarrier:
 
     def __init__(self, store, monkeypatch):
         self.first, self.second = pair(store)
-        self.frame, self.looks = object(), iter(range(100))
+        self.number, self.looks = 1, iter(range(100))
         self.group = Group(self.second.ended)
         self.group.rank, self.group.size = lambda: 1, lambda: 2
-        monkeypatch.setattr(own_calls, "own_frame", lambda _: self.own)
+        monkeypatch.setattr(own_calls, "call_under", lambda _: self.own)
         self.own = None
 
     def look(self):
         """Both look, long after they have begun anything."""
         moment = SILENT * next(self.looks)
-        self.own = OwnFrame(self.frame, self.group, OwnCall("barrier", [0, 1])) if self.frame else None
+        self.own = Under(self.group, self.number, OwnCall("barrier", [0, 1])) if self.number else None
         self.second.look(moment)
         self.own = None
         self.first.axis.log.wait = "dp", "all_gather", "tower", 1, None
@@ -271,11 +271,11 @@ def test_the_judge_is_sure_only_of_an_answer_to_its_last_question(store):
     assert judge.judge(told(1)).calls == [("barrier", [0, 1], 1)]
 
 
-@pytest.mark.parametrize("later", [None, "another barrier"])
+@pytest.mark.parametrize("later", [None, 2], ids=["nowhere", "another barrier"])
 def test_a_rank_that_has_left_its_barrier_since_it_told_is_waited_for(store, monkeypatch, later):
     ranks = InBarrier(store, monkeypatch)
     ranks.begin()
-    ranks.frame = later
+    ranks.number = later
     ranks.look()
     assert not ranks.first.watch.verdict
 
@@ -303,11 +303,10 @@ def test_frames_of_collectives_that_no_rank_leaves_before_all_have_come_are_know
 ):
     monkeypatch.setattr(own_calls, "backends_of", lambda group: {"cpu": backend})
     monkeypatch.setattr(own_calls.dist, "get_process_group_ranks", lambda group: ranks)
-    frame = frame_of("main", "program")
+    frame, group = frame_of("main", "program"), SimpleNamespace(_get_sequence_number_for_group=lambda: 7)
     for function in reversed(functions):
-        frame = frame_of(function, back=frame, group="a group")
-    found = own_frame(frame_of("wait", "elsewhere", back=frame))
-    assert (None if found is None else (found.group, found.call)) == (known and ("a group", OwnCall(known, ranks)))
+        frame = frame_of(function, back=frame, group=group)
+    assert call_under(frame_of("wait", "elsewhere", back=frame)) == (known and Under(group, 7, OwnCall(known, ranks)))
 
 
 def test_a_mesh_does_not_read_what_an_earlier_one_has_left(store):

@@ -12,7 +12,7 @@ import sys
 import threading
 from contextlib import suppress
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,15 +27,18 @@ _SUMS = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "re
 OF_TWO = (*_SUMS, "all_to_all", "all_to_all_single", "broadcast", "gather", "scatter")  # on two ranks alone
 
 
-class OwnFrame(NamedTuple):
-    """A call of torch.distributed that the main thread has made for the program, and what it is of."""
+class Under(NamedTuple):
+    """A call of torch.distributed that the main thread has made for the program; `number` counts those of its group.
 
-    frame: FrameType
+    Its frame is not kept, which would keep all that its callers have.
+    """
+
     group: dist.ProcessGroup
+    number: int
     call: OwnCall
 
 
-def own_frame(frame: FrameType | None) -> OwnFrame | None:
+def call_under(frame: FrameType | None) -> Under | None:
     """Return the collective on gloo in which a thread with this innermost frame is; None where it is in none."""
     inner, name = None, ""
     while frame is not None:
@@ -44,13 +47,14 @@ def own_frame(frame: FrameType | None) -> OwnFrame | None:
         frame = frame.f_back
     if inner is None:
         return None
-    op, group = inner.f_code.co_name, inner.f_locals.get("group") or dist.group.WORLD
+    op: str = inner.f_code.co_name
+    group: Any = inner.f_locals.get("group") or dist.group.WORLD
     if group is None or set(backends_of(group).values()) != {"gloo"}:
         return None
     ranks = dist.get_process_group_ranks(group)
     if op not in (MEETINGS if len(ranks) > 2 else MEETINGS + OF_TWO):
         return None
-    return OwnFrame(inner, group, OwnCall(name, ranks))
+    return Under(group, group._get_sequence_number_for_group(), OwnCall(name, ranks))
 
 
 class OwnCalls:
@@ -59,7 +63,7 @@ class OwnCalls:
     def __init__(self, store: Store, key: str, heartbeat: Heartbeat) -> None:
         self._store, self._key = store, key
         self._heartbeat = heartbeat
-        self._own: OwnFrame | None = None  # where the main thread was at the last look
+        self._own: Under | None = None  # where the main thread was at the last look
         self._question = 0  # that was in the store then
         self.call: OwnCall | None = None  # which that is, with the question since which it goes on
         self._read: dict[int, bytes] = {}  # what the judge has read
@@ -71,7 +75,7 @@ class OwnCalls:
         return None if self._own is None else self._own.group
 
     def forget(self) -> None:
-        """Forget the call: a frame keeps its tensors alive."""
+        """Forget the call, and its group."""
         self._own = self.call = None
 
     def look(self) -> bool:
@@ -83,11 +87,11 @@ class OwnCalls:
         own = None
         if not self._heartbeat.waits:
             with suppress(RuntimeError, ValueError, LookupError):  # no such group any more
-                own = own_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+                own = call_under(sys._current_frames().get(threading.main_thread().ident or 0))
         if own is None:
             self._own = None
             return None
-        seen = self._question if self._own is not None and self._own.frame is own.frame else 0
+        seen = self._question if own == self._own else 0
         self._own, self._question = own, int(self._store.get(self._key)) if self._store.check([self._key]) else 0
         return own.call._replace(seen=seen)
 
