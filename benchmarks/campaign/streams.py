@@ -29,7 +29,7 @@ from zero3d.zero import streams as zero_streams
 from zero3d.zero.streams import SideStream
 
 Event = tuple[str, str]
-Issue = Callable[[str], AbstractContextManager[None]]
+Issue = Callable[..., AbstractContextManager[None]]  # of the unit, and of others for which something is enqueued
 LATE_CYCLES = 5_000_000  # about 3 ms at 1.7 GHz: longer than any unit of MIDDLE computes
 LANES_OPEN = "compute, lanes open"
 LATE = ("gathers", "reductions", "compute", LANES_OPEN)
@@ -148,8 +148,8 @@ def opened(issue: Issue, sleep: Callable[[], None], stream: AbstractContextManag
     """Return `issue` of a side stream with `stream` late from when the side stream is entered."""
 
     @contextmanager
-    def late_issue(unit: str) -> Iterator[None]:
-        with issue(unit):
+    def late_issue(unit: str, *others: str) -> Iterator[None]:
+        with issue(unit, *others):
             with stream:
                 sleep()
             yield
