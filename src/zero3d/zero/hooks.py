@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -189,18 +189,12 @@ class Hooks:
             if not needed_in_backward:
                 self._reductions.arrivals.unheard.update(units)
                 return None
-            latest = _latest(t for t in tensors_in((args, kwargs)) if t.requires_grad)
+            given = args, kwargs
             args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
-            inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-            if len(inputs) == 1:  # Note 5
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call, left=True), mode="any")
-                self._expect_end(units, call)
-            elif inputs:
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
-                register_multi_grad_hook(
-                    [inputs[0] if latest is None else latest], lambda _: self._left(units, call), mode="any"
-                )
-                self._expect_end(units, call, clear=latest is not None)
+            if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
+                mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
+                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
+                self._expect_end(units, call, inputs, given)
             else:
                 self._reductions.arrivals.unheard.update(units)
             return args, kwargs
@@ -224,12 +218,14 @@ class Hooks:
         module.register_forward_pre_hook(begins, with_kwargs=True)
         module.register_forward_hook(ends, always_call=True)  # Note 2
 
-    def _expect_end(self, units: list[Unit], call: int, clear: bool = True) -> None:
+    def _expect_end(self, units: list[Unit], call: int, inputs: list[Tensor], given: Any) -> None:
         """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own.
 
-        clear  all ranks leave it there; not where each of several inputs is a leaf
+        inputs  that have gradients; given: what they are made of, where leaves are still leaves
         """
-        if not clear:
+        end = inputs[0] if len(inputs) == 1 else _latest(t for t in tensors_in(given) if t.requires_grad)
+        register_multi_grad_hook([inputs[0] if end is None else end], lambda _: self._left(units, call), mode="any")
+        if end is None:
             self._reductions.arrivals.unclear.update(units)
         elif self.aside is None and torch._C._current_graph_task_id() == -1:
             for unit in units:
@@ -284,11 +280,9 @@ class Hooks:
         self._drop_at_end()
         self._backward_needs([unit], self._last_call[unit])
 
-    def _backward_done(self, units: list[Unit], call: int, left: bool = False) -> None:
+    def _backward_done(self, units: list[Unit], call: int) -> None:
         for unit in units:
             self._gathers.release(unit, ("backward", call))
-        if left:
-            self._left(units, call)
 
     @property
     def _reduces(self) -> bool:
