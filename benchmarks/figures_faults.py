@@ -159,7 +159,7 @@ ROWS = (
     Row("a rank loops forever", "the same", "parity/test_stalls.py", lambda: stalled("loop")),
     Row(
         "a rank is in a different collective than the others",
-        "the same, and the report names both calls",
+        "the same, and the report names both calls; where ranks can tell, an OrderError does so within seconds",
         "parity/test_stalls.py",
         lambda: stalled("other"),
     ),
