@@ -125,7 +125,9 @@ def test_whole_runs_are_ended_by_a_block_in_their_folder(tmp_path, launcher, fau
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     if fault == "other" and "OrderError" in done.stderr:  # ranks have told each other before the monitor's time was up
-        assert "rank 1 waits in the program's own torch.distributed.broadcast, which rank 0 has not begun" in done.stderr
+        assert (
+            "rank 1 waits in the program's own torch.distributed.broadcast, which rank 0 has not begun" in done.stderr
+        )
         assert "rank 0 waits in all_gather of unit " in done.stderr
         return
     block = json.loads((tmp_path / "out" / "watchdog.json").read_text())
