@@ -78,3 +78,17 @@ def test_a_launcher_that_looks_at_any_moment_finds_a_whole_error_file_or_none(tm
     assert leave_exception(ConfigError("x")) == 2
     assert seen == [False]
     assert json.loads(file.read_text())["message"]["message"] == "ConfigError: x"
+
+
+@pytest.mark.parametrize(("raised", "note", "told"), [
+    (RuntimeError("Application timeout caused pair closure"), "OrderError: rank 0 waits", "OrderError: rank 0 waits"),
+    (RuntimeError("Connection closed by peer"), "ValueError: x", "RuntimeError: Connection closed by peer"),
+    (RuntimeError("a bug of the program's"), "OrderError: rank 0 waits", "RuntimeError: a bug of the program's"),
+])  # fmt: skip
+def test_a_collective_of_the_programs_that_was_ended_is_reported_by_its_reason(monkeypatch, raised, note, told):
+    from zero3d.cli import worker
+    from zero3d.distributed import axis
+
+    monkeypatch.setattr(axis, "read_note", lambda: note)
+    found = worker._reason_of(raised)
+    assert f"{type(found).__name__}: {found}" == told

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from zero3d.errors import Zero3dError
+from zero3d.errors import OrderError, Zero3dError
 from zero3d.train.stop import SIGNALS, Stopped
 from zero3d.watchdog.heartbeat import WATCH, Heartbeat
 from zero3d.watchdog.joined import start_monitor
@@ -149,6 +149,7 @@ def leave_exception(error: BaseException) -> int:
     An error on purpose is one line, any other a callstack with 1. What another rank raised is reported there. Peers
     that lose this rank find the reason, and the code, in the note that it leaves.
     """
+    error = _reason_of(error)
     clear = isinstance(error, Zero3dError)
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, Zero3dError):
@@ -166,6 +167,17 @@ def leave_exception(error: BaseException) -> int:
     if "torch" in sys.modules and code != 130:
         notify_peers(summary.partition("\n\n")[0], code)  # of a report its head
     return code
+
+
+def _reason_of(error: BaseException) -> BaseException:
+    """Return the OrderError for which waits were ended, where torch raised its own in a call of the program's."""
+    lost = type(error) is RuntimeError and any(word in str(error).lower() for word in ("connection", "pair closure"))
+    if not lost or "torch" not in sys.modules:
+        return error
+    from zero3d.distributed.axis import read_note
+
+    kind, _, text = read_note().partition(": ")
+    return OrderError(text) if kind == OrderError.__name__ else error
 
 
 def _write_atomically(path: Path, text: str) -> None:

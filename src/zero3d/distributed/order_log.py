@@ -1,4 +1,4 @@
-"""What each rank has begun on its axes, in order, and the proof that ranks can never meet.
+"""Logs of the operations that each rank has begun on its axes, and the proof that ranks can never meet.
 
     sequence     operations in it                       why they have one order
     gathers      all_gather, exchange                   units that are used, and where steps and evaluations end
@@ -154,7 +154,7 @@ class Part(NamedTuple):
 
 
 class Post(NamedTuple):
-    """What one rank tells of itself.
+    """Holds all that one rank tells its peers: its logs, and the call in which it waits.
 
     axes    ranks of the world that are on each of its axes, in the axis' order
     parts   what it has begun, by axis and sequence
@@ -244,7 +244,7 @@ class Post(NamedTuple):
         return bool(self.awaited()) or self.call is not None
 
     def last(self, axis: str, op: str) -> str:
-        """Say what this rank has begun last of an axis' sequence with this operation, and in which call it is."""
+        """Return words for the last operation that this rank has begun on an axis, of the sequence that `op` is in."""
         part = self.parts.get((axis, SEQUENCES_OF.get(op, (REDUCTIONS,))[0]))
         last, unit = self.names[part.code(part.end - 1)] if part is not None and part.codes else ("the mesh", "-")
         return f"had begun nothing since {last}{_of(unit)}" + (f" and was in {_own(self.call)}" if self.call else "")
@@ -266,7 +266,7 @@ class Difference(NamedTuple):
         return set(self.begun) == {("all_gather", ROOT), ("exchange", "-")}
 
     def text(self) -> str:
-        """Say who does what instead of whom, and what to change."""
+        """Return the error's text: each rank's operation at this place, and the remedy."""
         if self.is_forward:
             more, fewer = (_ranks(self.begun[each]) for each in (("all_gather", ROOT), ("exchange", "-")))
             ends = "at an exchange, as ends a step or an evaluation"
@@ -293,7 +293,7 @@ class Circle(NamedTuple):
         return [wait for _, wait in self.waits if isinstance(wait, OwnCall)]
 
     def text(self) -> str:
-        """Say who waits for whom, and what to change."""
+        """Return the error's text: which rank waits for which, in which call, and the remedy."""
         others = [rank for rank, _ in [*self.waits[1:], self.waits[0]]]
         told = [
             f"rank {rank} waits in {_own(wait) if isinstance(wait, OwnCall) else _ours(wait)}, "

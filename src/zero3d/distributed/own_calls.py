@@ -58,7 +58,7 @@ def call_under(frame: FrameType | None) -> Under | None:
 
 
 class OwnCalls:
-    """What the watch of one rank knows of them; `key` of the store has the judge's last question."""
+    """Keeps the program's call in which one rank is now; the store has the judge's last question under `key`."""
 
     def __init__(self, store: Store, key: str, heartbeat: Heartbeat) -> None:
         self._store, self._key = store, key

@@ -142,7 +142,7 @@ class Heartbeat:
 
     @property
     def waits(self) -> bool:
-        """Whether this rank is in a call that may wait for peers."""
+        """Return whether this rank is in a call that may wait for peers."""
         return bool(_HEAD.unpack_from(self._memory, 0)[1] > 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Which gradients of a unit have come in the backward under way, and whether more will.
+"""Arrivals of a unit's gradients in the backward under way, and whether more are to come.
 
 A parameter may get no gradient, on one rank alone: an expert without tokens, a branch. Autograd knows which gradients
 the backward under way will still accumulate, so a unit has all of them when nothing is still to come. That is asked
@@ -27,7 +27,7 @@ from zero3d.zero.unit import Unit
 
 
 class Reached(Enum):
-    """What the backward under way does with the gradient of a leaf."""
+    """Says what the backward under way does with a leaf's gradient."""
 
     NOT = auto()
     ACCUMULATED = auto()

@@ -184,7 +184,7 @@ class Gradients:
 
     @property
     def differs_on_copies(self) -> bool:
-        """Whether the shard, or what is to be added to it, is still to be summed over the ranks that have copies."""
+        """Return whether a sum over the ranks that have copies of the shard is still to come."""
         return self._setting.across.size > 1 and (not self._is_of_all or self._late is not None)
 
     @property

@@ -286,7 +286,7 @@ class Hooks:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the backward under way is one whose gradients the step takes."""
+        """Return whether the step takes the gradients of the backward under way."""
         return self._task is not None and self.aside is None and self._whole
 
     @property
