@@ -4,6 +4,7 @@
       ConfigError             an option, precision, stage or input that cannot work                      2
       MeshError               degrees and ranks that do not multiply                                     2
       DataError               training data that cannot be read                                          2
+        TokenError            a token id or a label that the model's vocabulary does not have            2
       CheckpointError         a checkpoint that is missing, damaged or of another model                  2
         CopyError             a checkpoint that is whole on disk and was not copied to its store         2
       OutOfBudget             a host's memory or a disk has less room than is asked for                  2
@@ -144,6 +145,10 @@ class DataError(Zero3dError, ValueError):
     """Training data that cannot be read."""
 
     bad_input = True
+
+
+class TokenError(DataError, IndexError):
+    """A token id or a label that the model's vocabulary does not have: torch's own lookups raise IndexError for it."""
 
 
 class NonFiniteError(Zero3dError, ArithmeticError):

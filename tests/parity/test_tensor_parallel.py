@@ -12,6 +12,7 @@ from tensors import LAYERS, axis, cut_model, ids, logical_gradients, one_process
 from test_stages import LiftCasts
 from torch.nn import functional as F
 
+import zero3d
 from zero3d.distributed.algorithms import Native, Pairwise
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
@@ -125,6 +126,63 @@ def recomputed_bits(name, options, policies=POLICIES):
 def test_recomputed_blocks_give_the_same_bits(ranks, name, options):
     for results, _ in ranks(2, recomputed_bits, name, options):
         assert len(set(results.values())) == 1, results
+
+
+# --- ids and labels beyond the vocabulary -----------------------------------------------------------
+
+WRONG = {"input_ids": (64, 90, -1, -100), "labels": (64, 90, -1)}  # of 64 tokens
+
+
+def given(key=None, value=None):
+    """A micro-batch of which some labels do not count; one entry is `value`."""
+    batch = {"input_ids": ids(), "labels": ids().clone()}
+    batch["labels"][0, :4] = -100
+    if key is not None:
+        batch[key][1, 5] = value
+    return batch
+
+
+def refusals(sequence, tiled):
+    """Of every call with every id and label of no token: the error's words."""
+    engine = zero3d.Engine(
+        tiny("llama"), optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), mesh=zero3d.Mesh(tp=2), precision="fp32",
+        sequence_parallel=sequence, tiled_loss=tiled,
+    )  # fmt: skip
+    said = {}
+    for key, value in ((key, value) for key, values in WRONG.items() for value in values):
+        batch = given(key, value)
+        calls = {"train_batch": lambda b: engine.train_batch([b]), "evaluate": lambda b: engine.evaluate([b])}
+        calls |= {"forward": lambda b: engine(**b)}
+        calls |= {"generate": lambda b: engine.generate(b["input_ids"], max_new_tokens=1)} if key == "input_ids" else {}
+        for call, work in calls.items():
+            with pytest.raises(IndexError) as error:
+                work(dict(batch))
+            said[key, value, call] = str(error.value)
+    return said, float(engine.train_batch([given()]))
+
+
+@pytest.mark.parametrize(("sequence", "tiled"), [(True, False), (False, True)])
+def test_ids_and_labels_beyond_the_vocabulary_are_errors_on_all_ranks_as_in_one_process(ranks, sequence, tiled):
+    plain = tiny("llama")
+    for key, value in ((key, value) for key, values in WRONG.items() for value in values):
+        with pytest.raises(IndexError):
+            plain(**given(key, value))
+    for said, loss in ranks(2, refusals, sequence, tiled):
+        kinds = {"input_ids": "token id", "labels": "label"}
+        assert all(words.startswith(f"{kinds[key]} {value} is not a token") for (key, value, _), words in said.items())
+        assert abs(loss - float(plain(**given()).loss)) < 1e-5
+
+
+def ignored_labels(ignore_index):
+    group = axis()
+    local = torch.randn(6, 32, generator=torch.Generator().manual_seed(group.rank))
+    labels = torch.tensor([1, ignore_index, 40, 63, 0, 5])
+    return cross_entropy(local, labels, Channel(group, Ledger()), ignore_index).isfinite().item()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -7, 99])
+def test_labels_that_the_loss_ignores_may_be_of_no_token(ranks, ignore_index):
+    assert all(ranks(2, ignored_labels, ignore_index))
 
 
 # --- traffic ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zero3d
 from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.config import load
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import ConfigError, TokenError
 from zero3d.models.tiled_loss import defer_logits
 from zero3d.setup.losses import choose_loss
 
@@ -138,7 +138,7 @@ def test_a_label_outside_of_the_vocabulary_is_an_error():
     defer_logits(model)
     ids = batch(0)
     for label in (64, -1):
-        with pytest.raises(DataError, match=f"label {label} is not a token of a vocabulary of 64"):
+        with pytest.raises(TokenError, match=f"label {label} is not a token of a vocabulary of 64"):
             model(input_ids=ids, labels=torch.full_like(ids, label))
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from zero3d.errors import ConfigError, DataError
-from zero3d.models.tiles import RowTile, rows_of, tiles_of
+from zero3d.errors import ConfigError
+from zero3d.models.tiles import RowTile, check_ids, rows_of, tiles_of
 from zero3d.precision import at_least_fp32
 
 IGNORED = -100  # transformers' label of a position that is no target
@@ -189,7 +189,7 @@ class TiledLoss:
         """Return the next-token loss: the mean over labels, or sum / num_items_in_batch.
 
         labels   [batch, length], unshifted; or shift_labels, which are shifted already
-        Over tp moves 2 (N-1) numbers per token and rank. Raises DataError for labels of no token, on the CPU.
+        Over tp moves 2 (N-1) numbers per token and rank. Raises TokenError for labels of no token, on the CPU.
         """
         if isinstance(logits, Tensor):
             return self._whole(
@@ -206,7 +206,7 @@ class TiledLoss:
     def of_tokens(self, logits: DeferredLogits, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
         """Return the losses [tokens] of deferred logits, of these targets [tokens]; 0 for those that are ignored."""
         counted = targets != ignored
-        _check(targets, counted, vocab_size)
+        check_ids(targets.where(counted, 0), vocab_size, "label")  # tiles would pass over them
         total, target = self._numbers(logits, targets, vocab_size)
         return (total - target).where(counted, 0.0)
 
@@ -226,19 +226,6 @@ class TiledLoss:
             return numbers[0], numbers[1]
         total, target = _OverRanks.apply(numbers, ranks.gather)  # type: ignore[no-untyped-call]
         return total, target
-
-
-def _check(labels: Tensor, counted: Tensor, vocab_size: int) -> None:
-    """Look every label up, which fails where one is of no token: tiles would pass over it. Nothing waits for it."""
-    within = labels.where(counted, 0)
-    try:
-        labels.new_zeros(()).expand(vocab_size).index_select(0, within)
-    except (IndexError, RuntimeError) as error:  # on the CPU; an accelerator stops, as it does in torch's own loss
-        found = int(within[(within < 0) | (within >= vocab_size)][0])
-        raise DataError(
-            f"label {found} is not a token of a vocabulary of {vocab_size}: labels are 0 to {vocab_size - 1}, and "
-            f"{IGNORED} where there is no target."
-        ) from error
 
 
 def defer_logits(model: Any, ranks: Ranks | None = None) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero3d.errors import TokenError
 from zero3d.shards.boxes import Shape
 from zero3d.shards.cuts import Tile
 
@@ -68,13 +69,13 @@ class TiledForward:
 
 
 class TiledLookup:
-    """The forward of an embedding whose weight is in tiles. Raises IndexError for ids of no row, on the CPU."""
+    """The forward of an embedding whose weight is in tiles. Raises TokenError for ids of no row, on the CPU."""
 
     def __init__(self, tiles: Sequence[LookupTile], rows: int) -> None:
         self._tiles, self._rows = tiles, rows
 
     def __call__(self, ids: Tensor) -> Tensor:
-        ids.new_zeros(()).expand(self._rows).index_select(0, ids.reshape(-1))  # tiles would pass over them
+        check_ids(ids, self._rows)  # tiles would pass over them
         found: Tensor | None = None
         start = 0
         for tile in self._tiles:
@@ -85,6 +86,24 @@ class TiledLookup:
             start += tile.num_embeddings
         assert found is not None
         return found
+
+
+def check_ids(ids: Tensor, rows: int, kind: str = "token id") -> None:
+    """Look every id up among so many rows, which fails where one is of none. Nothing waits for it.
+
+    An accelerator stops there, as it does in torch's own lookups. Raises TokenError on the CPU.
+    """
+    try:
+        ids.new_zeros(()).expand(rows).index_select(0, ids.reshape(-1))
+    except (IndexError, RuntimeError) as error:
+        found = ids[(ids < 0) | (ids >= rows)]
+        if not len(found):
+            raise
+        free = ", and -100 where there is no target" if kind == "label" else ""
+        raise TokenError(
+            f"{kind} {int(found[0])} is not a token of a vocabulary of {rows}: {kind}s are 0 to {rows - 1}{free}. "
+            "After adding tokens to a tokenizer, call model.resize_token_embeddings(len(tokenizer))."
+        ) from error
 
 
 def tile_rows(rows: int, row_bytes: int, budget: int) -> int:

@@ -5,6 +5,8 @@
 The loss of a token needs two numbers of every rank: the logsumexp of its logits, and the label's logit
 if it is there, else 0. They are gathered together, [2, tokens] per rank, and combined in rank order.
 
+An id or a label of no rank's rows is an error, as in one process, and not a row of zeros.
+
 Logits stay local in a forward that is given labels, for the model's own loss takes them so. Any other
 forward (generation, losses outside the model) gathers them to [.., V] on all ranks.
 """
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero3d.models.tiles import check_ids
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.regions import Conversion, Regions, convert
 
@@ -29,17 +32,21 @@ class LocalEmbedding:
     """The forward of an nn.Embedding with this rank's rows of the vocabulary: token ids -> the whole embedding.
 
     lookup  the module's own forward, of ids within those rows
+
+    Raises TokenError for ids beyond the vocabulary, on the CPU.
     """
 
     def __init__(self, module: nn.Embedding, regions: Regions, name: str) -> None:
         self.lookup: Callable[[Tensor], Tensor] = module.forward
         self._regions, self._name = regions, name
-        self._rows = module.num_embeddings // regions.channel.size
+        self._all = module.num_embeddings
+        self._rows = self._all // regions.channel.size
         self._start = regions.channel.rank * self._rows
         padding = -1 if module.padding_idx is None else module.padding_idx - self._start
         module.padding_idx = padding if 0 <= padding < self._rows else None
 
     def __call__(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self._all)
         rows = ids - self._start
         absent = (rows < 0) | (rows >= self._rows)
         partial = self.lookup(rows.masked_fill(absent, 0)).masked_fill(absent[..., None], 0)
@@ -157,17 +164,21 @@ def gather_logits(local: Tensor, channel: Channel, name: str = "logits") -> Tens
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per-token losses [n] of local logits [n, V/N]; keeps the logits and one number per token."""
+    """Per-token losses [n] of local logits [n, V/N]; keeps the logits and one number per token.
+
+    Raises TokenError for labels beyond the vocabulary, on the CPU.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, channel: Channel, ignore_index: int, name: str) -> Tensor:
+        counted = labels != ignore_index
+        check_ids(labels.where(counted, 0), logits.shape[-1] * channel.size, "label")
         wide = _wide(logits)
         columns, local = _local_labels(labels, logits.shape[-1], channel.rank)
         target = wide.gather(1, columns[:, None])[:, 0].masked_fill(~local, 0.0)
         numbers = torch.stack([wide.logsumexp(1), target])
         gathered = channel.all_gather(numbers, 0, name).view(channel.size, 2, -1)
         total = gathered[:, 0].logsumexp(0)
-        counted = labels != ignore_index
         ctx.save_for_backward(logits, labels, total, counted)
         ctx.rank = channel.rank
         return (total - gathered[:, 1].sum(0)).where(counted, 0.0)
