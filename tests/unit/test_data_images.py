@@ -78,7 +78,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family)
 
     messages, names = shown(tmp_path, family)
     ours = Vision(tmp_path, TAKES)
-    ids, _, _ = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
+    (ids, _, _), _ = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
     processor = transformers.AutoProcessor.from_pretrained(tmp_path, backend="pil")
     images = [Image.open(tmp_path / name).convert("RGB") for name in names]
     given = [dict(part) for part in messages[0]["content"]]
@@ -126,7 +126,8 @@ def test_a_model_takes_what_is_made_of_its_images(tmp_path, family):
 
     messages, names = shown(tmp_path, family)
     ours = Vision(tmp_path, TAKES)
-    ids, targets, pictures = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
+    tokens, pictures = ImageTokens(load_tokenizer(None, str(tmp_path)), ours, tmp_path).encode(messages, names)
+    ids, targets, _ = tokens
     assert pictures.sizes == ((40, 30), (25, 90))
     assert not any(target for token, target in zip(ids, targets, strict=True) if token == ours.image)
     words = ours.tokenizer.convert_ids_to_tokens([token for token, target in zip(ids, targets, strict=True) if target])

@@ -210,7 +210,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_text_gets_the_start_the_tokenizer_adds_and_one_end(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "one and two"}, {"prompt": "one", "completion": "two"}])
+    write_lines(tmp_path / "a.jsonl", [{"text": "one and two"}, {"prompt": "one", "completion": " two"}])
     for adds_start in (True, False):
         tokenizer = tiny_tokenizer(tmp_path / f"tokenizer{adds_start}", adds_start=adds_start)
         data = opened(tmp_path, tmp_path / "a.jsonl", tokenizer=tokenizer, packing=False)

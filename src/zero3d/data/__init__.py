@@ -3,7 +3,9 @@
 fetched.py   URLs of object stores -> files of this host
 files.py     paths -> files and their formats
 records.py   files -> text, prompt + completion, chat, rows of ids
+chat_keys.py what a chat has beside its texts
 encode.py    records -> tokens and targets     (tokenizers.py, chat.py)
+borders.py   which tokens lie behind a border of a text
 store.py     ... kept on disk, memory-mapped
 packing.py   documents -> spans -> sequences
 sequences.py sequences -> tensors

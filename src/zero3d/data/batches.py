@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zero3d.config import Batch as Portions
+from zero3d.data.encode import RULE
 from zero3d.data.mixture import parts_of
 from zero3d.data.modality import ModalityOrder, pictured
 from zero3d.data.orders import GroupedOrder, Stream
@@ -45,6 +46,11 @@ ABSENT: Mapping[str, int | str] = {
     "by modality": 0,
 }  # what checkpoints mean that do not say
 DATA = "data.train, data.validation and tokenizer"
+EARLIER = (
+    " If they are the same: the version that wrote the checkpoint tokenized prompt and completion apart, and left out "
+    "tools and template options of chats, so this one makes other tokens of them. Go on with that version, or train on "
+    "from its weights: zero3d ckpt export CHECKPOINT FOLDER, then model.path=FOLDER with another output."
+)
 
 
 class Grouping(NamedTuple):
@@ -122,17 +128,18 @@ class BatchStream:
         The same on all ranks.
         """
         epoch, index = divmod(self._taken, self._order.count)
-        return {"epoch": epoch, "index": index, **self._sequences.identity, **self._drawn}
+        return {"epoch": epoch, "index": index, "rule": RULE, **self._sequences.identity, **self._drawn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved place. Raises DataError where the order is not the one that was saved."""
         present: dict[str, int | str] = {**ABSENT, **self.state()}
-        for name in [name for name in present if name not in ("epoch", "index")]:
+        for name in [name for name in present if name not in ("epoch", "index", "rule")]:
             saved = state.get(name, ABSENT.get(name, present[name]))
             if saved != present[name]:
                 raise DataError(
                     f"the data are not those of the checkpoint: {name} was {_shown(saved)} and is now "
                     f"{_shown(present[name])}. Give the same {TYPED.get(name, DATA)}, or start a new run."
+                    f"{EARLIER if name not in TYPED and state.get('rule', 1) != RULE else ''}"
                 )
         self.close()
         self._taken = state["epoch"] * self._order.count + state["index"]

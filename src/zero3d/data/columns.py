@@ -37,6 +37,16 @@ def read_rows(path: Path, format: str, wanted: Sequence[str], passed: Callable[[
         yield from (_parquet if format == "parquet" else _arrow)(path, wanted, passed)
 
 
+def columns_of(path: Path, format: str) -> list[str]:
+    """Return the names of a file's columns. Raises DataError, ConfigError."""
+    with pyarrow_errors(path, format):
+        if format == "arrow":
+            return list(open_arrow(path).column_names)
+        from pyarrow import parquet
+
+        return list(parquet.ParquetFile(path).schema_arrow.names)
+
+
 @contextmanager
 def pyarrow_errors(path: Path, format: str) -> Iterator[None]:
     """Say in one line what pyarrow cannot read, or that it is not there."""

@@ -5,28 +5,38 @@
     {"images": ["a.jpg"], "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}]}
 
 become messages whose content is a list of {type: image} and {type: text, text}, and the images in their order. A column
-`images` is for parts that name none; without parts its images come before the first text of the user.
+`images` is for parts that name none; without parts its images come before the first text of the user. Other keys of a
+message or a turn stay in it. Turns from function_call are messages with tool_calls, those from observation the tool's.
 LLaVA: Liu et al., "Visual Instruction Tuning" (2023).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
+from zero3d.data.chat_keys import Malformed, Message, calls_tools, message_of, with_system
 from zero3d.data.image_files import is_image
 from zero3d.errors import short
 
 MARK = "<image>"  # where an image stands in a text of LLaVA's
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
 PATHS = ("image", "path", "url")  # keys of an image part that may name its file
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 Images = tuple[Any, ...]  # in the forms of image_files
-
-
-class Malformed(ValueError):
-    """Says what is wrong with a conversation."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def from_llava(value: Mapping[str, Any]) -> tuple[Messages, Images]:
@@ -36,29 +46,38 @@ def from_llava(value: Mapping[str, Any]) -> tuple[Messages, Images]:
     if not isinstance(turns, list) or not turns:
         raise Malformed("conversations is not a list of {from, value}")
     messages = [_turn(index, turn) for index, turn in enumerate(turns)]
-    marks = sum(part["type"] == "image" for message in messages for part in message["content"])
+    marks = sum(part["type"] == "image" for message in messages for part in message.get("content", ()))
     if marks != len(images):
         raise Malformed(f"{_count(marks, MARK)} in its texts, and {_count(len(images), 'image')}: they must be as many")
+    messages = _shown(with_system(messages, value))
     check_turns(messages)
     return messages, images
 
 
-def from_messages(value: list[Any], given: Any = None) -> tuple[Messages, Images]:
+def from_messages(value: list[Any], given: Any = None, record: Mapping[str, Any] = NONE) -> tuple[Messages, Images]:
     """Return messages and images of a chat, any of whose contents may be a list of parts. Raises Malformed.
 
-    given  the record's `images`, for parts that name none
+    given   the record's `images`, for parts that name none
+    record  what else it has
     """
+    if not isinstance(value, list):
+        raise Malformed("messages is not a list of {role, content}")
     messages: Messages = []
     others = list(_images_of("images", given))
     count, images = len(others), list[Any]()
     for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Malformed(f"message {index} has no role")
+        message = message_of(index, message)
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if parts is None and calls_tools(message):
+            messages.append(message)
+            continue
         if not isinstance(parts, list):
             raise Malformed(f"content of message {index} is a {type(content).__name__}: a text or a list of parts")
-        messages.append({"role": message["role"], "content": [_part(index, part, images, others) for part in parts]})
+        messages.append(message | {"content": [_part(index, part, images, others) for part in parts]})
+    messages = _shown(with_system(messages, record))
     check_turns(messages)
     if others and not images:
         first = next(message for message in messages if message["role"] == "user")
@@ -107,13 +126,59 @@ def _turn(index: int, turn: Any) -> dict[str, Any]:
         raise Malformed(f"turn {index} of conversations is no {{from, value}}")
     if turn.get("from") not in ROLES:
         raise Malformed(f"turn {index} is from {short(repr(turn.get('from')))}: one of {', '.join(ROLES)}")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if turn["from"] == "function_call":
+        return message_of(index, {"role": "assistant", "tool_calls": _calls(index, turn["value"]), **others})
     texts = turn["value"].split(MARK)
     parts: list[dict[str, str]] = []
     for place, text in enumerate(texts):
         parts += [{"type": "image"}] if place else []
         text = text.strip("\n") if len(texts) > 1 else text  # the template puts a line between an image and a text
         parts += [{"type": "text", "text": text}] if text else []
-    return {"role": ROLES[turn["from"]], "content": parts}
+    return message_of(index, {"role": ROLES[turn["from"]], "content": parts, **others})
+
+
+def _calls(index: int, value: str) -> list[dict[str, Any]]:
+    """Return tool_calls of what a turn from function_call says: {name, arguments} as JSON, or a list of those."""
+    try:
+        calls = json.loads(value)
+    except (ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise Malformed(f"turn {index} is from function_call, and its value is no JSON of {{name, arguments}}")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _shown(messages: Messages) -> Messages:
+    """Return messages whose contents are lists of parts."""
+    return [
+        message | {"content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def as_texts(messages: Messages) -> Messages | None:
+    """Return messages with texts for contents; None where one has several parts, or an image."""
+    made = []
+    for message in messages:
+        parts = message.get("content")
+        if parts is not None:
+            if len(parts) > 1 or any(part["type"] != "text" for part in parts):
+                return None
+            message = message | {"content": parts[0]["text"] if parts else ""}
+        made.append(message)
+    return made
+
+
+def unused_of_parts(messages: Any) -> set[str]:
+    """Return names of what parts of contents hold beside their texts and images."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    keys = {key for part in parts for key, value in part.items() if value is not None}
+    return {f"messages[].content[].{key}" for key in keys - {"type", "text", *PATHS}}
 
 
 def _part(index: int, part: Any, images: list[Any], others: list[Any]) -> dict[str, str]:

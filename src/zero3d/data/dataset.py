@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import numpy
 
 from zero3d.config import Data
 from zero3d.config.sources import ALL, Part, parts_of
+from zero3d.data.encode import RULE
 from zero3d.data.files import HELD_OUT, find_sources, function_of, parts_of_data
 from zero3d.data.image_sequences import ImageSequences, ImageSource
 from zero3d.data.image_tokens import ImageTokens
@@ -24,17 +25,28 @@ from zero3d.data.store import TokenStore, prepare
 from zero3d.data.streamed import StreamedRecords
 from zero3d.data.tokenize import QUIETLY, Tokenizing
 from zero3d.data.tokenizers import Tokenizer, check_vocabulary
-from zero3d.errors import ConfigError, DataError
+from zero3d.errors import ConfigError, DataError, short
+
+SHOWN = 8  # keys in a line
+ACROSS = (
+    "with a token that is both the end of its prompt and the beginning of its answer, which is not learned (let the "
+    "answer begin with the blank, not the prompt end with it)"
+)
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples to train on and to evaluate on. `notes` are lines for people."""
+    """Samples to train on and to evaluate on. `notes` are lines for people.
+
+    rule  by which records are tokenized when a batch needs them (encode.py); None where there are no such, and what
+          identifies the samples tells their tokens
+    """
 
     train: Samples
     validation: Samples | None
     tokenizer: Tokenizer | None
     notes: list[str]
+    rule: int | None = None
 
 
 def needs_tokenizer(data: Data) -> bool:
@@ -84,7 +96,8 @@ def open_data(
     else:
         for source in sources:
             lines += _describe("validation", source.part, source.held_out, None) if source.held_out else []
-    return DataSet(train, _together(held_out) if held_out else None, tokenizer, lines)
+    rule = RULE if any(source.ruled for source in trained) else None
+    return DataSet(train, _together(held_out) if held_out else None, tokenizer, lines, rule)
 
 
 def _together(members: list[Member]) -> Samples:
@@ -92,13 +105,18 @@ def _together(members: list[Member]) -> Samples:
 
 
 class _Source(NamedTuple):
-    """A part as samples. store: where its tokens are kept; None where a function gives its items."""
+    """A part as samples.
+
+    store  where its tokens are kept; None where items are taken one by one
+    ruled  whether those were tokenized by a rule, as far as was looked
+    """
 
     part: Part
     train: Samples
     held_out: Samples | None
     store: TokenStore | None
     notes: list[str]
+    ruled: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +165,9 @@ class _Opener:
         assert whole is not None
         for index in {0, len(whole) - 1}:
             whole[index]
-        return _Source(part, whole, held_out, None, notes)
+        if unused := {**whole.counts.unused, **dict.fromkeys(own.unread, own.count)}:
+            notes.append(_unused(unused))
+        return _Source(part, whole, held_out, None, notes, bool(whole.counts.ruled))
 
     def _items(self, own: Items, indices: Ints, images: ImageTokens | None) -> OwnSamples:
         of = own, indices, self.data.length, self.tokenizer
@@ -222,6 +242,7 @@ def _describe(what: str, part: Part, sequences: Samples, store: TokenStore | Non
     missing = [
         (store.meta.skipped if store else 0, "bad record", "left out"),
         (store.meta.empty if store else 0, "empty document", "left out"),
+        (store.meta.across if store else 0, "example", ACROSS),
         (sequences.truncated, "example", f"truncated to {sequences.length} tokens"),
         (sequences.dropped, "sample", "without a target dropped"),
         (sequences.unfit, "sample", "whose images do not fit dropped"),
@@ -229,6 +250,15 @@ def _describe(what: str, part: Part, sequences: Samples, store: TokenStore | Non
     losses = [f"{_number(count, noun)} {fate}" for count, noun, fate in missing if count]
     if losses:
         yield f"{name}: {'; '.join(losses)}"
+    if store and store.meta.unused:
+        yield f"{name}: {_unused(store.meta.unused)}"
+
+
+def _unused(counts: Mapping[str, int]) -> str:
+    """Return the line on keys that nobody looks at."""
+    shown = ", ".join(f"{short(key)} ({_number(count, 'record')})" for key, count in [*counts.items()][:SHOWN])
+    more = f" and {len(counts) - SHOWN:,} more" if len(counts) > SHOWN else ""
+    return f"not used: {'the keys' if len(counts) > 1 else 'the key'} {shown}{more}"
 
 
 def _number(count: int, noun: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero3d.data.chat import ChatTemplate
+from zero3d.data.chat import NO_OPTIONS, ChatTemplate, Tokens
+from zero3d.data.chat_keys import Message
 from zero3d.data.conversations import Messages
 from zero3d.data.image_files import size_of
 from zero3d.data.images import Vision
@@ -33,8 +34,10 @@ class ImageTokens:
         self._template = ChatTemplate(tokenizer, vision.template)
         self._takes_parts = PARTS.search(self._template.source) is not None
 
-    def encode(self, messages: Messages, images: Sequence[Any]) -> tuple[list[int], list[int], Pictures]:
-        """Return ids, targets and images. Raises ValueError for a conversation or an image that cannot be used.
+    def encode(
+        self, messages: Messages, images: Sequence[Any], options: Mapping[str, Any] = NO_OPTIONS
+    ) -> tuple[Tokens, Pictures]:
+        """Return tokens and images. Raises ValueError for a conversation or an image that cannot be used.
 
         Raises DataError for images inside the data, where they must be files.
         """
@@ -42,16 +45,22 @@ class ImageTokens:
             raise DataError("its images are in the data themselves, and kept are tokens: set data.streaming=true.")
         sizes = [size_of(self.folder, name) for name in images]
         shown = messages if self._takes_parts else [self._flat(message) for message in messages]
-        text, answers = self._template.render(shown)
-        text, answers = self.vision.expand(text, answers, sizes)
-        ids, targets = self._template.tokens(text, answers, start=not self._template.starts_itself(text))
+        rendered = self._template.render(shown, options)
+        start = not self._template.starts_itself(rendered.text)
+        text, answers = self.vision.expand(rendered.text, rendered.answers, sizes)
+        tokens = self._template.tokens(rendered._replace(text=text, answers=answers), start)
+        ids = tokens.ids
         end = len(ids) - ids[::-1].index(self.vision.image) if images else 0
-        return ids, targets, Pictures(tuple(images), tuple(sizes), end)
+        return tokens, Pictures(tuple(images), tuple(sizes), end)
 
-    def _flat(self, message: dict[str, object]) -> dict[str, object]:
+    def unused(self, messages: Messages, options: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the names of keys at which neither the template looks nor we do."""
+        return self._template.unused(messages, options)
+
+    def _flat(self, message: Message) -> Message:
         """Return a message with a text for content, marks of images in it."""
+        if "content" not in message:
+            return message
         mark = self.vision.mark_text
-        parts = message["content"]
-        assert isinstance(parts, list)
-        texts = [mark if part["type"] == "image" else part["text"] for part in parts]
+        texts = [mark if part["type"] == "image" else part["text"] for part in message["content"]]
         return {**message, "content": "\n".join(texts)}

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero3d.data.chat import Span
+from zero3d.data.borders import Span
 from zero3d.data.trial import is_panic, try_tokenizer
 from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in

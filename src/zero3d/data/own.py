@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from zero3d.config.own_code import imported, in_one_line
-from zero3d.data.encode import Encoder
+from zero3d.data.encode import Counts, Encoder
 from zero3d.data.image_files import BadImage, decode
 from zero3d.data.image_tokens import ImageTokens
 from zero3d.data.kept_images import Pictures
@@ -38,12 +38,14 @@ class Items(Protocol):
     name    what messages call all of them
     says    what decides them: a run goes on only with the same
     where   where one that cannot be used is put right: the function, the file
+    unread  keys of records at which nobody looks
     """
 
     name: str
     count: int
     says: str
     where: str
+    unread: Listed[str]
 
     def place(self, index: int) -> str:
         """Return what a message calls an item."""
@@ -60,6 +62,7 @@ class OwnData:
     """What a function returned: checked access by index. Pickling carries the function's name."""
 
     where = "function"
+    unread: Listed[str] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -199,6 +202,11 @@ class OwnSamples:
     def stack(self, samples: Listed[Sample]) -> Batch:
         """Stack samples to a micro-batch, padded on the right."""
         return stack(samples, self._pad, self._multiple)
+
+    @property
+    def counts(self) -> Counts:
+        """What was counted of the items that this process has read."""
+        return self._encoder.counts
 
     @property
     def identity(self) -> dict[str, int | str]:

@@ -7,6 +7,8 @@
                 `image` and `conversations`
     Row         an array of token ids                       every token is
 
+Both kinds of chats have more keys (chat_keys.py). A record says which of its keys were not looked at (`unused`).
+
 A record that cannot be used is a BadRecord, which says file and line; whoever reads decides whether
 it ends the run. Nothing here holds more than one piece of a file.
 """
@@ -23,8 +25,10 @@ from zipfile import BadZipFile
 import numpy
 from numpy.typing import NDArray
 
-from zero3d.data.columns import NoColumn, read_rows
-from zero3d.data.conversations import Images, Malformed, Messages, from_llava, from_messages, has_images
+from zero3d.data import chat_keys
+from zero3d.data.chat_keys import Malformed, Options, calls_tools, message_of, options_of, with_system, without_nulls
+from zero3d.data.columns import NoColumn, columns_of, read_rows
+from zero3d.data.conversations import Images, Messages, from_llava, from_messages, has_images, unused_of_parts
 from zero3d.data.files import Source
 from zero3d.data.json_list import LONGEST, list_items
 from zero3d.errors import DataError, short
@@ -35,7 +39,8 @@ ROWS = 1 << 20  # tokens of an array that are read at once
 LOOK = 64  # bytes in which a list begins
 SHOWN = 8  # keys of a record in a message
 KEYS = ("text", "prompt", "completion", "messages")
-COLUMNS = (*KEYS, "conversations", "image", "images")
+COLUMNS = (*KEYS, "conversations", "image", "images", *chat_keys.KEYS)
+NESTED = ("messages", "conversations", *chat_keys.KEYS)  # in a table they have the keys of all rows
 
 
 class Text(NamedTuple):
@@ -45,6 +50,7 @@ class Text(NamedTuple):
     place: str
     first: bool = True
     last: bool = True
+    unused: tuple[str, ...] = ()
 
 
 class Completion(NamedTuple):
@@ -53,13 +59,16 @@ class Completion(NamedTuple):
     prompt: str
     completion: str
     place: str
+    unused: tuple[str, ...] = ()
 
 
 class Chat(NamedTuple):
-    """A conversation of {role, content} messages."""
+    """A conversation of {role, content} messages, and what the template gets beside them."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     place: str
+    options: Options = {}  # noqa: RUF012
+    unused: tuple[str, ...] = ()
 
 
 class Pictured(NamedTuple):
@@ -68,6 +77,8 @@ class Pictured(NamedTuple):
     messages: Messages
     images: Images
     place: str
+    options: Options = {}  # noqa: RUF012
+    unused: tuple[str, ...] = ()
 
 
 class Row(NamedTuple):
@@ -106,21 +117,22 @@ def read(source: Source, passed: Passed = lambda read: None) -> Iterator[Record]
 
 def has_pictures(source: Source) -> bool:
     """Say whether the first record of a file of records is a conversation with images."""
-    return _begins_with(source, Pictured)
+    return isinstance(first_record(source), Pictured)
 
 
 def has_chats(source: Source) -> bool:
     """Return whether the first record of a file is a conversation without images."""
-    return _begins_with(source, Chat)
+    return isinstance(first_record(source), Chat)
 
 
-def _begins_with(source: Source, kind: type[Record]) -> bool:
+def first_record(source: Source) -> Record | None:
+    """Return the first record of a file of records; None where there is none, or the file cannot be read."""
     if source.format not in ("jsonl", "parquet", "arrow"):
-        return False
+        return None
     try:
-        return isinstance(next(read(source), None), kind)
+        return next(read(source), None)
     except DataError:  # told where it is read
-        return False
+        return None
 
 
 def _text(path: Path, passed: Passed) -> Iterator[Record]:
@@ -193,7 +205,8 @@ def _in_pieces(record: Record) -> Iterator[Record]:
     text, start = record.text, 0
     while start < len(text):
         stop = _end_of_piece(text, start)
-        yield Text(text[start:stop], record.place, first=not start, last=stop == len(text))
+        unused = () if start else record.unused
+        yield Text(text[start:stop], record.place, first=not start, last=stop == len(text), unused=unused)
         start = stop
 
 
@@ -235,10 +248,11 @@ def _list(path: Path, passed: Passed) -> Iterator[Record]:
 def _rows(source: Source, passed: Passed) -> Iterator[Record]:
     path, number = source.path, 0
     try:
+        unread = tuple(name for name in columns_of(path, source.format) if name not in COLUMNS)
         for rows in read_rows(path, source.format, COLUMNS, passed):
             for value in rows:
                 number += 1
-                yield from _in_pieces(record_of(value, f"{path}:row {number}"))
+                yield from _in_pieces(record_of(row_of(value), f"{path}:row {number}", unread))
     except NoColumn as error:
         raise DataError(f"{path}: {wanted_keys(error.columns)}") from None
 
@@ -282,28 +296,50 @@ def check_rows(sources: Sequence[Source], length: int) -> None:
                 )
 
 
-def record_of(value: Mapping[str, Any], place: str) -> Record:
-    """Return the record in an object with known keys; keys that are null do not count."""
+def row_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table as a line would have it."""
+    return {key: without_nulls(entry) if key in NESTED else entry for key, entry in value.items()}
+
+
+def record_of(value: Mapping[str, Any], place: str, unread: tuple[str, ...] = ()) -> Record:
+    """Return the record in an object with known keys; keys that are null do not count.
+
+    unread  other keys that it has
+    """
     value = {key: entry for key, entry in value.items() if entry is not None}
-    if has_images(value):
-        try:
-            if "conversations" in value:
-                return Pictured(*from_llava(value), place)
-            return Pictured(*from_messages(value["messages"], value.get("images")), place)
-        except Malformed as error:
-            return BadRecord(str(error), place)
-    if "messages" in value:
-        why = _bad_messages(value["messages"])
-        return BadRecord(why, place) if why else Chat(value["messages"], place)
+    try:
+        if has_images(value) or "messages" in value:
+            return _chat_of(value, place, unread)
+    except Malformed as error:
+        return BadRecord(str(error), place)
     keys = ("prompt", "completion") if "prompt" in value and "completion" in value else ("text",)
     if keys[0] not in value:
         return BadRecord(wanted_keys(value), place)
     for key in keys:
         if why := _bad_text(value[key]):
             return BadRecord(f"{key} {why}", place)
+    unused = (*(key for key in value if key not in keys), *unread)
     if keys == ("text",):
-        return Text(value["text"], place)
-    return Completion(value["prompt"], value["completion"], place)
+        return Text(value["text"], place, unused=unused)
+    return Completion(value["prompt"], value["completion"], place, unused)
+
+
+def _chat_of(value: Mapping[str, Any], place: str, unread: tuple[str, ...]) -> Record:
+    """Return a conversation with its options. Raises Malformed."""
+    if not has_images(value) and (why := _bad_messages(value["messages"])):
+        return BadRecord(why, place)
+    options = options_of(value)
+    turns = ("conversations", "image") if "conversations" in value else ("messages", "images")
+    used = {*turns, *chat_keys.KEYS} - ({"documents"} - options.keys())
+    unused = (*(key for key in value if key not in used), *unread)
+    if "conversations" in value:
+        return Pictured(*from_llava(value), place, options, unused)
+    if has_images(value):
+        images = value.get("images")
+        unused += tuple(sorted(unused_of_parts(value["messages"])))
+        return Pictured(*from_messages(value["messages"], images, value), place, options, unused)
+    messages = [message_of(index, message) for index, message in enumerate(value["messages"])]
+    return Chat(with_system(messages, value), place, options, unused)
 
 
 def wanted_keys(keys: Any) -> str:
@@ -332,7 +368,7 @@ def _bad_messages(messages: Any) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"message {index} has no role"
         content = message.get("content")
-        if why := _bad_text(content) if content is not None or "tool_calls" not in message else None:
+        if why := _bad_text(content) if content is not None or not calls_tools(message) else None:
             return f"content of message {index} {why}"
     if not any(message["role"] == "assistant" for message in messages):
         return "no message is the assistant's, so there is nothing to learn"

@@ -24,7 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,7 @@ from zero3d.errors import FULL, DataError, remedy_of
 from zero3d.reading import Unreadable, read_object
 from zero3d.stores.cache import DEFAULT
 
-VERSION = 3
+VERSION = 4
 UPRIGHT = "upright"  # sizes of images are those after they were turned by their EXIF data
 BACKFILL = 1 << 20  # target marks written at once
 
@@ -51,6 +51,7 @@ BACKFILL = 1 << 20  # target marks written at once
 class Meta:
     """Counts of a store. `skipped` are bad records, `empty` documents without a token, `highest` a token id.
 
+    `across` and `unused` are those of encode.py.
     `digest` is of the tokens, targets and documents: the same wherever the files lay and whenever they were written.
     `seal` is of all the others.
     """
@@ -62,6 +63,8 @@ class Meta:
     targets: int = 0
     skipped: int = 0
     empty: int = 0
+    across: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
     highest: int = -1
     digest: str = ""
     seal: str = ""
@@ -99,7 +102,7 @@ class TokenStore:
 def _read_meta(path: Path) -> Meta:
     """Read a store's counts. Raises ValueError for a file that is not as it was written."""
     entries = read_object(path)
-    if set(entries) != {field.name for field in fields(Meta)}:
+    if set(entries) != {each.name for each in fields(Meta)}:
         raise Unreadable("holds other fields than a store has")
     meta = Meta(**entries)
     if meta.seal != meta.sealed():
@@ -187,10 +190,11 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str
         for path, document in how.documents(sources, encoder):
             with _cache_errors(root):
                 writer.add(document, path)
-        writer.meta.skipped = encoder.skipped
-        if not writer.meta.tokens:
+        counts, meta = encoder.counts, writer.meta
+        meta.skipped, meta.across, meta.unused = counts.skipped, counts.across, dict(counts.unused.most_common())
+        if not meta.tokens:
             names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
-            left_out = f", {encoder.skipped:,} bad records left out" if encoder.skipped else ""
+            left_out = f", {counts.skipped:,} bad records left out" if counts.skipped else ""
             raise DataError(f"no document: {names} hold nothing to train on{left_out}.")
         with _cache_errors(root):
             writer.finish()

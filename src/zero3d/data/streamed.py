@@ -23,7 +23,17 @@ from zero3d.data.columns import NoColumn, chosen, open_arrow, pyarrow_errors
 from zero3d.data.files import Source
 from zero3d.data.json_list import LONGEST
 from zero3d.data.orders import Ints
-from zero3d.data.records import COLUMNS, LOOK, BadRecord, parse_line, raw_lines, read_text, too_long, wanted_keys
+from zero3d.data.records import (
+    COLUMNS,
+    LOOK,
+    BadRecord,
+    parse_line,
+    raw_lines,
+    read_text,
+    row_of,
+    too_long,
+    wanted_keys,
+)
 from zero3d.errors import ConfigError, DataError
 
 STRIDE = 64  # lines from one known place to the next
@@ -31,9 +41,13 @@ ENDS = 1 << 20  # bytes at both ends of a file that its digest is of
 
 
 class RecordFile(Protocol):
-    """A file whose records are read by number."""
+    """A file whose records are read by number.
+
+    unread  its columns at which nobody looks
+    """
 
     count: int
+    unread: Sequence[str]
 
     def record(self, number: int) -> Mapping[str, Any] | BadRecord:
         """Return a record, as an object with known keys."""
@@ -55,6 +69,7 @@ class StreamedRecords:
         self.name = str(sources[0].path) + (f" and {len(sources) - 1:,} more" if len(sources) > 1 else "")
         self._files = [_opened(source, beat) for source in sources]
         self._ends = list(accumulate(file.count for file in self._files))
+        self.unread: Sequence[str] = sorted({name for file in self._files for name in file.unread})
         self.count = self._ends[-1]
         if not self.count:
             raise DataError(f"no record: {self.name} hold nothing to train on.")
@@ -119,6 +134,8 @@ def _digest(path: Path) -> str:
 
 
 class _Lines:
+    unread: Sequence[str] = ()
+
     def __init__(self, path: Path, beat: Callable[[], None]) -> None:
         self._path = path
         known: list[tuple[int, int]] = []
@@ -163,6 +180,7 @@ class _Lines:
 
 class _Text:
     count = 1
+    unread: Sequence[str] = ()
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -180,6 +198,7 @@ class _Arrow:
         with pyarrow_errors(path, "arrow"):
             table = open_arrow(path)
             self._table: Any = table.select(chosen(table.column_names, COLUMNS))
+            self.unread: Sequence[str] = [name for name in table.column_names if name not in COLUMNS]
         self.count = len(self._table)
 
     def __reduce__(self) -> tuple[type[_Arrow], tuple[Path]]:
@@ -189,8 +208,7 @@ class _Arrow:
         return f"{self._path}:row {number + 1}"
 
     def record(self, number: int) -> Mapping[str, Any]:
-        row: Mapping[str, Any] = self._table.slice(number, 1).to_pylist()[0]
-        return row
+        return row_of(self._table.slice(number, 1).to_pylist()[0])
 
 
 class _Group(NamedTuple):
@@ -203,7 +221,9 @@ class _Parquet:
         self._path = path
         with pyarrow_errors(path, "parquet"):
             self._file = self._open()
-            self._columns = chosen(self._file.schema_arrow.names, COLUMNS)
+            names = self._file.schema_arrow.names
+            self._columns = chosen(names, COLUMNS)
+            self.unread: Sequence[str] = [name for name in names if name not in COLUMNS]
             self._ends = list(accumulate(_rows_of_groups(self._file.metadata)))
         self.count = self._ends[-1] if self._ends else 0
         self._group = _Group(-1, None)
@@ -224,10 +244,8 @@ class _Parquet:
         with pyarrow_errors(self._path, "parquet"):
             if self._group.number != at:
                 self._group = _Group(at, self._file.read_row_group(at, columns=self._columns))
-            row: Mapping[str, Any] = self._group.table.slice(number - (self._ends[at - 1] if at else 0), 1).to_pylist()[
-                0
-            ]
-        return row
+            rows = self._group.table.slice(number - (self._ends[at - 1] if at else 0), 1).to_pylist()
+        return row_of(rows[0])
 
 
 def _rows_of_groups(metadata: Any) -> Iterator[int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy
 
-from zero3d.data.encode import Encoded, Encoder, batches
+from zero3d.data.encode import Counts, Encoded, Encoder, batches
 from zero3d.data.files import Source
 from zero3d.data.records import Record, read
 from zero3d.errors import DataError, Zero3dError
@@ -127,7 +127,7 @@ def _alone(groups: Iterator[Batch], encoder: Encoder) -> Iterator[tuple[Path, It
 def _shared(groups: Iterator[Batch], encoder: Encoder, processes: int) -> Iterator[tuple[Path, list[Encoded]]]:
     """Yield the documents of each batch in their order; an error comes where its batch would have come."""
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (encoder,))
-    waiting: deque[tuple[Path, Future[tuple[list[Encoded], int]]]] = deque()
+    waiting: deque[tuple[Path, Future[tuple[list[Encoded], Counts]]]] = deque()
     unread: Zero3dError | None = None
     try:
         while unread is None or waiting:
@@ -142,8 +142,8 @@ def _shared(groups: Iterator[Batch], encoder: Encoder, processes: int) -> Iterat
                 unread = error
                 continue
             path, future = waiting.popleft()
-            documents, skipped = future.result()
-            encoder.skipped += skipped
+            documents, counts = future.result()
+            encoder.counts.add(counts)
             yield path, documents
         raise unread
     except BrokenProcessPool as error:
@@ -176,8 +176,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(batch: list[Record]) -> tuple[list[Encoded], int]:
-    """Return a batch's documents, in half the bytes, and how many of its records were left out."""
-    before = _encoder.skipped
+def _encode(batch: list[Record]) -> tuple[list[Encoded], Counts]:
+    """Return a batch's documents, in half the bytes, and what was counted of its records."""
+    _encoder.counts = Counts()
     documents = [each._replace(ids=each.ids.astype(numpy.int32)) for each in _encoder.encode(batch)]
-    return documents, _encoder.skipped - before
+    return documents, _encoder.counts

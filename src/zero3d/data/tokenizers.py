@@ -3,7 +3,7 @@
     ByteTokenizer   a token is a byte; byte 0, which text does not contain, ends a document
     HfTokenizer     any folder that AutoTokenizer loads; nothing is ever downloaded, and no code of a folder runs
 
-Both answer `encode`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
+Both answer `encode`, `encode_parted`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero3d.data.borders import Parted, parted, parted_by_prompt, spans_of
 from zero3d.data.trial import is_panic, told, try_tokenizer
 from zero3d.errors import ConfigError, DataError, short
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
@@ -37,6 +39,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str], start: bool = True) -> list[list[int]]:
         """Return the ids of each text. There is no token that starts one."""
         return [list(text.encode()) for text in texts]
+
+    def encode_parted(self, pairs: Sequence[tuple[str, str]]) -> list[Parted]:
+        """Return the ids of each prompt and completion together, and where the completion's begin."""
+        return [Parted(list((one + other).encode()), len(one.encode()), False) for one, other in pairs]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return printable text; what cannot be shown becomes a replacement character."""
@@ -94,6 +100,33 @@ class HfTokenizer:
         if not start or self.eos is None:
             return list(encoded)
         return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in encoded]
+
+    def encode_parted(self, pairs: Sequence[tuple[str, str]]) -> list[Parted]:
+        """Return the ids of each prompt and completion together, and where the completion's begin; as `encode` does."""
+        texts = [prompt + completion for prompt, completion in pairs]
+        with told(self.name):
+            if not self.inner.is_fast:
+                return [self._parted_by_prompt(*pair) for pair in pairs]
+            encoded = self.inner(texts, verbose=False, return_offsets_mapping=True)
+            found = []
+            for at, (prompt, _) in enumerate(pairs):
+                ids, parts = encoded["input_ids"][at], encoded.sequence_ids(at)
+                spans = spans_of(texts[at], encoded.tokens(at), encoded["offset_mapping"][at], parts)
+                count = self._without_end(ids, parts and parts[-1] is None)
+                found.append(parted(ids[:count], spans[:count], len(prompt)))
+            return found
+
+    def _parted_by_prompt(self, prompt: str, completion: str) -> Parted:
+        whole = self.inner(prompt + completion, verbose=False, return_special_tokens_mask=True)
+        ids, added = whole["input_ids"], whole["special_tokens_mask"]
+        count = self._without_end(ids, added and added[-1])
+        alone = self.inner(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        decode = partial(self.inner.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return parted_by_prompt(ids[:count], added[:count], alone, completion, decode)
+
+    def _without_end(self, ids: Sequence[int], added: bool) -> int:
+        """Return how many ids there are without an EOS that the tokenizer has `added` at the end."""
+        return len(ids) - bool(added and ids[-1] == self.eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return text without special tokens."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 
 from zero3d.config import Config
-from zero3d.data.conversations import has_images
+from zero3d.data.conversations import as_texts, has_images
 from zero3d.data.files import find_sources, function_of, parts_of_data
 from zero3d.data.image_files import require_pillow
 from zero3d.data.images import Vision
 from zero3d.data.own import OwnData
-from zero3d.data.records import has_pictures
+from zero3d.data.records import BadRecord, Pictured, Record, first_record, has_pictures, record_of
 from zero3d.errors import ConfigError
 from zero3d.models.open import Opened
 
@@ -23,6 +23,8 @@ def open_vision(config: Config, opened: Opened) -> Vision | None:
     if config.data.images is None and not _has_images(config):
         return None
     takes = frozenset(inspect.signature(opened.module.forward).parameters)
+    if "pixel_values" not in takes and config.data.images is None and _all_are_texts(config):
+        return None  # conversations of texts, in LLaVA's form
     if "pixel_values" not in takes or opened.folder is None:
         raise ConfigError(
             f"the data have images, and {type(opened.module).__name__} of model.path={config.model.path} takes none: "
@@ -50,3 +52,18 @@ def _has_images(config: Config) -> bool:
         elif any(has_pictures(source) for source in find_sources(part.paths, part.format, part.split)):
             return True
     return False
+
+
+def _all_are_texts(config: Config) -> bool:
+    """Say whether those first records are conversations of texts alone."""
+    for part in parts_of_data(config.data):
+        if function := function_of(part):
+            firsts: list[Record | None] = [record_of(OwnData(function).item(0), function)]
+        else:
+            firsts = [first_record(source) for source in find_sources(part.paths, part.format, part.split)]
+        for record in firsts:
+            if isinstance(record, BadRecord):
+                return False
+            if isinstance(record, Pictured) and (record.images or as_texts(record.messages) is None):
+                return False
+    return True

@@ -80,6 +80,9 @@ FACTS = _named(
         "loss": Bits("another function computes it", usual=None),
         "loss_scale": Bits("fp16's scale changes at other steps", usual=None),
         "batch": Bits("a step has other sequences"),
+        "tokenization": Bits(
+            "prompts with their completions, and what chats have beside texts, give other tokens", usual=1
+        ),
         "micro_batch": Bits("matrix products have other shapes"),
         "dp": Bits(f"sums over ranks have other terms and differ in their last bits{EXACT_WOULD}", PLAIN, told=True),
         "stage": Bits(SUMS, NCCL, told=True),

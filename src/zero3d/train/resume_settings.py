@@ -41,9 +41,13 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {name: plain(value_of(config, name)) for name in _kept()}
 
 
-def batches_of(batch: Batch, steps: int) -> dict[str, int]:
-    """Return sequences of a step and of a micro-batch, and the steps that the schedule is made for."""
-    return {"batch": batch.batch, "micro_batch": batch.micro_batch, "steps": steps}
+def batches_of(batch: Batch, steps: int, rule: int | None = None) -> dict[str, int]:
+    """Return sequences of a step and of a micro-batch, and the steps that the schedule is made for.
+
+    rule  by which records are tokenized when a batch needs them, where there are such (`DataSet.rule`)
+    """
+    sizes = {"batch": batch.batch, "micro_batch": batch.micro_batch, "steps": steps}
+    return sizes if rule is None else sizes | {"tokenization": rule}
 
 
 def _kept() -> Iterator[str]:
@@ -130,7 +134,7 @@ def _noted(settings: Mapping[str, Any], batches: Mapping[str, int]) -> dict[str,
         bits = KEYS[name].bits if name in KEYS else None
         if bits is not None and not bits.fact:
             values[noted_as(section, key)] = as_noted(value)
-    return values | {name: batches[name] for name in ("batch", "micro_batch") if name in batches}
+    return values | {name: batches[name] for name in ("batch", "micro_batch", "tokenization") if name in batches}
 
 
 def _began_alike(

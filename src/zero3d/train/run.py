@@ -184,10 +184,10 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         source = f"the slots in {offload_of(config).directory}, {newer}" if from_slots else shown(loop.checkpoint)
         progress.say(f"going on from {source}, after step {loop.state.step}")
         offers = start.settings == GIVEN and not from_slots
-        progress.say(describe(config, offers, engine, saved, batches_of(inputs.batch, steps)))
+        progress.say(describe(config, offers, engine, saved, batches_of(inputs.batch, steps, inputs.data.rule)))
         if (before := saved.get("chosen_by", loop.state.chosen_by)) != loop.state.chosen_by:
             progress.say(f"the best so far was the {before}; from here on it is the {loop.state.chosen_by}")
-    chosen_places, sizes = choice_of(config, engine), batches_of(inputs.batch, steps)
+    chosen_places, sizes = choice_of(config, engine), batches_of(inputs.batch, steps, inputs.data.rule)
     loop.state = replace(loop.state, offload=chosen_places, settings=settings_of(config), batches=sizes)
     earlier = folder.keep_metrics(loop.state.step) if engine.world.rank == 0 else []
     activations = Activations(engine)
