@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from models import hf
+from pool import RankFailure
 from tensors import assert_near
 from trainers import Rows, Seen, launched
 
@@ -201,6 +202,89 @@ def test_a_state_that_knows_of_one_process_is_refused(ranks):
         assert told.startswith(
             "2 ranks were launched, and here there is 1: each would train on the data of all. Pass cpu=True"
         )
+
+
+def guarded(kind, stage=None, limit=1.0, precision="no"):
+    """Norms and losses of a loop that leaves out steps by their norm: those above a limit, and what is not finite."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, schedule = parts(kind, stage, mixed_precision=precision)
+        logs, taken = [], 0
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss * (float("inf") if number == 3 else 1.0)
+                accelerator.backward(loss)
+                if not accelerator.sync_gradients:
+                    continue
+                norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+                assert torch.equal(accelerator.clip_grad_norm_(model.parameters(), 0.5), norm) or not norm.isfinite()
+                logs.append((float(norm), loss.item()))
+                if norm < limit:
+                    optimizer.step()
+                    schedule.step()
+                    taken += 1
+                optimizer.zero_grad()
+        assert kind == "plain" or accelerator.engine.steps == taken
+        return logs, taken, 1.0 if kind == "plain" else accelerator.engine.loss_scale.value
+
+
+def test_a_loop_that_leaves_out_steps_by_their_norm_has_accelerates_curve(ranks):
+    both = zip(ranks(2, guarded, "ours", 3), ranks(2, guarded, "plain"), strict=True)
+    for (found, taken, _), (wanted, steps, _) in both:
+        assert taken == steps
+        assert 0 < taken < len(wanted)
+        for ours, plain in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(plain, **CLOSE, nan_ok=True)
+
+
+def test_what_a_loop_leaves_out_in_fp16_lowers_the_loss_scale():
+    _, _, before = guarded("ours", 0, 0.0, "fp16")
+    logs, taken, scale = guarded("ours", 0, 10.0, "fp16")
+    assert taken
+    assert not all(torch.isfinite(torch.tensor(norm)) for norm, _ in logs)
+    assert scale < 2.0**16
+    assert before <= scale
+
+
+def clipped_by_one():
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts("ours", 3)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients and accelerator.is_main_process:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_rank_that_alone_clips_is_told(ranks):
+    with pytest.raises(RankFailure, match="ranks clip the norm of one step not at all and at 1: every rank must"):
+        ranks(2, clipped_by_one)
+
+
+def unconditional():
+    """Whether the norm of each micro-batch is NaN, in a loop that clips in the middle of windows, too."""
+    with launched():
+        fresh()
+        accelerator, model, optimizer, loader, _ = parts("ours", 2)
+        norms = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).isnan().item())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0.0, "no backward came"
+        return norms
+
+
+def test_a_norm_inside_a_window_is_nan_and_the_loop_is_told_once():
+    with pytest.warns(UserWarning, match=r"inside a window of accumulation.*if accelerator\.sync_gradients") as told:
+        norms = unconditional()
+    assert norms == [True, False] * 2 + [False]  # the last window has one micro-batch
+    assert len([warning for warning in told if "window of accumulation" in str(warning.message)]) == 1
 
 
 def refused(what):

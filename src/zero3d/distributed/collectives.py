@@ -414,6 +414,12 @@ class Comm:
         self._last = f"a step without the frozen {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
         self._hash("reduce_scatter", "\0".join(names))
 
+    def note_step(self, decided: Sequence[float]) -> float:
+        """Take what this rank has decided about a step into its hash; return a hash of that alone, exact in fp32."""
+        code = zlib.crc32(repr(decided).encode()) % (1 << 24)
+        self._order["reduce_scatter"] = _joined(self._order["reduce_scatter"], code)
+        return float(code)
+
     def _hash(self, kind: str, text: str) -> None:
         self._order[kind] = _joined(self._order[kind], zlib.crc32(text.encode()))
 

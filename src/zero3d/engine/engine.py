@@ -363,8 +363,26 @@ class Engine:
         self._assembly.execution.backward_sum(total, weight, last)
 
     def zero_grad(self) -> None:
-        """Forget the gradients and micro-batches of this step so far. All ranks call it, or none."""
-        self._assembly.stepper.abandon()
+        """Forget the gradients and micro-batches of this step so far. All ranks call it, or none.
+
+        A step whose `grad_norm()` was not finite counts as skipped then: in fp16 the loss scale falls.
+        """
+        self._assembly.stepper.leave_out()
+
+    @notes_memory
+    def grad_norm(self) -> Tensor:
+        """Return the norm of the gradients of the step that is due, before clipping: what `step()` would return.
+
+        It is computed here, and the step that follows takes it: the same bits, and nothing is sent or read twice. All
+        ranks call it. A loop may leave the step out, by `zero_grad()`; another backward before either is an error. NaN
+        where no step is due. It is on the device, and to read it waits. Raises ConfigError.
+        """
+        self._unsharded.refuse_open("grad_norm()")
+        self._refuse("grad_norm()")
+        self._assembly.registry.check()
+        self._assembly.freezing.check()
+        self.mesh.heartbeat.work(b"the gradient norm")
+        return self._assembly.stepper.norm()
 
     @notes_memory
     def step(self) -> StepResult:

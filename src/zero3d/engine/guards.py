@@ -121,8 +121,8 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(
                 "torch's functions cannot clip gradients that an Engine has taken (`grad` of its parameters is None): "
                 "pass Engine(clip_norm=...), whose default is 1.0, and remove this call. A step's norm is "
-                "engine.step().grad_norm. If the program is to train without an engine, close that first: "
-                "engine.close(), of a Trainer trainer.accelerator.close_engine()."
+                "engine.step().grad_norm, or engine.grad_norm() before it. If the program is to train without an "
+                "engine, close that first: engine.close(), of a Trainer trainer.accelerator.close_engine()."
             )
         return clip(parameters, *args, **kwargs)
 

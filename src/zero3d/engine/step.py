@@ -9,7 +9,9 @@ due?  no   nothing changes
            loss scale       an overflow makes it fall, and features ask whether it still could
            schedule         the next step's; what came before used this one's
 
-The arithmetic of the update (norm, clipping, masters) is `ShardedOptimizer.step` (zero/optimizer.py).
+A norm that is asked for before is computed then, and the step takes it: between them no gradient may come, and
+`leave_out` forgets the step instead. The arithmetic (norm, clipping, masters) is `measure` and `update` of
+`ShardedOptimizer` (zero/optimizer.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,7 @@ from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.zero.hooks import SAVE
-from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, StepResult
+from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
 
 MOST_UNDER_WAY = 3  # of a unit: a gather, a reduction, the gather of its sum
 _WITHOUT_WEIGHT, _LOST, _NO_WEIGHT = 1.0, 2.0, 3.0  # a rank's NaN loss of weight 0, of another weight; a bad weight
@@ -64,6 +67,7 @@ class Stepper:
     features: Sequence[Feature] = ()
     count: int = 0
     figures: StepFigures | None = None
+    _measured: Measured | None = None  # of the step that is due, where its norm was asked for before it
     _known: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
 
     def step(self, besides: Tensor | None = None) -> StepResult:
@@ -71,31 +75,20 @@ class Stepper:
 
         Raises ConfigError, OrderError, NonFiniteError.
         """
-        dp, order, accumulation = self.base.axes.dp, self.base.order, self.runtime.accumulation
-        optimizer, reductions, loss_scale = self.runtime.optimizer, self.runtime.reductions, self.runtime.loss_scale
+        optimizer, loss_scale = self.runtime.optimizer, self.runtime.loss_scale
         lr = float(optimizer.torch.param_groups[0]["lr"])
-        if not accumulation.reached:
-            if accumulation.count == 0 and reductions.pending:
-                raise ConfigError(
-                    "there are gradients, but no backward went through the model's own forward (only through "
-                    "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
-                )
-            return self._result(NOT_DUE, self._constant("no norm", math.nan, self.base.resolved.policy.master), lr)
+        if not self._is_due():
+            return self._result(NOT_DUE, self._no_norm, lr)
+        known, accumulation = self._measured, self.runtime.accumulation
+        measured = known or self._measure()
         nan, nans, weights = accumulation.nan, accumulation.nans, accumulation.weights
         try:
-            weight = order.end(accumulation)
-        except ConfigError:
-            self.abandon()
-            raise
-        try:
-            reductions.catch_up()
-            if not reductions.adopted and dp.size > 1:
-                reductions.adopt(broadcast_ints(dp, reductions.observed()))
-        except BaseException:
-            self.abandon()
-            raise
-        try:
-            outcome = optimizer.step(weight, loss_scale.value, besides, nan)
+            if known is not None and self.runtime.reductions.pending:
+                raise ConfigError(
+                    "gradients of a submodule have come after the gradient norm of their step was computed: call "
+                    "backward before clip_grad_norm_ or engine.grad_norm()."
+                )
+            outcome = optimizer.update(measured, besides)
         finally:
             self.reset()  # whatever is still gathered holds the weights of before
         applied = outcome.reason == APPLIED
@@ -110,6 +103,38 @@ class Stepper:
         for of_chunk in self.runtime.hooks:
             of_chunk.without_weights.clear()
         return self._result(reason, outcome.norm, lr)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradients of the step that is due, which `step` then takes; NaN where none is."""
+        if not self._is_due():
+            return self._no_norm
+        if self._measured is None:
+            self._measured = self._measure()
+            self.runtime.accumulation.closed = True
+        return self._measured.norm
+
+    def _is_due(self) -> bool:
+        """Return whether the boundary is reached. Raises ConfigError where gradients are of no micro-batch."""
+        accumulation = self.runtime.accumulation
+        if not accumulation.reached and accumulation.count == 0 and self.runtime.reductions.pending:
+            raise ConfigError(
+                "there are gradients, but no backward went through the model's own forward (only through "
+                "submodules), so no micro-batch was counted: call the model, or engine.backward(loss, last=True)."
+            )
+        return accumulation.reached
+
+    def _measure(self) -> Measured:
+        """Reduce what is left of the step's gradients, and compute their norm; a failure forgets the step."""
+        dp, accumulation, reductions = self.base.axes.dp, self.runtime.accumulation, self.runtime.reductions
+        try:
+            weight = self.base.order.end(accumulation)
+            reductions.catch_up()
+            if not reductions.adopted and dp.size > 1:
+                reductions.adopt(broadcast_ints(dp, reductions.observed()))
+            return self.runtime.optimizer.measure(weight, self.runtime.loss_scale.value, accumulation.nan)
+        except BaseException:
+            self.abandon()
+            raise
 
     def _why(self, nan: Tensor | None, nans: Sequence[Tensor], weights: Sequence[float | Tensor]) -> str:
         """Return the reason of a step whose norm is not finite, with the ranks whose loss or weight was not.
@@ -146,8 +171,20 @@ class Stepper:
             * released
         )
 
+    def leave_out(self) -> None:
+        """Forget this step; one whose norm was computed, and is not finite, counts as skipped: the loss scale falls."""
+        measured = self._measured
+        self.abandon()
+        if measured is None or isfinite(norm := self.runtime.optimizer.leave_out(measured)):
+            return
+        outcome = Outcome(OVERFLOW, measured.norm, norm, [])
+        for feature in self.features:
+            feature.after_update(outcome)
+        self.runtime.loss_scale.update(overflow=True)
+
     def reset(self) -> None:
         """Forget the gradients and micro-batches of this step, and release all units."""
+        self._measured = None
         self.runtime.reductions.reset()
         self.runtime.accumulation.reset()
         self.base.order.reset()
@@ -158,6 +195,7 @@ class Stepper:
 
         Where a peer is lost, whatever was under way with it raises once when it is waited for: that is no news.
         """
+        self._measured = None
         for of_chunk in self.runtime.hooks:
             for _ in range(MOST_UNDER_WAY * len(self.runtime.units) + 1):
                 try:
@@ -173,6 +211,10 @@ class Stepper:
         applied = self._constant(f"applied {reason == APPLIED}", reason == APPLIED, torch.bool)
         scale = self._constant("loss scale", self.runtime.loss_scale.value, torch.float32)
         return StepResult(applied, norm, scale, self._constant("lr", lr, torch.float64), reason)
+
+    @property
+    def _no_norm(self) -> Tensor:
+        return self._constant("no norm", math.nan, self.base.resolved.policy.master)
 
     def _constant(self, name: str, value: float, dtype: torch.dtype) -> Tensor:
         """Return a number on the device: filled in there, which waits for nothing, and only where it has changed."""

@@ -36,6 +36,7 @@ class Accumulation:
     nan      whether a loss of the step that has a weight is NaN, on its device; None where none was seen
     nans     whether each loss is NaN, one without a weight, too
     reached  the boundary: `step()` will apply
+    closed   the norm of the step's gradients is known, so no more may come
     draw     in exact mode: called with the number of a micro-batch before its forward. It has one backward then
     """
 
@@ -64,6 +65,7 @@ class Accumulation:
         self.weights: list[float | Tensor] = []
         self._drawn = -1  # the last micro-batch whose forward began
         self.reached = False
+        self.closed = False
         self._by_default = False  # the last micro-batch was counted by a plain backward
 
     @property
@@ -109,7 +111,16 @@ class Accumulation:
             self._draw(self.count)
 
     def backward_begins(self) -> None:
-        """Note that a backward reaches an output of a root forward. Raises ConfigError for an unscaled one in fp16."""
+        """Note that a backward reaches an output of a root forward.
+
+        Raises ConfigError for an unscaled one in fp16, and for one after the norm of its step was computed.
+        """
+        if self.closed:
+            raise ConfigError(
+                "a backward after the gradient norm of its step was computed (clip_grad_norm_, engine.grad_norm()), "
+                "which would not be the norm any more: take the step, optimizer.step(), or forget its gradients, "
+                "optimizer.zero_grad(), before the next backward."
+            )
         if self._scales_loss and self._announced is None:
             raise ConfigError(
                 "precision='fp16' needs a scaled loss, and a plain loss.backward() has none: small gradients would "

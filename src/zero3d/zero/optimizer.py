@@ -1,6 +1,8 @@
 """One step over all shards: exchange, unscale, global norm, clip, update, refresh.
 
-    1. exchange     token weight, order hashes          3 numbers per rank
+`measure` is 1 to 3, and may be called before the step; `update` is the rest.
+
+    1. exchange     token weight, order hashes          3 numbers per rank; the hashes are of `clip_norm`, too
     2. unscale      gradients *= 1 / (loss scale x sum of weights), some pieces at a time (those on an accelerator's
                     host one by one, on this rank's threads), which are still in a cache in
     3. norm         of every piece, stacked in model order, then of the stack: torch's own
@@ -108,6 +110,24 @@ class Outcome(NamedTuple):
     besides: list[float]
 
 
+class Measured(NamedTuple):
+    """The norm of a step's gradients, which are unscaled, and what decides about that step.
+
+    norm      before clipping, equal on all ranks
+    scale     the loss scale that the gradients had
+    total     all ranks' sum of weights
+    in_order  whether all used units in one order, and clip alike
+    even      whether tp ranks have the same norms of what they have alike; uneven: the place of one that is not
+    """
+
+    norm: Tensor
+    scale: float
+    total: float | Tensor
+    in_order: float | Tensor
+    even: float | Tensor
+    uneven: Tensor | None
+
+
 class ShardedOptimizer(OptimizerStates):
     """Steps a torch optimizer over all shards.
 
@@ -143,7 +163,8 @@ class ShardedOptimizer(OptimizerStates):
         self._shards = comm.size // (units[0].across.size if units else 1)  # dp ranks that have all states once
         self._names = {place: name for name, place in reversed(order.items())}
         self.missed: Counter[str] = Counter()
-        self._applied = 0
+        self._applied = self._left_out = 0
+        self._clipped = NO_NORM  # where the last step was
         self._arrange()
 
     def _arrange(self) -> None:
@@ -174,18 +195,13 @@ class ShardedOptimizer(OptimizerStates):
 
     # --- the step -------------------------------------------------------------------------------
 
-    def step(
-        self, weight: float | Tensor, scale: float, besides: Tensor | None = None, nan: Tensor | None = None
-    ) -> Outcome:
-        """Apply what has been reduced, and leave new weights on their way (`wait`).
+    def measure(self, weight: float | Tensor, scale: float, nan: Tensor | None = None) -> Measured:
+        """Unscale what has been reduced, and return its norm, which `update` wants; nothing is read on the host.
 
         weight   this rank's sum of weights
         scale    the loss scale
-        besides  [k] float64, read on the host together with what the step must know there
         nan      whether a loss of this rank is NaN, on its device: its gradients may be zeros, and would count for the
                  mean. No rank then applies the step
-
-        Raises OrderError before the update when ranks used units in different orders.
         """
         total, in_order = self._exchange(weight if self._is_alone else poisoned(weight, nan))
         if self._to_host is not None:
@@ -198,14 +214,26 @@ class ShardedOptimizer(OptimizerStates):
         norm, even = self._over_dp(norms)
         if self._is_alone:  # a weight that the host knows stays a number there, and nothing is multiplied by 1
             norm = torch.as_tensor(poisoned(norm, nan))
+        return Measured(norm, scale, total, in_order, even, norms.uneven)
+
+    def update(self, measured: Measured, besides: Tensor | None = None) -> Outcome:
+        """Apply the step whose norm was measured, and leave new weights on their way (`wait`).
+
+        besides  [k] float64, read on the host together with what the step must know there
+
+        Raises OrderError before the update when ranks used units in different orders; ConfigError when they clip at
+        different norms, or some have left out a step that others took.
+        """
+        norm, scale = measured.norm, measured.scale
         clip = 1.0 if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
-        read, read_besides = self._read(
-            {"norm": norm, "total": total, "in order": in_order, "even": even, "clip": clip}, besides
-        )
+        known = {"norm": norm, "total": measured.total, "in order": measured.in_order, "even": measured.even}
+        read, read_besides = self._read(known | {"clip": clip}, besides)
         if not read["in order"]:
+            self._check_decisions()
             raise self._comm.order_error()
         if not read["even"]:
-            agree(self._comm, partial(self._check_even, norms.uneven))
+            agree(self._comm, partial(self._check_even, measured.uneven))
+        self._clipped = self._decisions()[0]
         if self.updates is not None:
             self.updates.confirm()  # who came here has ended its last step
         reason = NO_TARGETS if not read["total"] else APPLIED if isfinite(read["norm"]) else OVERFLOW
@@ -219,6 +247,34 @@ class ShardedOptimizer(OptimizerStates):
                 self.orthogonal()
             self._update(factors)
         return Outcome(reason, norm, read["norm"], read_besides)
+
+    def leave_out(self, measured: Measured) -> float:
+        """Note that a step whose norm was measured is not taken, which ranks compare later; return the norm, read."""
+        self._left_out += 1
+        return self._read({"norm": measured.norm}, None)[0]["norm"]
+
+    def _decisions(self) -> list[float]:
+        """Return what ranks must have decided alike: where they clip now and clipped last, and steps left out."""
+        return [NO_NORM if self.clip_norm is None else float(self.clip_norm), self._clipped, float(self._left_out)]
+
+    def _check_decisions(self) -> None:
+        """Raise ConfigError where ranks clip at different norms, or have not left out the same steps."""
+        rows = self._comm.exchange(device_values(self._decisions(), self._arena.device), recorded=False)
+        rows = self._model_group.exchange(rows.flatten()).view(-1, 3)
+        flat = self._comm.read(rows.flatten(), self._decisions() * len(rows))
+        *clipped, left_out = (sorted(set(flat[i::3])) for i in range(3))
+        for limits in (found for found in clipped if len(found) > 1):
+            told = " and ".join("not at all" if limit == NO_NORM else f"at {limit:g}" for limit in limits)
+            raise ConfigError(
+                f"ranks clip the norm of one step {told}: every rank must set the same clip_norm, and call "
+                "clip_grad_norm_ where one does, outside of branches such as `if is_main_process`."
+            )
+        if len(left_out) > 1:
+            raise ConfigError(
+                f"some ranks have left out {left_out[0]:g} steps whose norm was known and others {left_out[-1]:g}, so "
+                "their shards are of different steps: decide by that norm, which is the same on all ranks, and not by "
+                "a loss of one rank."
+            )
 
     def _read(self, values: dict[str, float | Tensor], besides: Tensor | None) -> tuple[dict[str, float], list[float]]:
         """Read numbers on the host, those on the device at once, and a vector with them."""
@@ -269,7 +325,8 @@ class ShardedOptimizer(OptimizerStates):
         return self._sum_weights(weight)
 
     def _sum_weights(self, weights: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Sum [k] weights of every rank; the hashes of their orders come with them."""
+        """Sum [k] weights of every rank; the hashes of their orders come with them, and of what they have decided."""
+        decided = self._comm.note_step(self._decisions())
         orders, device = [value for comm in self._comms for value in comm.order_values()], self._arena.device
         if isinstance(weights, Tensor):
             row = torch.cat([weights.to(device, torch.float64).view(-1), device_values(orders, device)])
@@ -280,8 +337,8 @@ class ShardedOptimizer(OptimizerStates):
         total, in_order = self._total(rows[:, : -len(orders)]), (hashes == hashes[0]).all()
         if self._model_group.alone:
             return total, in_order
-        stages = self._model_group.exchange(torch.stack([total, ~in_order]))
-        return self._model_group.count_once(stages)[:, 0].sum(), stages[:, 1].sum() == 0
+        stages = self._model_group.exchange(torch.stack([total, torch.where(in_order, decided, math.nan)]))
+        return self._model_group.count_once(stages)[:, 0].sum(), (stages[:, 1] == decided).all()
 
     def _total(self, weights: Tensor) -> Tensor:
         """Add up [N, k] weights."""

@@ -352,7 +352,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.engine.backward_sum(loss / self.gradient_accumulation_steps, float(last), last)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Have the step that follows clip the norm of all gradients; return that norm, NaN until the step."""
+        """Have the step that follows clip the norm of all gradients, and return that norm; all ranks call it.
+
+        A loop may leave the step out by it. NaN inside a window of accumulation, where gradients are not clipped.
+        """
         if self.engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -54,13 +55,34 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer.torch, device_placement=False)
         self.engine = engine
-        self._norm: Tensor | None = None
+        self._warned = False
 
     def clip(self, max_norm: float) -> Tensor:
-        """Have the next step clip at this norm (inf: not); return a number that is NaN until that step fills it in."""
-        self.engine.clip_norm = None if math.isinf(max_norm) else max_norm
-        self._norm = torch.full((), math.nan, device=self.engine.mesh.device)
-        return self._norm
+        """Have the step that is due clip at this norm (inf: not), and return the norm of its gradients; all ranks call.
+
+        The step takes that norm. In a window of accumulation that goes on, nothing is clipped, and the norm is NaN.
+        """
+        engine = self.engine
+        if not self.gradient_state.sync_gradients:
+            self._warn_of_window()
+            return torch.full((), math.nan, device=engine.mesh.device)
+        engine.reshard()
+        before, limit = engine.clip_norm, None if math.isinf(max_norm) else max_norm
+        if before is None or (limit is not None and limit < before):
+            engine.clip_norm = limit
+        norm = engine.grad_norm().clone()  # the step's own is not the caller's to write into
+        if engine.accumulation.count == 0:  # no backward came: as torch's, of no gradients
+            return norm.zero_()
+        return norm if before is None else norm.mul_(torch.clamp(before / (norm + 1e-6), max=1.0))
+
+    def _warn_of_window(self) -> None:
+        if not self._warned and self.engine.mesh.rank == 0:
+            warnings.warn(
+                "clip_grad_norm_ inside a window of accumulation: gradients are clipped once, where the window ends, "
+                "and their norm is NaN until then. Call it under `if accelerator.sync_gradients:`.",
+                stacklevel=4,
+            )
+        self._warned = True
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Apply the step, if the window of accumulation ends here."""
@@ -73,14 +95,13 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.engine.reshard()
         result = self.engine.step()
         self._is_overflow = result.reason not in (APPLIED, NOT_DUE)  # without a backward Accelerate's schedules go on
-        if self._norm is not None:
-            self._norm.copy_(result.grad_norm)
-        self.engine.clip_norm, self._norm = None, None
+        self.engine.clip_norm = None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients of the window so far; after a step there are none."""
         if self.gradient_state.sync_gradients:
             self.engine.zero_grad()
+            self.engine.clip_norm = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the torch optimizer's; of several ranks each has a part of the states: not shown."""
