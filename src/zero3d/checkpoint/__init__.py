@@ -15,6 +15,7 @@ manifest_parser   the manifest read and checked, and the ranks' parts of it, one
 tiling            boxes are all of a tensor exactly once
 files             regular files, their bytes block by block; checksums of files of tensors and of each tensor
 integrity         files against the manifest: checksums and headers
+option_values     options and numbers that torch's optimizer is given: by type, then tried on a twin of it
 compatibility     the checkpoint against the engine: model, optimizer, scheduler, buffers, random states
 restore           check all of it, then fill every rank's pieces from the boxes that overlap them
 slots             what a restart from the slots of a disk needs beside their records

@@ -18,6 +18,7 @@ from zero3d.checkpoint.fields import USE_ANOTHER, Field, quote, quote_name
 from zero3d.checkpoint.frozen_base import check_digest, needed_base
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manifest, TensorSpec
+from zero3d.checkpoint.option_values import check_alike, check_option, check_scalars
 from zero3d.checkpoint.resume_contract import EMA
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
@@ -171,17 +172,16 @@ def _saved_class(manifest: Manifest) -> str:
 
 
 def _check_groups(manifest: Manifest, engine: EngineState) -> None:
-    """Check options of the groups: all that this torch knows, of the types that they have now."""
-    live = engine.optimizer.torch
-    for group, saved in zip(live.param_groups, manifest.fields.entry("optimizer").entry("groups").rows(), strict=False):
+    """Check options of the groups: all that this torch knows, of the types that they had from the start."""
+    live, groups = engine.optimizer.torch, manifest.fields.entry("optimizer").entry("groups").rows()
+    for built, saved in zip(engine.optimizer.built, groups, strict=False):
         if _same_torch(manifest):
             for name in live.defaults if type(live).__name__ == _saved_class(manifest) else ():
                 saved.entry(name)
         if "params" in saved.entries():
             saved.refuse("options without params, which are tensors")
         for name, value in saved.items():
-            if name in group:
-                _check_alike(value, group[name])
+            check_option(name, value, built, live.defaults.get(name, built.get(name)))
         if saved.entry("lr").number() < 0:
             saved.entry("lr").refuse("a number from 0")
 
@@ -194,6 +194,7 @@ def check_states(manifest: Manifest, stored: Mapping[str, Sequence[str]], engine
     saved = manifest.fields.entry("optimizer")
     by_name, options = {name: set(states) for name, states in stored.items()}, saved.entry("groups").rows()
     first: dict[int, tuple[str, set[str]]] = {}
+    check_scalars(manifest, set().union(*by_name.values()), engine)
     adam = type(engine.optimizer.torch) in (torch.optim.Adam, torch.optim.AdamW)
     for unit in engine.owned_units:
         for slot in unit.layout.slots if unit.grads is not None else ():
@@ -251,56 +252,12 @@ def _check_scheduler(manifest: Manifest, engine: EngineState) -> None:
     for name, value in live.items():
         if str(name) in saved.entries():
             entry = saved.entry(str(name))
-            _check_alike(entry, value)
+            check_alike(entry, value)
             if name in COUNTERS:
                 entry.integer(-1)
             if name in PER_GROUP:
                 entry.rows(len(engine.optimizer.torch.param_groups))
     _try(manifest, engine.scheduler)
-
-
-def _check_alike(saved: Field, live: Any) -> None:
-    """Check that a saved value may take the place of a live one: of its kind, or null for what may be left out."""
-    if saved.value is None and (live is None or isinstance(live, (bool, dict))):
-        return
-    if live is None:
-        if not isinstance(saved.value, bool):
-            _check_number(saved)
-    elif isinstance(live, bool):
-        saved.flag()
-    elif isinstance(live, (int, float)) or (isinstance(live, Tensor) and live.dim() == 0):
-        _check_number(saved)
-    elif isinstance(live, str):
-        saved.text()
-    elif isinstance(live, tuple):
-        for saved_item, live_item in zip(saved.rows(len(live)), live, strict=True):
-            _check_alike(saved_item, live_item)
-    elif isinstance(live, list):
-        for saved_item, live_item in zip(saved.rows(), live, strict=False):
-            _check_alike(saved_item, live_item)
-    elif isinstance(live, dict):
-        for key, live_item in live.items():
-            if str(key) in saved.entries():
-                _check_alike(saved.entry(str(key)), live_item)
-    elif isinstance(live, Tensor):
-        _check_tensor(saved, tuple(live.shape))
-
-
-def _check_number(saved: Field) -> None:
-    """Check that it is a number; schedulers begin with infinite ones."""
-    value = saved.value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        saved.refuse("a number")
-    if isinstance(value, int):
-        saved.number()  # not larger than a float can be
-
-
-def _check_tensor(saved: Field, shape: tuple[int, ...]) -> None:
-    if not shape:
-        saved.number()
-        return
-    for row in saved.rows(shape[0]):
-        _check_tensor(row, shape[1:])
 
 
 def _try(manifest: Manifest, scheduler: Any) -> None:

@@ -49,6 +49,7 @@ from zero3d.checkpoint.manifest import (
     TensorSpec,
 )
 from zero3d.checkpoint.manifest_parser import open_manifest, part_of_rank, read_contents
+from zero3d.checkpoint.option_values import check_update
 from zero3d.checkpoint.resume_contract import EMA, OPTIONS
 from zero3d.checkpoint.save import STEP_OF
 from zero3d.checkpoint.state import EngineState, StatePiece
@@ -132,13 +133,14 @@ class VerifiedCheckpoint:
     streams: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None
 
 
-def check(directory: str | Path, engine: EngineState) -> VerifiedCheckpoint:
+def check(directory: str | Path, engine: EngineState, options: bool = True) -> VerifiedCheckpoint:
     """Find a checkpoint, or the newest in a directory of them or below a URL, and check all of it; changes nothing.
 
+    options  of the optimizer's groups, too, which are to take the place of the engine's
     Raises CheckpointError on all ranks.
     """
     world = engine.world.patient
-    manifest, found = agree(world, lambda: _open(directory, engine))
+    manifest, found = agree(world, lambda: _open(directory, engine, options))
     return agree(world, lambda: _verify(manifest, found, engine))
 
 
@@ -192,11 +194,13 @@ class _Found:
                 self.buffers.setdefault(name, (part.file, saved))
 
 
-def _open(directory: str | Path, engine: EngineState) -> tuple[Manifest, _Found]:
+def _open(directory: str | Path, engine: EngineState, options: bool) -> tuple[Manifest, _Found]:
     manifest = open_manifest(find(located(directory)))
     check_compatible(manifest, engine)
     found = _Found(manifest, engine)
     check_states(manifest, found.states, engine)
+    if options:
+        check_update(manifest, found.states, engine)
     if manifest.format == OLDEST and engine.world.rank == 0:
         warnings.warn(
             f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
@@ -279,7 +283,13 @@ def _restore(checkpoint: VerifiedCheckpoint, engine: EngineState) -> None:
                 scalars if missed.get(owned.name) is None else scalars | {"step": scalars["step"] - missed[owned.name]}
             )
             _restore_piece(reader, states, own, engine, owned)
-    for group, saved in zip(engine.optimizer.torch.param_groups, optimizer["groups"], strict=False):
+    for group, added, saved in zip(
+        engine.optimizer.torch.param_groups, engine.optimizer.added, optimizer["groups"], strict=False
+    ):
+        for name in added - saved.keys():  # an earlier checkpoint had them
+            group.pop(name, None)
+        added.intersection_update(saved)
+        added.update(saved.keys() - group.keys())
         group.update(from_json(saved, {key: value for key, value in group.items() if key != "params"}))
     if engine.scheduler is not None and manifest.value("scheduler") is not None:
         engine.scheduler.load_state_dict(from_json(manifest.value("scheduler"), engine.scheduler.state_dict()))

@@ -166,7 +166,7 @@ class Checkpoints:
         with self._mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = self._state()
-        checked = restore.check(directory, state)
+        checked = restore.check(directory, state, options=settings != GIVEN)
         own = self._given(checked.manifest) if settings == GIVEN else None
         self._assembly.runtime.optimizer.flush()  # it writes masters, which may be what is sent
         self._assembly.stepper.reset()

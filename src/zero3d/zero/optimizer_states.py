@@ -8,6 +8,7 @@ spans      where in a unit a state is, if not all groups have it (state_spans.py
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, cast
@@ -33,6 +34,9 @@ class OptimizerStates:
 
     updates  of units whose states are in records, all trainable ones or none
     build    groups of pieces -> torch optimizer
+    built    options of its groups as they were then, whatever schedules and checkpoints have made of them since
+    numbers  names of what it kept of every parameter then that is no tensor of its elements, such as Adam's step
+    added    names of options that a checkpoint has put into each group beside those that were there
     """
 
     updates: DeferredUpdates | None = None
@@ -52,6 +56,11 @@ class OptimizerStates:
         self._flat: dict[tuple[str, str], Tensor] = {}
         self._spans: dict[tuple[str, str], Span | None] = {}  # known once: finding one looks at all pieces of a unit
         self.torch = build([[p.master for p in self.pieces if p.group == g] for g in range(groups)])
+        self.built: Sequence[Mapping[str, Any]] = [
+            {name: deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in self.torch.param_groups
+        ]
+        self.added: Sequence[set[str]] = [set() for _ in self.torch.param_groups]
         self._state_names = [state_names(self.torch, group) for group in self.torch.param_groups]
         self._known = {key for names in self._state_names for key in names or ()}
         self._coded: Collection[str] = getattr(self.torch, "coded", ())  # states that it stores in a form of its own
@@ -59,6 +68,8 @@ class OptimizerStates:
         self._in_groups = _count_in_groups(self.torch)
         self._store_first()
         self._prefill(self.pieces)
+        first = self.torch.state.get(self.pieces[0].master, {}) if self.pieces else {}
+        self.numbers = {name for name, value in first.items() if isinstance(value, Tensor) and value.dim() == 0}
 
     def check_groups(self) -> None:
         """Raise ConfigError where the torch optimizer's groups have other parameters than they were given."""
