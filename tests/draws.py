@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -83,11 +84,26 @@ def _encoded(t):
     return t.BertForSequenceClassification(t.BertConfig(**ENCODER, num_labels=3))
 
 
-MODELS = {  # name -> (what makes it, what its loss is a mean over, its labels: one of so many classes, 0 for numbers)
+def _questioned(t):
+    return t.BertForQuestionAnswering(t.BertConfig(**ENCODER))
+
+
+def _many_labels(t):
+    return t.BertForSequenceClassification(
+        t.BertConfig(**ENCODER, num_labels=3, problem_type="multi_label_classification")
+    )
+
+
+def _numbers(t):
+    return t.LlamaForSequenceClassification(t.LlamaConfig(**SIZES, num_labels=2, problem_type="regression"))
+
+
+MODELS = {  # name -> (what makes it, what its loss is a mean over, its labels: one of so many classes, 0 or a shape: numbers)
     "llama": (_llama, SHIFTED, VOCAB), "gpt2": (_gpt2, SHIFTED, VOCAB), "opt": (_opt, SHIFTED, VOCAB),
     "qwen3_moe": (_experts, SHIFTED, VOCAB), "bert_masked": (_masked, TOKENS, VOCAB), "bert_tags": (_tagged, TOKENS, 5),
     "t5": (_translated, TOKENS, VOCAB), "llama_classes": (_classified, ROWS, 3), "llama_reward": (_rewarded, ROWS, 0),
-    "bert_classes": (_encoded, ROWS, 3),
+    "bert_classes": (_encoded, ROWS, 3), "bert_questions": (_questioned, ROWS, LENGTH),
+    "bert_many": (_many_labels, ROWS, (3,)), "llama_numbers": (_numbers, ROWS, (2,)),
 }  # fmt: skip
 CAUSAL = ("llama", "gpt2", "opt", "qwen3_moe")
 LORA = {
@@ -118,6 +134,8 @@ class Draw:
     recompute: bool
     sgd: bool
     clip: float | None
+    uneven: bool  # every second micro-batch has one row more
+    hollow: bool  # the second micro-batch of a step has no target
     axis: str  # "" for dp alone, else an axis of two ranks
     options: tuple  # of the way itself: (name, value) pairs
 
@@ -130,17 +148,23 @@ def draw(way, seed):
     """What `seed` draws for `way`."""
     dice = random.Random(f"{way} {seed}")
     maybe = lambda chance: dice.random() < chance  # noqa: E731
-    model = dice.choice(OF_WAY.get(way, [*MODELS]))
+    model = dice.choice(OF_WAY.get(way, [*MODELS, *CAUSAL]))
     causal = model in CAUSAL
     packed = way not in ("files", "generate") and causal and model != "opt" and maybe(0.25)
     lora = way not in ("files", "generate") and model in LORA and maybe(0.3)
     cuts = way == "generate" or (way == "train_batch" and causal and not lora)
-    axis = dice.choice(["", "tp", "pp", "pp", "sp"] if way == "generate" else ["", "", "", "tp", "pp", "sp"]) if cuts else ""
+    axis = (
+        dice.choice(["", "tp", "pp", "pp", "sp"] if way == "generate" else ["", "", "", "tp", "pp", "sp"])
+        if cuts
+        else ""
+    )
     return Draw(
         way=way, seed=seed, model=model, stage=dice.choice([0, 1, 2, 3, 3]), size=dice.choice([1, 2, 3]),
         accumulate=dice.choice([1, 1, 2, 3]), padding="none" if packed else dice.choice(["none", "left", "right"]),
         packed=packed, lora=lora, frozen=dice.choice(["", "", "layer.0.", "layers.0.", "norm", "embed"]),
         recompute=model != "t5" and maybe(0.25), sgd=maybe(0.5), clip=dice.choice([None, 0.05, 1e3]), axis=axis,
+        uneven=way in ("train_batch", "loop") and axis != "pp" and maybe(0.4),
+        hollow=way == "train_batch" and MODELS[model][1] != ROWS and maybe(0.4),
         options=tuple(sorted(OPTIONS.get(way, _nothing)(dice, model).items())),
     )  # fmt: skip
 
@@ -240,8 +264,7 @@ def row(draw, number):
         made["position_ids"] = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
         del made["attention_mask"]
     if over == ROWS:
-        label = torch.randint(classes, (1,), generator=dice) if classes else torch.randn(1, generator=dice)
-        return made | {"labels": label[0]}
+        return made | _labels_of_row(draw, classes, dice)
     labels = ids.clone() if over == SHIFTED else torch.randint(classes, (LENGTH,), generator=dice)
     hidden = torch.randint(0, text - 2, (1,), generator=dice).item()
     keep = is_text & (is_text.cumsum(0) > hidden)
@@ -253,21 +276,32 @@ def row(draw, number):
     return made | {"labels": labels.where(keep, torch.tensor(IGNORED))}
 
 
+def _labels_of_row(draw, classes, dice):
+    if isinstance(classes, tuple):
+        return {"labels": (torch.rand(classes, generator=dice) < 0.5).float()}
+    if draw.model == "bert_questions":
+        places = torch.randint(classes, (2,), generator=dice)
+        return {"start_positions": places.min(), "end_positions": places.max()}
+    return {"labels": torch.randint(classes, (), generator=dice) if classes else torch.randn((), generator=dice)}
+
+
 def stack(rows):
     return {name: torch.stack([one[name] for one in rows]) for name in rows[0]}
 
 
 def micro_batch(draw, step, number):
     """Micro-batch `number` of a step: of all ranks, one after the other."""
-    first = draw.size * (step * 100 + number)
-    return stack([row(draw, first + k) for k in range(draw.size)])
+    first = (draw.size + 1) * (step * 100 + number)
+    made = stack([row(draw, first + k) for k in range(draw.size + (draw.uneven and number % 2))])
+    if draw.hollow and number == 1:
+        made["labels"] = torch.full_like(made["labels"], IGNORED)
+    return made
 
 
 def targets(draw, batch):
     """How many losses the model's own mean is over."""
     _, over, _ = MODELS[draw.model]
-    labels = batch["labels"]
-    return len(labels) if over == ROWS else int((labels[..., over == SHIFTED :] != IGNORED).sum())
+    return len(batch["input_ids"]) if over == ROWS else int((batch["labels"][..., over == SHIFTED :] != IGNORED).sum())
 
 
 def optimizer(draw, params):
@@ -318,8 +352,9 @@ def plain_steps(draw, weigh):
 
 
 def _mean(model, batches, counts):
-    terms = [model(**batch, use_cache=False).loss if _caches(model) else model(**batch).loss for batch in batches]
-    return sum(term * count for term, count in zip(terms, counts, strict=True)) / sum(counts)
+    options = {"use_cache": False} if _caches(model) else {}
+    terms = [model(**batch, **options).loss * count for batch, count in zip(batches, counts, strict=True) if count]
+    return sum(terms) / sum(counts)
 
 
 def _caches(model):
@@ -436,6 +471,10 @@ class Data(torch.utils.data.Dataset):
         return row(self.draw, self.first + index)
 
 
+def _logits(output):
+    return output.logits if hasattr(output, "logits") else output.start_logits
+
+
 def accelerated(draw, ours):
     """A loop by the book, with Accelerate's Accelerator or ours: accumulation, clipping, a guard, an evaluation."""
     import accelerate
@@ -462,7 +501,9 @@ def accelerated(draw, ours):
         own = optimizer(draw, [p for p in model.parameters() if p.requires_grad])
         schedule = torch.optim.lr_scheduler.LinearLR(own, 0.5, 1.0, total_iters=6)
         size = draw.size * (2 if options["split_batches"] else 1)
-        data = torch.utils.data.DataLoader(Data(draw, options["rows"]), size, collate_fn=stack, drop_last=options["drop_last"])
+        data = torch.utils.data.DataLoader(
+            Data(draw, options["rows"]), size, collate_fn=stack, drop_last=options["drop_last"]
+        )
         held_out = torch.utils.data.DataLoader(Data(draw, 5, 500), size, collate_fn=stack)
         model, own, data, held_out, schedule = accelerator.prepare(model, own, data, held_out, schedule)
         found, window = Outcome([], [], []), 0
@@ -485,8 +526,8 @@ def accelerated(draw, ours):
                 own.zero_grad()
         model.eval()
         with torch.no_grad():
-            values = [accelerator.gather_for_metrics(model(**batch).logits.float()) for batch in held_out]
-        found.evaluated = [float(value.double().abs().sum()) for value in values]
+            outputs = [accelerator.gather_for_metrics(_logits(model(**batch)).float()) for batch in held_out]
+        found.evaluated = [float(output.double().abs().sum()) for output in outputs]
         if draw.sgd:
             state = accelerator.get_state_dict(model)
             names = [name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad]
@@ -527,7 +568,30 @@ def trained(draw, ours, folder):
 
 # --- files, by `zero3d train` -------------------------------------------------------------------
 
-WORDS = "the king was in his counting house a mouse ran up the clock and down it came again one two three é".split()
+WORDS = [
+    "the",
+    "king",
+    "was",
+    "in",
+    "his",
+    "counting",
+    "house",
+    "a",
+    "mouse",
+    "ran",
+    "up",
+    "the",
+    "clock",
+    "and",
+    "down",
+    "it",
+    "came",
+    "again",
+    "one",
+    "two",
+    "three",
+    "é",
+]
 TURNS = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{BEGIN} {{ m.content }}[end]{END}{% else %} "
     "{{ m.content }}[end]{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -543,13 +607,20 @@ def tokenizer_of(draw):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    options, specials = dict(draw.options), ["<s>", "</s>", "<pad>", "<unk>", "[user]", "[assistant]", "[system]", "[end]"]
+    options, specials = (
+        dict(draw.options),
+        ["<s>", "</s>", "<pad>", "<unk>", "[user]", "[assistant]", "[system]", "[end]"],
+    )
     if options["tokenizer"] == "bytes":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
-        made.train_from_iterator(["x"], trainers.BpeTrainer(
-            vocab_size=266, special_tokens=specials, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+        made.train_from_iterator(
+            ["x"],
+            trainers.BpeTrainer(
+                vocab_size=266, special_tokens=specials, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+            ),
+        )
     else:
         made = Tokenizer(models.BPE(unk_token="<unk>"))
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -558,7 +629,9 @@ def tokenizer_of(draw):
         made.train_from_iterator([" ".join(WORDS)], trainers.BpeTrainer(vocab_size=size, special_tokens=specials))
     if options["starts"]:
         made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
     fast.chat_template = MARKED if options["marked"] else PLAIN
     return fast
 
@@ -572,7 +645,9 @@ def documents_of(draw):
         if options["kind"] == "texts":
             made.append({"text": words(9) + " " + words(4)})
         elif options["kind"] == "completions":
-            made.append({"prompt": words(6) + dice.choice(["", " ", ": "]), "completion": dice.choice(["", " "]) + words(5)})
+            made.append(
+                {"prompt": words(6) + dice.choice(["", " ", ": "]), "completion": dice.choice(["", " "]) + words(5)}
+            )
         else:
             turns = [{"role": "system", "content": words(3)}] if dice.random() < 0.3 else []
             for _ in range(dice.randint(1, 2)):
@@ -593,7 +668,13 @@ def tokens_of(draw, tokenizer, record):
         found = tokenizer(text, return_offsets_mapping=True)
         border = len(record.get("prompt", ""))
         ids = [*found["input_ids"], tokenizer.eos_token_id]
-        learnt = [*(int(first >= border and (first, last) != (0, 0) or "text" in record) for first, last in found["offset_mapping"]), 1]
+        learnt = [
+            *(
+                int((first >= border and (first, last) != (0, 0)) or "text" in record)
+                for first, last in found["offset_mapping"]
+            ),
+            1,
+        ]
     ids, learnt = torch.tensor([ids]), torch.tensor([learnt])
     return {"input_ids": ids, "labels": ids.where(learnt > 0, torch.tensor(IGNORED))}
 
@@ -608,13 +689,26 @@ def model_of_files(draw):
     if draw.model in ("llava", "qwen2_5_vl"):
         config = vision.config(draw.model)
         config.text_config.vocab_size, config.text_config.max_position_embeddings = TABLE, CONTEXT
-        for place, name in enumerate(("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id")):
+        for place, name in enumerate(
+            ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        ):
             if hasattr(config, name):
                 setattr(config, name, TABLE - 1 - max(place - 1, 0))
         model = t.AutoModelForImageTextToText.from_config(config)
     elif draw.model == "gpt2":
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=TABLE, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=0, eos_token_id=EOS, **off))
+        model = t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=TABLE,
+                n_embd=32,
+                n_layer=2,
+                n_head=4,
+                n_positions=CONTEXT,
+                bos_token_id=0,
+                eos_token_id=EOS,
+                **off,
+            )
+        )
     elif draw.model == "qwen3":
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=8))
     else:
@@ -639,7 +733,9 @@ def files_plainly(draw):
     ]
     own, found = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8), Outcome([], [], [])
     for _ in range(STEPS):
-        loss = sum(model(**b, use_cache=False).loss * n for b, n in zip(batches, counts, strict=True) if n) / sum(counts)
+        loss = sum(model(**b, use_cache=False).loss * n for b, n in zip(batches, counts, strict=True) if n) / sum(
+            counts
+        )
         loss.backward()
         found.losses.append(loss.item())
         found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
@@ -690,8 +786,9 @@ def by_files(draw, folder):
 
 def generated(draw, ours):
     """Tokens of two prompts, one of them padded on the left as the draw says, as numbers to compare."""
-    import zero3d
     from transformers import GenerationConfig
+
+    import zero3d
 
     options = {name: list(map(_lists, value)) if isinstance(value, tuple) else value for name, value in draw.options}
     masked = options.pop("mask")
@@ -771,7 +868,9 @@ def difference(found, wanted):
         one, other = getattr(found, name), getattr(wanted, name)
         if name == "evaluated" and not one:
             continue
-        if len(one) != len(other) or any(not abs(a - b) <= relative * (abs(b) + 1e-3) for a, b in zip(one, other, strict=True)):
+        if len(one) != len(other) or any(
+            not abs(a - b) <= relative * (abs(b) + 1e-3) for a, b in zip(one, other, strict=True)
+        ):
             return f"{name} {one}, plain {other}"
     if wanted.weights is not None and found.weights is not None:
         if found.weights.keys() != wanted.weights.keys():
@@ -788,7 +887,7 @@ def judge(draws, folder):
     for one in draws:
         try:
             wanted = plain(one, f"{folder}/plain")
-        except Exception as error:  # noqa: BLE001 - what the plain library does not run is no judge
+        except Exception as error:  # what the plain library does not run is no judge
             said.append(f"not run by the plain library: {type(error).__name__}: {error}")
             continue
         found = ours(one, f"{folder}/ours")
@@ -815,7 +914,7 @@ def main():
                 one = draws.draw(way, seed)
                 try:
                     said = pool.run(2, draws.judge, [one], folder)[0][0]
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     said = f"FAILED {' '.join(str(error).split())[-400:]}"
                 print(f"{way} {seed}: {said}" + ("" if said == "same" else f"   [{one}]"), flush=True)
 
