@@ -28,8 +28,9 @@ from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import DENSE, ENDS, FLEX, Fallback
 from zero3d.sequence.entry import Entry
 from zero3d.sequence.group import check_sequence
+from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, Heads, MaskTooLarge, Sharing, even_parts
-from zero3d.sequence.trial import mixing_module
+from zero3d.sequence.trial import find_positions, mixing_module
 from zero3d.tensor_parallel.vocabulary import shifted
 
 LENGTH = 48
@@ -571,6 +572,88 @@ def test_padding_is_seen_by_nobody(ranks):
     assert two == [pytest.approx(one, rel=1e-10)] * 2
 
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+COUNTING = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "roberta": NO_DROPOUT | {"is_decoder": True},
+    "bert": NO_DROPOUT | {"is_decoder": True},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": {},
+}
+
+
+def counting(name):
+    """A model with weights so large that positions matter."""
+    model = family(name, **COUNTING[name])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4.0 if p.dim() > 1 else 1.0)
+    return model
+
+
+def padded_ways():
+    """Micro-batches that are padded on the left, with a mask and without, and one with the padding token amid others."""
+    for number, masked in enumerate((True, False, True)):
+        ids = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(number))
+        mask = torch.ones_like(ids)
+        if number < 2:
+            ids[1, :4], mask[1, :4] = 2, 0
+        ids[0, 5] = 2
+        yield {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)} | (
+            {"attention_mask": mask} if masked else {}
+        )
+
+
+def padded_losses(name, degrees):
+    with LiftCasts():
+        engine = engine_of(counting(name), degrees)
+        return [float(engine.evaluate([given])) for given in padded_ways()]
+
+
+@pytest.mark.parametrize(("name", "degrees"), [
+    ("opt", {"sp": 2}), ("roberta", {"sp": 2}),
+    *(long(*case) for case in (("bert", {"sp": 2}), ("gpt2", {"sp": 2}), ("llama", {"sp": 2}))),
+], ids=str)  # fmt: skip
+def test_positions_are_counted_as_the_model_counts_them_where_sequences_are_padded_on_the_left(ranks, name, degrees):
+    plain = counting(name).double().eval()
+    with LiftCasts():
+        wanted = [float(plain(**given).loss) for given in padded_ways()]
+    for found in ranks(2 * degrees.get("pp", 1), padded_losses, name, degrees):
+        assert found == pytest.approx(wanted, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("opt", "attended"), ("roberta", "tokens"), ("gpt2", "rows"), ("llama", "rows")]
+)
+def test_a_trial_tells_what_positions_count(name, rule):
+    model = family(name, **COUNTING[name])
+    modes = [module.training for module in model.modules()]
+    assert find_positions(model.base_model).rule.__name__ == rule
+    assert [module.training for module in model.modules()] == modes
+
+
+def backwards():
+    model = family("gpt2", **COUNTING["gpt2"])
+    decoder = model.transformer
+    forward = type(decoder).forward
+
+    def counted(*args, position_ids=None, **options):
+        given = next(t for t in (*args, options.get("input_ids"), options.get("inputs_embeds")) if t is not None)
+        own = torch.arange(given.shape[1]).flip(0)[None] if position_ids is None else position_ids
+        return forward(decoder, *args, position_ids=own, **options)
+
+    decoder.forward = counted
+    return model
+
+
+def test_a_model_that_counts_positions_in_another_way_or_takes_none_is_refused():
+    with pytest.raises(ConfigError, match=r"counts neither rows, nor .* type mesh.sp=1"):
+        check_sequence(backwards(), 2, 1, "auto")
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    with pytest.raises(ConfigError, match=r"layers.0.self_attn_layer_norm gives a part of a sequence other values"):
+        check_sequence(family("blenderbot", **sizes), 2, 1, "auto")  # its positions begin at 0 on every rank
+
+
 def by_blocks(module, query, key, value, mask, scaling, softcap=None, **_):
     """Stands for flex attention: makes the dense mask of one in blocks."""
     from torch.nn.attention.flex_attention import BlockMask, create_mask
@@ -700,7 +783,8 @@ def test_documents_are_told_by_positions_and_padding_is_not(monkeypatch):
     decoder, told = tiny("llama").model, []
     fallback = Fallback(decoder, torch.device("cpu"), False)
     sharing = Sharing(2, "auto", False, 600)
-    entry = Entry(decoder, "sdpa", 1, sharing, fallback, lambda length, documents: told.append((length, documents)))
+    tell = lambda length, documents: told.append((length, documents))  # noqa: E731
+    entry = Entry(decoder, "sdpa", 1, sharing, fallback, Positions(), tell)
     given = {"input_ids": batch(0)["input_ids"], "position_ids": PACKED}
     _, passed = entry(decoder, (), given)
     assert passed[ENDS].tolist() == [0, 20, 29, 48, 78, 96]

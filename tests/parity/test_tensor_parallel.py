@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import zero3d
 from zero3d.distributed.algorithms import Native, Pairwise
+from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.tensor_parallel.channel import Channel
@@ -88,6 +89,37 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2,
 def test_plans_of_ours_equal_one_process_in_float64(ranks, name, world, policy, options):
     results = ranks(world, loss_and_gradients, name, policy, options)
     assert_equal_one_process(results, name, **{k: v for k, v in options.items() if k != "sequence"})
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"sequence": True}, marks=pytest.mark.long)])
+def test_norms_with_weights_for_every_head_are_cut_by_heads(ranks, options):
+    results = ranks(2, loss_and_gradients, "cohere", "none", {"use_qk_norm": True} | options)
+    assert_equal_one_process(results, "cohere", use_qk_norm=True)
+
+
+def with_a_norm_for_every_head():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(4))
+    return model
+
+
+def with_a_number_for_every_head():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    return model
+
+
+@pytest.mark.parametrize(("make", "told", "name"), [
+    (with_a_norm_for_every_head, "norms has a module for each of 4 heads", "norms"),
+    (with_a_number_for_every_head, "sinks has an entry for each of 4 heads", "sinks"),
+])  # fmt: skip
+def test_what_an_attention_has_for_every_head_is_refused_where_no_style_says_who_has_it(make, told, name):
+    with pytest.raises(ConfigError, match=f"layers.0.self_attn.{told}"):
+        parallelize(make().to("meta"), Axis("tp", 0, 2), Ledger())
+    plan = {f"layers.*.self_attn.{name}": "replicate"}
+    assert parallelize(make().to("meta"), Axis("tp", 0, 2), Ledger(), plan).cuts
 
 
 def proposed(name):

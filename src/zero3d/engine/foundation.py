@@ -28,6 +28,7 @@ from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.written_numbers import numbers_in
 from zero3d.sequence.group import SequenceGroup
+from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.zero import SAME
@@ -152,17 +153,21 @@ class Foundation:
             resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
         speaks = resolved.mesh.rank == 0
-        sequence = _share_sequences(partition, axes.folds["sp"], options, speaks) if resolved.mesh.sp > 1 else None
+        sequence = None
+        if resolved.mesh.sp > 1:
+            sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence, notes, numbers)
 
 
-def _share_sequences(partition: ModelPartition, sp: Comm, options: Options, speaks: bool) -> SequenceGroup:
+def _share_sequences(
+    partition: ModelPartition, sp: Comm, options: Options, positions: Positions, speaks: bool
+) -> SequenceGroup:
     """Let the ranks of an sp group share sequences out, in this rank's chunks of the model."""
     mesh = options.mesh
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
     sharing = Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked)
-    return SequenceGroup(partition.chunks.values(), sp, sharing, speaks)
+    return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, positions)
 
 
 def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:

@@ -33,6 +33,7 @@ from zero3d.optim.muon_optimizer import MuonRule
 from zero3d.pipeline.schedules import Schedule, pipeline_policies
 from zero3d.precision import Precision
 from zero3d.sequence.group import check_sequence
+from zero3d.sequence.positions import Positions
 from zero3d.spec.optimizer import OptimizerRow
 from zero3d.spec.rules import check
 from zero3d.spec.sections import Spec
@@ -119,6 +120,7 @@ class Resolved:
 
     groups  which parameters the optimizer treats alike, and how it is built over this rank's pieces
     matrices  those whose momentum is made orthogonal (Muon), by name
+    positions  of sequences that come without them, with sp
     """
 
     mesh: Mesh
@@ -127,6 +129,7 @@ class Resolved:
     groups: OptimizerChoice
     schedule: Schedule
     matrices: Mapping[str, Form]
+    positions: Positions
 
 
 def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
@@ -153,8 +156,9 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     offloads, asked = options.offload.activations_leave, options.mesh
     check_activations(model, mesh, asked.partition_activations, offloads, asked.sequence_parallel)
     check_experts(model, mesh, zero.exact)
+    positions = Positions()
     if mesh.sp > 1:
-        check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind)
+        positions = check_sequence(model, mesh.sp, mesh.tp, options.mesh.sp_kind)
     optimizer, param_groups = options.optimizer.optimizer, options.optimizer.param_groups
     matrices: dict[str, Form] = {}
     if isinstance(optimizer, MuonRule):
@@ -173,4 +177,4 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_exact(mesh.dp)
         if mesh.rank == 0:
             warn_of_exact(mesh.device)
-    return Resolved(mesh, precision, policy, groups, schedule, matrices)
+    return Resolved(mesh, precision, policy, groups, schedule, matrices, positions)

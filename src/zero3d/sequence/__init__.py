@@ -2,6 +2,7 @@
 
                      whole micro-batch, on every rank of the group
     entry.py         the language model's entry: each rank goes on with its rows; masks are made of the whole sequence
+    positions.py     positions of a sequence that comes without them, as the decoder would make them
     attention.py     rows x all heads -> all-to-all -> all rows x some heads -> attention -> all-to-all -> rows again
     blocks.py        what attends where a mask is too large to be made: by ends of documents, or in blocks
     loss.py          losses of this rank's rows, and the mean over all labels of the group; what else losses are made of

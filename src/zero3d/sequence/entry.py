@@ -1,7 +1,8 @@
 """The language model's entry: each rank of an sp group goes on with its rows of a micro-batch, and masks of the whole.
 
 input_ids or inputs_embeds  [B, S, ..]      its rows; of a pipeline's later stages they are that already
-position_ids                [.., S]         its rows of the whole's, which count from 0 where none are given
+position_ids                [.., S]         its rows of the whole's, which are made as the decoder makes them where
+                                            none are given (positions.py)
 attention_mask              [B, S] or None  masks of the whole, as Hugging Face makes them: 4-D, one for each kind of
                                             layer, or None where attention itself is causal
 where documents end (cu_seq_lens_q, ..)     left out: masks tell them apart by positions, or, where they would be too
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero3d.errors import ConfigError
 from zero3d.models.packing import document_ends
 from zero3d.sequence.blocks import ENDS, FLEX, Fallback
+from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import MaskTooLarge, Sharing, even_parts
 
 LENGTH = "sequence_length"  # of the whole, as an entry of a micro-batch or an option of attention functions
@@ -39,6 +41,7 @@ class Entry:
     implementation  name of the model's own attention function, for which masks are made
     sharing         how sequences are shared out over the ranks, of which this is number `rank`
     fallback        what stands in where masks would be too large
+    positions       makes those of a sequence that comes without
     tell            is told how long the sequences of a forward are, and whether attention must hear where documents end
     """
 
@@ -49,6 +52,7 @@ class Entry:
         rank: int,
         sharing: Sharing,
         fallback: Fallback,
+        positions: Positions,
         tell: Callable[[int, bool], None],
     ) -> None:
         self._signature = inspect.signature(decoder.forward)
@@ -56,7 +60,7 @@ class Entry:
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
-        self._sharing, self._fallback = sharing, fallback
+        self._sharing, self._fallback, self._positions = sharing, fallback, positions
         self._tell = tell
         self.open = True  # False: sequences go through whole
         self.inside = False  # a decoder has its rows
@@ -77,9 +81,13 @@ class Entry:
             )
         length = given.pop(LENGTH, whole.shape[1])
         self._check(length, given)
+        made = None
         if given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(length, device=whole.device)[None]
+            given["position_ids"] = torch.arange(length, device=whole.device)[None]  # from which masks are made
+            made = self._positions.of(given.get("input_ids"), given.get("attention_mask"), length, whole.device)
         given["attention_mask"], ends = self._masks(decoder, whole.shape[0], length, given)
+        if made is not None:
+            given["position_ids"] = made
         self._tell(length, ends is not None)
         rows = even_parts(length, self._sharing.ranks)[self._rank]
         for name, dim in CUT.items():

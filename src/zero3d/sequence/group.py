@@ -24,8 +24,9 @@ from zero3d.sequence.attention import SharedAttention
 from zero3d.sequence.blocks import Fallback
 from zero3d.sequence.entry import LENGTH, Entry, Within
 from zero3d.sequence.loss import LOSSES, SHIFTED, GroupLoss, GroupRouting, GroupScores, gives_scores
+from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Attended, MaskTooLarge, Sharing, even_parts, loss_values
-from zero3d.sequence.trial import mixing_layers, mixing_module
+from zero3d.sequence.trial import find_positions, mixing_layers, mixing_module
 from zero3d.tensor_parallel.vocabulary import calls_loss, shifted
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -58,10 +59,13 @@ class Calls(NamedTuple):
 class SequenceGroup:
     """The sp group of an engine, whose model is given whole micro-batches and computes this rank's rows of them."""
 
-    def __init__(self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing, speaks: bool) -> None:
+    def __init__(
+        self, chunks: Iterable[nn.Module], comm: Comm, sharing: Sharing, speaks: bool, positions: Positions
+    ) -> None:
         """Install the group in this rank's chunks of a model that `check_sequence` has passed, in place.
 
-        speaks  this rank tells people what it chooses in a forward
+        speaks     this rank tells people what it chooses in a forward
+        positions  what `check_sequence` returned
         """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -85,7 +89,7 @@ class SequenceGroup:
         masks.register(self._name, self._mask)
         self._forget = weakref.finalize(decoders[0], _forget, self._name)
         tell, fallback = self._attention.tell, self._fallback
-        self._entries = [Entry(each, self._own, comm.rank, sharing, fallback, tell) for each in decoders]
+        self._entries = [Entry(each, self._own, comm.rank, sharing, fallback, positions, tell) for each in decoders]
         for decoder, entry in zip(decoders, self._entries, strict=True):
             decoder.register_forward_pre_hook(entry, with_kwargs=True)
             decoder.register_forward_hook(entry.leave, always_call=True)
@@ -205,8 +209,11 @@ class SequenceGroup:
         self._forget()
 
 
-def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
-    """Refuse a model whose sequences cannot be shared out over sp ranks, by heads or by rows. Raises ConfigError."""
+def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> Positions:
+    """Return how a model makes positions; refuse one whose sequences cannot be shared out over sp ranks.
+
+    By heads or by rows. Raises ConfigError.
+    """
     decoder, inner = decoder_of(model), inner_model(model)
     kind = type(inner).__name__
     if decoder is None or not hasattr(decoder.config, "_attn_implementation"):
@@ -245,6 +252,12 @@ def check_sequence(model: nn.Module, sp: int, tp: int, sharing: str) -> None:
             f"mesh.sp={sp} needs a model in which attention alone mixes tokens, and {kind} mixes them elsewhere, too: "
             f"{mixing} gives a part of a sequence other values than the whole. Type mesh.sp=1."
         )
+    if (positions := find_positions(decoder)) is None:
+        raise ConfigError(
+            f"mesh.sp={sp} gives each rank the positions of its rows, and where {kind} is given none, it counts "
+            "neither rows, nor what the attention mask shows, nor tokens that are not padding: type mesh.sp=1."
+        )
+    return positions
 
 
 def _forget(name: str) -> None:

@@ -7,14 +7,17 @@ What a module computes of a part must be the rows of what it computed of the who
 recurrence or a mean over tokens differs behind the cut, whatever it is called. Then the same of a backward: it begins
 with random gradients of what the decoder returns and of what attention is given, ends at what attention gives, and the
 gradient of what a module is given (dX) of a part must be the rows of that of the whole. Weights are random and take no
-memory: each is one column, expanded.
+memory: each is one column, expanded. What an embedding looks up is made of the index, and differs along the row.
+
+Then which positions it takes where it is given none (`positions.py`): sequences with padding on the left, and with the
+padding token amid others, go through it without positions, and with those of each rule.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,13 +33,17 @@ from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import ATTENTION
 from zero3d.models.placeholders import Placeholder, first_argument
+from zero3d.sequence.positions import RULES, Positions
 
 _Call = tuple[str, int]
 PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 LENGTH, CUT = 33, 18  # no part is as long as widths are
+SHORT, PADDED = 9, 3  # of sequences from which positions are told
+WAVE = 0.37
 NAME = "sequence_trial"
 OF_A_KIND = 2
 NEAR = 1e-3  # of the largest number: rounding depends on how many rows a product has, mixing moves all of it
+ALIKE = 1e-5  # of the largest number: the same positions give the same numbers
 LEAST = 1e-2  # of the largest gradient of all: those in front of a norm of queries are nothing but rounding
 
 
@@ -71,37 +78,18 @@ def mixing_module(decoder: Any) -> str | None:
     Inside a dry run, whose tensors have no values to compare, it is None of any: try the decoder before. Raises
     ConfigError where the decoder cannot be tried.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     if isinstance(torch.empty(0), FakeTensor):
         return None
     config, generator = decoder.config, torch.Generator().manual_seed(0)
-    own, functions = config._attn_implementation, ALL_ATTENTION_FUNCTIONS._global_mapping
     kind, width = type(decoder).__name__, getattr(config.get_text_config(), "hidden_size", None)
     if width is None:
         raise ConfigError(
             "mesh.sp tests whether attention alone mixes the tokens of a sequence and needs the width of hidden "
             f"states for that: {type(config).__name__} has no hidden_size. Type mesh.sp=1."
         )
-    device = next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
+    device = _device_of(decoder)
     hidden, seen = torch.randn(1, LENGTH, width, generator=generator).to(device), _Seen()
-    with ExitStack() as stack, torch.enable_grad():
-        stack.enter_context(_few_blocks(decoder))
-        state = {name: _random(p, generator, device) for name, p in decoder.named_parameters()}
-        stack.enter_context(_watched(decoder, seen))
-        functions[NAME] = seen.attend
-        stack.callback(functions.pop, NAME)
-        config._attn_implementation = NAME
-        stack.callback(setattr, config, "_attn_implementation", own)
-        if (experts := getattr(config, "_experts_implementation", None)) is not None:
-            config._experts_implementation = "eager"  # the usual one takes no expanded weights
-            stack.callback(setattr, config, "_experts_implementation", experts)
-        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value is True]:
-            # transformers hooks modules at the first output asked for, for good: not while blocks are left out
-            stack.callback(setattr, config, option, getattr(config, option))
-            setattr(config, option, False)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # of blocks that are compiled
-        stack.enter_context(_ByColumns())
+    with torch.enable_grad(), _prepared(decoder, seen.attend, generator) as state, _watched(decoder, seen):
         try:
             for rows in (range(LENGTH), range(CUT), range(CUT, LENGTH)):
                 given = seen.begin(rows, kind, hidden)
@@ -118,14 +106,125 @@ def mixing_module(decoder: Any) -> str | None:
     return seen.mixing
 
 
+def find_positions(decoder: Any) -> Positions | None:
+    """Return how a decoder makes the positions of a sequence where it is given none; None if by no rule that is known.
+
+    Inside a dry run, whose tensors have no values to compare, they count rows: try the decoder before.
+    """
+    if isinstance(torch.empty(0), FakeTensor):
+        return Positions()
+    text, device = decoder.config.get_text_config(), _device_of(decoder)
+    padding = getattr(text, "pad_token_id", None)
+    padding = padding if isinstance(padding, int) and padding >= 0 else 0
+    generator = torch.Generator().manual_seed(0)
+    modes = {module: module.training for module in decoder.modules()}
+    with torch.no_grad(), _prepared(decoder, _attend, generator, of_a_kind=1) as state:
+        decoder.eval()
+        try:
+            given = list(_sequences(text, padding, generator, device))
+            wanted = [_output(decoder, state, batch) for batch in given]
+            for rule in RULES:
+                positions = Positions(rule, padding)
+                if all(
+                    made is None or _is_near(_output(decoder, state, batch, positions), made)
+                    for batch, made in zip(given, wanted, strict=True)
+                ):
+                    return positions
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+    return None
+
+
+def _sequences(
+    text: Any, padding: int, generator: torch.Generator, device: torch.device
+) -> Iterator[dict[str, Tensor | None]]:
+    """Yield what a decoder may be given: a row with the padding token amid others, one that is padded on the left."""
+    ids = torch.randint(0, min(text.vocab_size, 1000), (2, SHORT), generator=generator)
+    ids = ids.where(ids != padding, (padding + 1) % text.vocab_size)
+    mask = torch.ones_like(ids)
+    ids[0, PADDED], ids[1, :PADDED], mask[1, :PADDED] = padding, padding, 0
+    hidden = torch.randn(2, SHORT, text.hidden_size, generator=generator)
+    for shown in (mask.to(device), None):
+        yield {"input_ids": ids.to(device), "attention_mask": shown}
+        yield {"inputs_embeds": hidden.to(device), "attention_mask": shown}
+
+
+def _output(
+    decoder: Any, state: Mapping[str, Tensor], batch: Mapping[str, Tensor | None], positions: Positions | None = None
+) -> Tensor | None:
+    """Return what a decoder makes of a batch, without positions or with some; None where it fails."""
+    given: dict[str, Any] = {name: t.clone() for name, t in batch.items() if t is not None}  # CTRL writes into it
+    if positions is not None:
+        whole = next(iter(given.values()))
+        made = positions.of(given.get("input_ids"), given.get("attention_mask"), whole.shape[1], whole.device)
+        given["position_ids"] = made
+    try:
+        output: Tensor = functional_call(decoder, dict(state), (), {**given, "use_cache": False})[0]
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError):
+        return None  # such as a decoder that takes no token ids
+    return output
+
+
+def _is_near(made: Tensor | None, wanted: Tensor) -> bool:
+    return made is not None and bool((made - wanted).abs().max() <= ALIKE * wanted.abs().max())
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend to all that is before, padding too: positions are what is asked for."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    made = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return made.transpose(1, 2).contiguous(), None
+
+
+def _device_of(decoder: nn.Module) -> torch.device:
+    return next((buffer.device for buffer in decoder.buffers() if not buffer.is_meta), torch.device("cpu"))
+
+
+@contextmanager
+def _prepared(
+    decoder: Any, attend: Callable[..., Any], generator: torch.Generator, of_a_kind: int = OF_A_KIND
+) -> Iterator[dict[str, Tensor]]:
+    """Have a decoder of few blocks use an attention, inside; give random values of its parameters."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config, functions, device = decoder.config, ALL_ATTENTION_FUNCTIONS._global_mapping, _device_of(decoder)
+    with ExitStack() as stack:
+        stack.enter_context(_few_blocks(decoder, of_a_kind))
+        state = {name: _random(p, generator, device) for name, p in decoder.named_parameters()}
+        functions[NAME] = attend
+        stack.callback(functions.pop, NAME)
+        stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        config._attn_implementation = NAME
+        if (experts := getattr(config, "_experts_implementation", None)) is not None:
+            config._experts_implementation = "eager"  # the usual one takes no expanded weights
+            stack.callback(setattr, config, "_experts_implementation", experts)
+        for option in [name for name, value in vars(config).items() if name.startswith("output_") and value is True]:
+            # transformers hooks modules at the first output asked for, for good: not while blocks are left out
+            stack.callback(setattr, config, option, getattr(config, option))
+            setattr(config, option, False)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # of blocks that are compiled
+        stack.enter_context(_ByColumns())
+        yield state
+
+
 class _ByColumns(TorchFunctionMode):
-    """Multiplies by weights that are expanded columns without making the matrices: of large ones that takes long."""
+    """Multiplies by weights that are expanded columns without making the matrices: of large ones that takes long.
+
+    Rows of an expanded table would be constant, which a norm takes away: what is looked up is a wave of the index.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1 and args[1].dim() == 2 and args[1].stride(1) == 0:
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             made = args[0].sum(-1, keepdim=True) * args[1][:, 0]
             return made if bias is None else made + bias
+        if func is F.embedding and args[1].dim() == 2 and args[1].stride(1) == 0:
+            waves = torch.arange(1, args[1].shape[1] + 1, device=args[0].device) * WAVE
+            return torch.sin((args[0][..., None] + 1) * waves).to(args[1].dtype)
         if func in PRODUCTS and isinstance(args[1], Tensor) and args[1].dim() in (2, 3) and args[1].stride(-2) == 0:
             return args[0].sum(-1, keepdim=True) * args[1][..., :1, :]  # of an expert, or of all, stacked
         return func(*args, **(kwargs or {}))
@@ -288,8 +387,8 @@ class _Passed(Placeholder):
 
 
 @contextmanager
-def _few_blocks(decoder: nn.Module) -> Iterator[None]:
-    """Leave two blocks of each kind in the decoder, inside; others hand their hidden state on."""
+def _few_blocks(decoder: nn.Module, of_a_kind: int) -> Iterator[None]:
+    """Leave so many blocks of each kind in the decoder, inside; others hand their hidden state on."""
     form, kinds = {"tuple": False}, Counter[str]()
     config: Any = decoder.config
     types = getattr(config.get_text_config(), "layer_types", None) or ()
@@ -303,7 +402,7 @@ def _few_blocks(decoder: nn.Module) -> Iterator[None]:
         kind = f"{types[index] if index < len(types) else ''} {block!r}"
         kinds[kind] += 1
         hook = hook or block.register_forward_hook(learn)
-        if kinds[kind] > OF_A_KIND:
+        if kinds[kind] > of_a_kind:
             parent, _, key = name.rpartition(".")
             holder = decoder.get_submodule(parent)
             left.append((holder, key, block))

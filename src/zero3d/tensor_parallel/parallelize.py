@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
@@ -79,6 +79,7 @@ def parallelize(
         if name == head_name:
             head.install_loss(inner)
         apply_style(context, name, style, head)
+    cut_per_head(context, styles, config)
     install_random(context, config)
     if sequence:
         install_sequence(context)
@@ -97,6 +98,39 @@ def check_config(config: Any, styles: Mapping[str, Style], size: int) -> None:
     for key in HEADS if attention else ():
         for heads in layer_numbers(config, key):
             check_heads(key, heads, size)
+
+
+def cut_per_head(context: StyleContext, styles: Mapping[str, Style], config: Any) -> None:
+    """Cut parameters that an attention has for every head and that no style names: of norms, [heads, width].
+
+    Raises ConfigError for what has an entry or a module for every head in another form: ranks have some heads each.
+    """
+    counts = {heads for key in HEADS for heads in layer_numbers(config, key)}
+    around = dict.fromkeys(name.rpartition(".")[0] for name in context.colwise)
+    for owner in (name for name in around if "attn" in name or "attention" in name):
+        attention = context.model.get_submodule(owner)
+        for name, module in attention.named_modules(prefix=owner):
+            if any(name == styled or name.startswith(f"{styled}.") for styled in styles):
+                continue
+            if isinstance(module, nn.ModuleList) and len(module) in counts and any(True for _ in module.parameters()):
+                _refuse_per_head(name, f"a module for each of {len(module)} heads", owner)
+            for local, p in module.named_parameters(recurse=False):
+                full = f"{name}.{local}"
+                if full in styles or p in context.cuts or p in context.partial or p.shape[:1].numel() not in counts:
+                    continue
+                if p.dim() == 1 and module is attention:
+                    _refuse_per_head(full, f"an entry for each of {len(p)} heads", owner)
+                if p.dim() == 2 and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv(module):
+                    context.cut(full, p, 0)
+                    context.handled.add(module)
+
+
+def _refuse_per_head(name: str, what: str, owner: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} has {what}, {owner} is cut over tp by heads, and no style says which of them a rank has: give the "
+        f"matrices of {owner} colwise_gather_output and rowwise_split_input in the tensor-parallel plan, so that "
+        f"attention is whole between them, or give {name} a style (colwise cuts entries, replicate keeps all)."
+    )
 
 
 def check_sparse(model: nn.Module, styles: Mapping[str, Style]) -> None:
