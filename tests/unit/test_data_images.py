@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import vision
-from pictures import record, save_data, save_model
+from pictures import record, save_data, save_model, save_processor
 from torch.utils.data import DataLoader
 
 from zero3d.config import load
@@ -25,6 +25,7 @@ from zero3d.data.json_list import list_items
 from zero3d.data.mixture import Member, Mixture
 from zero3d.data.modality import ModalityOrder
 from zero3d.data.orders import MixedOrder, Order
+from zero3d.data.records import Pictured, record_of
 from zero3d.data.tokenizers import load_tokenizer
 from zero3d.errors import ConfigError, DataError
 
@@ -265,6 +266,36 @@ def test_a_column_of_images_is_for_parts_that_name_none():
         from_messages(asked, [])
     with pytest.raises(Malformed, match="images is 3"):
         from_messages(asked, 3)
+
+
+def test_chats_with_images_keep_all_that_chats_of_texts_keep(tmp_path):
+    from PIL import Image
+
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"of": "Rome"}}}
+    save_processor(tmp_path, "llava")
+    vision.config("llava").save_pretrained(tmp_path)
+    Image.new("RGB", (28, 28), "red").save(tmp_path / "a.png")
+    template = (
+        "{% for t in tools or [] %}square {% endfor %}{% for m in messages %}{{ m.role }} : "
+        "{% for c in m.content or [] %}{{ '\n<image>' if c.type == 'image' else c.text + ' ' }}{% endfor %}"
+        "{% if m.reasoning_content %}circle {% endif %}{% for c in m.tool_calls or [] %}blue {% endfor %}; {% endfor %}"
+        "{% if add_generation_prompt %}assistant : {% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(None, str(tmp_path))
+    images = ImageTokens(tokenizer, Vision(tmp_path, frozenset({"pixel_values"})), tmp_path)
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what", "cached": True}]}
+    messages = [asked, {"role": "assistant", "content": None, "tool_calls": [call], "id": 1},
+                {"role": "tool", "content": "red"}, {"role": "assistant", "content": "it", "reasoning_content": "a"}]  # fmt: skip
+    made = record_of({"messages": messages, "images": ["a.png"], "tools": [call], "source": "x"}, "here")
+    assert isinstance(made, Pictured)
+    assert made.unused == ("source", "messages[].content[].cached")
+    (ids, targets, _), _ = images.encode(made.messages, made.images, made.options)
+    words = tokenizer.inner.convert_ids_to_tokens(ids)
+    text = " ".join(word for word in words if word not in ("<image>", "<s>", "\n"))
+    assert text == "square user : what ; assistant : blue ; <unk> : red ; assistant : it circle ;"
+    assert [word for word, on in zip(words, targets, strict=True) if on] == ["blue", ";", "it", "circle", ";"]
+    assert list(images.unused(made.messages, made.options)) == ["messages[].id"]
 
 
 def bytes_of(path):

@@ -335,9 +335,8 @@ def _chat_of(value: Mapping[str, Any], place: str, unread: tuple[str, ...]) -> R
     if "conversations" in value:
         return Pictured(*from_llava(value), place, options, unused)
     if has_images(value):
-        images = value.get("images")
-        unused += tuple(sorted(unused_of_parts(value["messages"])))
-        return Pictured(*from_messages(value["messages"], images, value), place, options, unused)
+        messages, images = from_messages(value["messages"], value.get("images"), value)
+        return Pictured(messages, images, place, options, (*unused, *sorted(unused_of_parts(value["messages"]))))
     messages = [message_of(index, message) for index, message in enumerate(value["messages"])]
     return Chat(with_system(messages, value), place, options, unused)
 

@@ -191,7 +191,8 @@ def _build(folder: Path, sources: Sequence[Source], encoder: Encoder, dtype: str
             with _cache_errors(root):
                 writer.add(document, path)
         counts, meta = encoder.counts, writer.meta
-        meta.skipped, meta.across, meta.unused = counts.skipped, counts.across, dict(counts.unused.most_common())
+        meta.skipped, meta.across = counts.skipped, counts.across
+        meta.unused = dict(counts.unused.most_common())
         if not meta.tokens:
             names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
             left_out = f", {counts.skipped:,} bad records left out" if counts.skipped else ""

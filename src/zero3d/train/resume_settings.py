@@ -33,6 +33,7 @@ from zero3d.spec.declaring import as_noted, noted_as
 OF_UPDATE = ("optimizer.", "schedule.")
 RATES = ("scheduler", "factors", "schedule_state")  # what is noted of a schedule
 NOT_TYPED = ("model", "data")  # facts of keys that a run refuses to change
+OF_BATCHES = ("batch", "micro_batch", "tokenization")  # facts among batches
 OPTION = "--resume-settings"
 
 
@@ -134,7 +135,7 @@ def _noted(settings: Mapping[str, Any], batches: Mapping[str, int]) -> dict[str,
         bits = KEYS[name].bits if name in KEYS else None
         if bits is not None and not bits.fact:
             values[noted_as(section, key)] = as_noted(value)
-    return values | {name: batches[name] for name in ("batch", "micro_batch", "tokenization") if name in batches}
+    return values | {name: batches[name] for name in OF_BATCHES if name in batches}
 
 
 def _began_alike(
