@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.frozen_base import DIGITS
 from zero3d.checkpoint.manifest import BUFFER, CODES, FLOATING, FROZEN, MASTER, STREAM, key_of
 from zero3d.checkpoint.resume_contract import IMPORTED
 from zero3d.checkpoint.save import Captured, Facts, Target, prepare, write_all
