@@ -1,11 +1,12 @@
 """A model that is changed after its engine was built, wrapped before it, or compiled, is trained as it is or refused."""
 
 import copy
+import inspect
 from unittest import mock
 
 import pytest
 import torch
-from models import Block, build, hf, net
+from models import Block, adamw, build, hf, net
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -68,6 +69,57 @@ def test_other_parameters_are_refused_by_name(change, words, verb, tmp_path):
     with pytest.raises(LayoutError, match=f"other parameters than when its Engine was built .*{words}"):
         VERBS[verb](engine, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+IDS = torch.arange(10).view(2, 5)
+DOORS = VERBS | {
+    "__call__": lambda engine, folder: torch.no_grad()(engine)(IDS),
+    "train_batch": lambda engine, folder: engine.train_batch([{"ids": IDS}]),
+    "evaluate": lambda engine, folder: engine.evaluate([{"ids": IDS}]),
+    "generate": lambda engine, folder: engine.generate(IDS, 2),
+    "load": lambda engine, folder: engine.load(folder),
+    "load_slots": lambda engine, folder: engine.load_slots(),
+    "fingerprint": lambda engine, folder: engine.fingerprint(),
+    "unshard": lambda engine, folder: engine.unshard(),
+    "freeze": lambda engine, folder: engine.freeze("*norm*"),
+    "unfreeze": lambda engine, folder: engine.unfreeze("*norm*"),
+    "averaged": lambda engine, folder: engine.averaged().__enter__(),
+    "whole_state_dict": lambda engine, folder: engine.whole_state_dict(),
+    "stream_weights": lambda engine, folder: next(engine.stream_weights()),
+    "send_weights": lambda engine, folder: engine.send_weights(Sender()),
+    "state_dict of its module": lambda engine, folder: engine.module.state_dict(),
+}
+FREE = {  # they answer of the engine alone, go before a step that refuses, or give the model back
+    "backward", "backward_sum", "close", "note", "put", "release", "reserve_saves", "reshard", "saved", "zero_grad",
+}  # fmt: skip
+
+
+class Sender:
+    """As a program has it; nobody is to be sent anything."""
+
+    timeout = 1.0
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("door", DOORS)
+def test_after_a_head_is_replaced_every_door_of_an_engine_says_so(door, stage, tmp_path):
+    engine = engine_of(stage=stage, ema=0.9, optimizer=adamw, loss=lambda out, batch: (out.sum(), 1.0))
+    head(engine.module)
+    with pytest.raises(LayoutError, match=r"other parameters than when its Engine was built .*replaced: head\.weight"):
+        DOORS[door](engine, tmp_path / "folder")
+
+
+def test_every_public_method_of_an_engine_is_a_door_or_free():
+    methods = {name for name, value in vars(zero3d.Engine).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert methods == (DOORS.keys() - {"__call__", "state_dict of its module"}) | FREE
+
+
+def test_what_changes_while_a_model_is_unsharded_is_said_when_that_ends():
+    engine = engine_of()
+    engine.unshard()
+    head(engine.module)
+    with pytest.raises(LayoutError, match=r"replaced: head\.weight"):
+        engine.reshard()
 
 
 def test_what_changes_inside_full_params_is_refused_on_leaving():

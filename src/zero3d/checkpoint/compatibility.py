@@ -19,7 +19,7 @@ from zero3d.checkpoint.frozen_base import check_digest, needed_base
 from zero3d.checkpoint.json_values import from_json
 from zero3d.checkpoint.manifest import AVERAGE, FLOATING, FROZEN, MASTER, Manifest, TensorSpec
 from zero3d.checkpoint.option_values import check_alike, check_option, check_scalars
-from zero3d.checkpoint.resume_contract import EMA
+from zero3d.checkpoint.resume_contract import EMA, IMPORTED
 from zero3d.checkpoint.state import EngineState
 from zero3d.errors import CheckpointError
 from zero3d.models.written_numbers import WrittenNumber
@@ -96,7 +96,7 @@ def _check_trainable(manifest: Manifest, engine: EngineState) -> None:
 
 def _check_base(manifest: Manifest, engine: EngineState) -> None:
     """Refuse a checkpoint whose frozen weights were left out where this engine has none, or those of another folder."""
-    if not manifest.left_out:
+    if not manifest.left_out or IMPORTED in manifest.about:  # one that was imported leaves them as the model has them
         return
     base = engine.base
     if base is None or not base.known.issuperset(manifest.left_out):

@@ -50,7 +50,7 @@ from zero3d.checkpoint.manifest import (
 )
 from zero3d.checkpoint.manifest_parser import open_manifest, part_of_rank, read_contents
 from zero3d.checkpoint.option_values import check_update
-from zero3d.checkpoint.resume_contract import EMA, OPTIONS
+from zero3d.checkpoint.resume_contract import EMA, IMPORTED, OPTIONS
 from zero3d.checkpoint.save import STEP_OF
 from zero3d.checkpoint.state import EngineState, StatePiece
 from zero3d.checkpoint.update_settings import options_of
@@ -368,12 +368,15 @@ def _restore_frozen(checkpoint: VerifiedCheckpoint, unit: Unit, engine: EngineSt
         return
     owners = [engine.full_model.owner(slot.name) for slot in unit.layout.slots]
     of_base = {owner for owner in owners if checkpoint.manifest.parameters[owner].in_base}
-    if engine.base is not None and all(engine.base.has(owner) for owner in of_base) and of_base.issuperset(owners):
+    there = IMPORTED in checkpoint.manifest.about or (engine.base is not None and all(map(engine.base.has, of_base)))
+    if there and of_base.issuperset(owners):
         return
     for name, piece, values in _frozen(unit, engine, writes=True):
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32  # holds what any precision saved
         stored = torch.empty_like(values, dtype=wide if values.is_floating_point() else None)
         saved = engine.piece(name, FROZEN, *_place(unit, piece), stored)
+        if saved.name in of_base and IMPORTED in checkpoint.manifest.about:
+            continue
         if saved.name in of_base:
             _fill_from_base(engine, saved)
         else:

@@ -197,13 +197,15 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         uncut = nullcontext() if base.sequence is None else base.sequence.whole()
         with torch.no_grad(), evaluating(module, runtime.hooks, runtime.gathers, keep_full=False), uncut:
             pipeline.learn_shapes()
+    registry = Registry(module)
+    module.register_state_dict_pre_hook(lambda *_: registry.check())  # type: ignore[no-untyped-call]
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(
         base=base,
         runtime=runtime,
         features=features,
-        registry=Registry(module),
+        registry=registry,
         freezing=Freezing(base, runtime, features),
         stepper=stepper,
         whole_parameters=whole,

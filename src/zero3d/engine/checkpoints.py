@@ -125,6 +125,7 @@ class Checkpoints:
 
     def fingerprint(self) -> str:
         """Return one hash of all masters and optimizer states; all ranks call it."""
+        self._assembly.registry.check()
         with self._unsharded.resharded():
             self._assembly.runtime.optimizer.flush()
             return fingerprint(self._state())
@@ -163,6 +164,7 @@ class Checkpoints:
     def _load(self, directory: str | Path, settings: str) -> Any:
         self._unsharded.refuse_open("load()")
         self._refuse("load()")
+        self._assembly.registry.check()
         with self._mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = self._state()
@@ -214,6 +216,7 @@ class Checkpoints:
 
     def load_slots(self) -> Any:
         """Continue from `slots`; return what was given to `note`."""
+        self._assembly.registry.check()
         self._saves.wait()
         note, store = agree(self._assembly.base.axes.world.patient, self._left)
         self._assembly.stepper.reset()

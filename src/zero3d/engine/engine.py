@@ -341,6 +341,8 @@ class Engine:
     @notes_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Under pp > 1 there is no such thing (ConfigError)."""
+        if not torch.is_grad_enabled():  # else the step looks, before it updates anything
+            self._assembly.registry.check()
         return self._assembly.execution.call(*args, **kwargs)
 
     @notes_memory
@@ -503,6 +505,7 @@ class Engine:
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:
+        self._assembly.registry.check()
         self.optimizer.flush()
         return evaluating(self.module, self._assembly.runtime.hooks, self.gathers, keep_full)
 
@@ -554,6 +557,7 @@ class Engine:
         The optimizer leaves them and their states alone until `unfreeze`. All ranks call it. Raises ConfigError.
         """
         self._refuse_window("freeze()")
+        self._assembly.registry.check()
         self._assembly.freezing.set(self.module, pattern, trained=False)
 
     def unfreeze(self, pattern: str) -> None:
@@ -563,6 +567,7 @@ class Engine:
         unit, as if trained from the start; a ConfigError says where that is not built, and what to do there.
         """
         self._refuse_window("unfreeze()")
+        self._assembly.registry.check()
         self.optimizer.flush()
         self._assembly.freezing.set(self.module, pattern, trained=True)
 
@@ -583,6 +588,7 @@ class Engine:
         if self.averages is None:
             raise ConfigError("there are no averages of the weights: build the engine with ema=0.999 (train.ema).")
         self._refuse("averaged()")
+        self._assembly.registry.check()
         with self._unsharded.resharded():
             self._unsharded.refuse_open("averaged()")
             self.checkpoints.await_copy()
@@ -745,6 +751,7 @@ class Engine:
         it, and training may go on. Else as `stream_weights`.
         """
         self._refuse_window("send_weights()")
+        self._assembly.registry.check()
         return self._streams.send(sender, dtype, bucket_bytes, adapters, changed_only)
 
     # --- accounting -----------------------------------------------------------------------------

@@ -67,12 +67,13 @@ class Unsharded:
             self._shows_masters = True
 
     def reshard(self) -> None:
-        """End what `unshard` began, if it did. Raises LayoutError, after that, where a parameter has another shape."""
+        """End what `unshard` began, if it did. Raises LayoutError after that: for another shape, other parameters."""
         if self._units:
             self._assembly.freezing.adopt_unfrozen()
             units, self._units = self._units, []  # they are released also where it raises
             self._hide_masters()
             self._assembly.whole_parameters.shut(units)
+            self._assembly.registry.check()
 
     @property
     def now(self) -> tuple[bool, bool]:

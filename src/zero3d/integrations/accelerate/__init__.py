@@ -2,6 +2,7 @@
 
 accelerator.py  prepare, backward, clipping, states: a subclass
 keywords.py     what is passed on to the engine, checked at once
+others.py       folders written without zero3d: DeepSpeed's, FSDP's, torch's own
 optimizer.py    prepared optimizers: one whose step is the engine's, and one without a model
 """
 

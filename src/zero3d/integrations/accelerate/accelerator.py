@@ -29,6 +29,7 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.keywords import check_keywords
 from zero3d.integrations.accelerate.optimizer import TOGETHER, EngineOptimizer, LoneOptimizer, shares
+from zero3d.integrations.accelerate.others import Order, go_on, reader_of, take_rates
 from zero3d.integrations.accelerate.world import alike, check_parts, must_say_cpu, refuse_other_world, shards
 from zero3d.nested import map_tensors
 from zero3d.spec.offload import Offload
@@ -117,6 +118,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._options = options
         self._precision = chosen
         self.engine: Engine | None = None
+        self._order = Order([])
         self._built: tuple[Engine, Mesh | None] | None = None  # the last engine, and the mesh that was made for it
 
     @property
@@ -211,6 +213,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> Engine:
         take_back(model)  # from an engine whose training is over, or has failed
+        self._order = Order.of(model, optimizer)
         options: dict[str, Any] = {"precision": self._precision_of(model), **self._compile(), **self._options}
         mesh = None if "mesh" in options else Mesh(sp=self._alike, shard=self._shards, device=self.device)
         options.setdefault("mesh", mesh)
@@ -401,15 +404,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> Any:
         """Go on from what `save_state` wrote: the last one, where Accelerate names folders and none is given.
 
+        Of a folder that Accelerate wrote without zero3d weights, masters and moments are read, too (`others.py`).
         What hooks of `register_load_state_pre_hook` write into the engine's model is kept.
         """
         if self.engine is None:
             return super().load_state(input_dir, *args, **options)
         if input_dir is None:
             input_dir = self._last_saved()
-        load_engine(self.engine, Path(input_dir))
+        others = self.go_on_from_others(Path(input_dir))
+        if not others:
+            load_engine(self.engine, Path(input_dir))
         with self._without_engine(self._load_model_state_pre_hook):
-            return super().load_state(input_dir, *args, **options)
+            result = super().load_state(input_dir, *args, **options)
+        for scheduler in self._schedulers if others else ():
+            take_rates(self.engine, scheduler.scheduler)
+        return result
+
+    def go_on_from_others(self, folder: Path, adapters: str | None = None) -> bool:
+        """Load masters and states of a folder that was written without zero3d; return whether it is one.
+
+        adapters  name of PEFT's adapter that is trained
+        Raises CheckpointError.
+        """
+        if self.engine is None or states_in(folder) is not None or (read := reader_of(folder)) is None:
+            return False
+        go_on(self.engine, folder, self._order, read, adapters)
+        return True
 
     def _last_saved(self) -> str:
         """Return the newest folder of those that Accelerate has named. Raises ConfigError."""

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero3d.checkpoint.frozen_base import DIGITS
 from zero3d.checkpoint.manifest import BUFFER, CODES, FLOATING, FROZEN, MASTER, STREAM, key_of
 from zero3d.checkpoint.resume_contract import IMPORTED
 from zero3d.checkpoint.save import Captured, Facts, Target, prepare, write_all
@@ -27,6 +29,8 @@ from zero3d.rng import rng_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER = "AdamW"
+ADAMS = ("Adam", "AdamW")
+ONLY_ADAM = "only states of Adam and AdamW can be taken; --weights-only leaves them."
 LONGEST = 1000  # characters of a parameter's name
 MOST_DIMS = 64  # of a tensor, in torch
 STEPS = 1 << 53  # whole numbers up to here survive any JSON reader
@@ -65,6 +69,10 @@ class Foreign:
     moments  of those Adam's two, fp32; for all of them, or for none
     frozen   weights that are not trained
     buffers  of the model, persistent ones
+    kept     shapes of frozen weights that it has not: the model that loads it has them already
+    kind     class of the torch optimizer
+    groups   options of its groups; none: those of the engine that loads it stay
+    numbers  what it kept of every parameter beside moments; Adam's step is `step`
     """
 
     source: str
@@ -73,6 +81,10 @@ class Foreign:
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     frozen: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    kind: str = OPTIMIZER
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise CheckpointError where it has no weights, moments of a part of them, or what no weight can be."""
@@ -90,11 +102,13 @@ class Foreign:
                 check_name(name, self.source)
                 if dtype_name(values.dtype) not in dtypes:
                     raise CheckpointError(f"{self.source}: the {what} {name} is {values.dtype}, which none has.")
-        lacking = [name for name in self.masters if self.moments and set(self.moments.get(name, ())) != set(MOMENTS)]
+        wanted = MOMENTS if self.kind in ADAMS else next(iter(self.moments.values()), {})
+        states = {name: set(self.moments.get(name, ())) for name in self.masters if self.moments}
+        lacking = [name for name in states if not states[name].issuperset(wanted)]
         if lacking:
             raise CheckpointError(
-                f"{self.source} has no exp_avg and exp_avg_sq of {len(lacking)} of {len(self.masters)} parameters, "
-                f"first {lacking[0]!r}: only states of Adam and AdamW can be taken; --weights-only leaves them."
+                f"{self.source} has no {' and '.join(wanted)} of {len(lacking)} of {len(self.masters)} parameters, "
+                f"first {lacking[0]!r}: {ONLY_ADAM}"
             )
         for name, moments in self.moments.items():
             for state, values in moments.items():
@@ -135,6 +149,8 @@ def _captured(foreign: Foreign) -> Captured:
                 key = key_of(name, state, box)
                 states[key] = values
                 rows.append({"name": name, "state": state, "box": box, "dtype": dtype_name(values.dtype), "key": key})
+    for name, kept_shape in foreign.kept.items():
+        parameters[name] = {"shape": list(kept_shape), "trainable": False, "dtype": "float32", "base": True}
     streams, python_rng = rng_state(torch.device("cpu"))
     own = {f"{BUFFER}{name}": values for name, values in foreign.buffers.items()}
     own |= {f"{STREAM}{name}": values for name, values in streams.items()}
@@ -142,7 +158,7 @@ def _captured(foreign: Foreign) -> Captured:
         "parameters": parameters,
         "tensors": rows,
         "own": {key: {"shape": list(values.shape), "dtype": dtype_name(values.dtype)} for key, values in own.items()},
-        "scalars": {"step": float(foreign.step)} if foreign.moments else {},
+        "scalars": foreign.numbers | ({"step": float(foreign.step)} if _counts(foreign) else {}),
         "python_rng": python_rng,
     }
     return Captured(0, states, own, part)
@@ -154,9 +170,14 @@ def _facts(foreign: Foreign) -> Facts:
         "step": foreign.step,
         "about": {IMPORTED: foreign.source},
         "exact": None,
-        "optimizer": {"class": OPTIMIZER, "groups": []},
+        "optimizer": {"class": foreign.kind, "groups": foreign.groups},
         "scheduler": None,
         "loss_scale": LossScale(Precision.of("fp32")).state(),
         "loop": loop,
     }
-    return Facts(run, {"pp": 1, "dp": 1, "tp": 1})
+    return Facts(run, {"pp": 1, "dp": 1, "tp": 1}, {"folder": "", "digest": "0" * DIGITS} if foreign.kept else None)
+
+
+def _counts(foreign: Foreign) -> bool:
+    """Return whether the optimizer counts steps for every parameter, as Adam does."""
+    return bool(foreign.moments) if foreign.kind in ADAMS else "step" in foreign.numbers

@@ -2,7 +2,7 @@
 
 What is not here stays Hugging Face's: data, loss, token weights, callbacks, logs, metrics, rotation of checkpoints.
 A checkpoint-N has what a plain Trainer's has, but that optimizer.pt and scheduler.pt are the folder zero3d, which loads
-at any number of ranks and stage.
+at any number of ranks and stage. One that a Trainer has written without zero3d is read, too (accelerate/others.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, OutOfBudget
 from zero3d.integrations.accelerate.accelerator import Accelerator, load_engine, save_engine, states_in
 from zero3d.integrations.accelerate.keywords import check_keywords
+from zero3d.integrations.accelerate.others import reader_of, take_rates
+from zero3d.integrations.checkpoints import plain
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
 from zero3d.integrations.transformers.arguments import json_of, sequence_ranks
@@ -171,19 +173,49 @@ def _save_optimizer_and_scheduler(original: Callable[..., None], trainer: Traine
 
 def _load_from_checkpoint(original: Callable[..., None], trainer: Trainer, folder: str, model: Any = None) -> None:
     """Load weights of a checkpoint without states; with states they come with these."""
-    if states_in(Path(folder)) is None:
+    if states_in(Path(folder)) is None and reader_of(Path(folder)) is None:
         with _writable(trainer):
             original(folder, model)
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., None], trainer: Trainer, folder: str | None) -> None:
-    """Go on from the states of a checkpoint."""
+    """Go on from the states of a checkpoint: ours, or those of a Trainer that had DeepSpeed, FSDP or neither."""
     engine = engine_of(trainer)
-    if folder is None or engine is None or states_in(Path(folder)) is None:
+    if folder is None or engine is None:
         return original(folder)
-    schedule = (load_engine(engine, Path(folder)) or {}).get(SCHEDULE)
+    place, schedule = Path(folder), None
+    if states_in(place) is not None:
+        schedule = (load_engine(engine, place) or {}).get(SCHEDULE)
+        schedule = None if schedule is None else from_json(schedule, trainer.lr_scheduler.state_dict())
+    elif not trainer.accelerator.go_on_from_others(place, _adapter(trainer)):
+        _say(trainer, f"{place} has weights alone: moments begin at zero, and the schedule at its first step.")
+        return original(folder)
+    elif trainer.args.process_index == 0:
+        print(f"zero3d: goes on from {place}, weights, moments and counts included: {engine.resumed}")
+    schedule = plain.schedule_in(place) if schedule is None else schedule
     if schedule is not None:
-        trainer.lr_scheduler.load_state_dict(from_json(schedule, trainer.lr_scheduler.state_dict()))
+        trainer.lr_scheduler.load_state_dict(schedule)
+    elif trainer.lr_scheduler is not None:
+        _say(trainer, f"{place} has no scheduler.pt: the schedule is where {trainer.state.global_step} steps lead it.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects steps of the optimizer first
+            for _ in range(trainer.state.global_step):
+                trainer.lr_scheduler.step()
+    if states_in(place) is None:
+        take_rates(engine, trainer.lr_scheduler)
+
+
+def _adapter(trainer: Trainer) -> str | None:
+    """Return the name of PEFT's adapter that is trained; None for a model without adapters."""
+    if not hasattr(trainer.model, "peft_config"):
+        return None
+    active = trainer.model.active_adapters
+    return str((active() if callable(active) else active)[0])
+
+
+def _say(trainer: Trainer, line: str) -> None:
+    if trainer.args.process_index == 0:
+        warnings.warn(line, stacklevel=3)
 
 
 def _load_best_model(original: Callable[[], None], trainer: Trainer) -> None:
@@ -191,6 +223,8 @@ def _load_best_model(original: Callable[[], None], trainer: Trainer) -> None:
     engine, folder = engine_of(trainer), Path(trainer.state.best_model_checkpoint)
     if engine is not None and states_in(folder) is not None:
         load_engine(engine, folder)
+        return
+    if engine is not None and trainer.accelerator.go_on_from_others(folder, _adapter(trainer)):
         return
     with _writable(trainer):
         original()
