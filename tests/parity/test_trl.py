@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from bases import base_folder
 from models import VOCAB, hf
 from safetensors.torch import load_file
+from tensors import assert_near
 from trainers import arguments, launched, losses_of
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("trl") is None, reason="needs the extra trl")]
@@ -153,11 +155,11 @@ def four_bits():
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
 
 
-def preferring(stage, folder, adapters, bits=32):
+def preferring(stage, folder, adapters, bits=32, averages=False, **more):
     """Losses of DPO, whose reference is a model of its own, or the base below the adapters."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import DPOConfig, DPOTrainer
+    from trl import BEMACallback, DPOConfig, DPOTrainer
 
     from zero3d.integrations.transformers import patch
 
@@ -174,10 +176,12 @@ def preferring(stage, folder, adapters, bits=32):
                 bf16=False,
                 max_length=48,
                 model_init_kwargs={"dtype": "float32", "quantization_config": four_bits() if bits == 4 else None},
+                **more,
             )
             trainer = DPOTrainer(
                 str(folder / "model"), args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer(),
                 ref_model=None, peft_config=LoraConfig(r=4, target_modules=["q_proj"]) if adapters else None,
+                callbacks=[BEMACallback(update_freq=2, update_after=1)] if averages else None,
             )  # fmt: skip
             trainer.train()
             return losses_of(trainer)[0]
@@ -192,6 +196,17 @@ def test_preferences_are_learned_with_a_reference_model(ranks, folder, adapters)
     for found in ranks(2, preferring, 3, folder, adapters):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == pytest.approx(theirs, **CLOSE)
+
+
+def test_a_reference_model_follows_the_model_in_training_and_weights_are_averaged(ranks, folder):
+    more = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    wanted = ranks(2, partial(preferring, averages=True, **more), None, folder, False)[0]
+    averaged = load_file(folder / "None" / "bema" / "model.safetensors")
+    for found in ranks(2, partial(preferring, averages=True, **more), 3, folder, False):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, **CLOSE)
+    assert_near(load_file(folder / "3" / "bema" / "model.safetensors"), averaged, 1e-4, 1e-3)
+    assert wanted != ranks(2, preferring, None, folder, False)[0]
 
 
 def test_preferences_are_learned_beside_four_bits(ranks, wide):

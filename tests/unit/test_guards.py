@@ -1,4 +1,4 @@
-"""Weights that are not there: NaN or a named error, never a crash. And bad input to an Engine."""
+"""Weights that are not there: a named error, never a crash. And bad input to an Engine."""
 
 import copy
 import io
@@ -41,18 +41,13 @@ def outcome(action):
         value = action()
     except Exception as error:
         return type(error).__name__
-    return "nan" if isinstance(value, torch.Tensor) and bool(value.isnan().all()) else "fine"
+    return "fine" if value is None else "values"
 
 
-def test_touching_released_parameters_gives_nan_or_an_error_and_never_a_signal(alone):
+def test_touching_released_parameters_is_an_error_and_never_a_signal(alone):
     found = alone(touch)
-    refused = "ReleasedParameterError"
-    assert found == {
-        "print": "fine", "norm": "nan", "clone": "nan", "sum": "nan", "deepcopy of a parameter": "nan", "add": "nan",
-        "numpy": "nan", "state_dict": refused, "of a block": refused, "load_state_dict": refused, "save": refused,
-        "deepcopy": refused, "of an inner module": refused, "pickle": refused, "add_": "RuntimeError",
-        "write": "LayoutError",
-    }  # fmt: skip
+    assert found.pop("print") == "fine"
+    assert set(found.values()) == {"ReleasedParameterError"}
 
 
 def test_full_params_opens_everything_but_copies():
@@ -94,9 +89,13 @@ def test_stages_that_keep_weights_allow_state_dict_and_refuse_copies(stage):
 def test_writes_behind_the_engines_back_are_noticed_by_name(stage):
     model = build("net")
     engine = zero3d.Engine(model, stage=stage, precision="bf16")
-    with torch.no_grad():
+    said = {
+        0: (zero3d.LayoutError, r"'layers\.1\.norm\.bias' was written in place.*full_params"),
+        3: (zero3d.ReleasedParameterError, r"fill_\(\) of parameter 'layers\.1\.norm\.bias'.*full_params"),
+    }
+    kind, words = said[stage]
+    with torch.no_grad(), pytest.raises(kind, match=words):
         model.layers[1].norm.bias.fill_(3.0)
-    with pytest.raises(zero3d.LayoutError, match=r"'layers\.1\.norm\.bias' was written in place.*full_params"):
         loss_of(engine, batch(0))
     other = build("net")
     engine = zero3d.Engine(other, stage=stage, precision="bf16")

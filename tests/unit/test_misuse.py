@@ -222,10 +222,24 @@ def test_subclasses_of_embedding_are_ordinary_users(poison):
     assert len(hashes) == 1
 
 
-def test_the_head_used_again_after_its_forward_is_nan_and_never_a_crash(poison):
+def test_the_head_used_again_after_its_forward_is_refused_by_name_and_never_a_crash(poison):
     engine = make()
     out = engine(batch(0)).float()
-    again = out.square().mean() + (torch.ones(3, 24) @ engine.module.head.weight.T).square().mean()
+    with pytest.raises(zero3d.ReleasedParameterError, match=r"matmul\(\) of parameter 'head.weight'.*full_params\(\)"):
+        out.square().mean() + (torch.ones(3, 24) @ engine.module.head.weight.T).square().mean()
+    train(engine, 1)
+
+
+class Own(nn.Parameter):
+    """A parameter whose class is somebody else's: it is not made to refuse."""
+
+
+def test_a_released_parameter_of_a_class_of_its_own_is_nan_and_its_loss_is_refused_by_name(poison):
+    model = build("net")
+    model.head.weight.__class__ = Own
+    engine = make(model)
+    out = engine(batch(0)).float()
+    again = out.square().mean() + (torch.ones(3, 24) @ model.head.weight.T).square().mean()
     assert again.isnan()
     with pytest.raises(zero3d.ReleasedParameterError, match=r"uses parameter 'head.weight' outside of a forward"):
         engine.backward(again)

@@ -565,9 +565,15 @@ class Keeper(nn.Module):
         return self.kept.tanh()
 
 
-def keeper(keep, stage, function=KeepsWeight):
+class Own(nn.Parameter):
+    """A parameter whose class is somebody else's: a released one is NaN, and does not refuse."""
+
+
+def keeper(keep, stage, function=KeepsWeight, kind=nn.Parameter):
     torch.manual_seed(0)
     blocks = [Keeper(keep, function), Keeper(keep, function)]
+    for block in blocks:
+        block.linear.weight.__class__ = kind
     return zero3d.Engine(Chain(blocks), stage=stage, precision="fp32", units=[Keeper])
 
 
@@ -600,6 +606,15 @@ def test_weights_that_a_function_keeps_by_itself_are_there_in_a_gradient_of_a_gr
 
 def test_those_that_no_hook_sees_are_named():
     engine = keeper(lambda w: w, 3)
+    engine(torch.ones(2, WIDTH))
+    with pytest.raises(ReleasedParameterError, match=r"matmul\(\) of parameter 'layers\.1\.linear\.weight'"):
+        engine.backward(engine.module.layers[1].kept.square().mean())
+    engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+    assert engine.step().applied
+
+
+def test_those_of_a_class_of_their_own_that_no_hook_sees_are_named():
+    engine = keeper(lambda w: w, 3, kind=Own)
     engine(torch.ones(2, WIDTH))
     engine.backward(engine.module.layers[1].kept.square().mean())
     reason = engine.step().reason

@@ -19,6 +19,7 @@ from zero3d.integrations.transformers.seams import SEAMS
 PLAIN = {name: vars(transformers.Trainer).get(name) for name in SEAMS}
 ARGUMENTS = {  # what each is called with besides self
     "create_accelerator_and_postprocess": [],
+    "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "_move_model_to_device": ["model", "device"],
     "create_optimizer": ["model"],
     "create_scheduler": ["num_training_steps", "optimizer"],

@@ -19,6 +19,7 @@ from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError
 from zero3d.zero.param_groups import is_matched
+from zero3d.zero.released_parameters import untold
 from zero3d.zero.unit import Unit
 
 
@@ -51,9 +52,7 @@ class Freezing:
 
     def adopt_unfrozen(self) -> None:
         """Make units trainable of which a parameter has been unfrozen by `requires_grad_`. Raises ConfigError."""
-        self._make_trainable(
-            [unit for unit in self._runtime.units if any(p.requires_grad for p in unit.weights.params)]
-        )
+        self._make_trainable([unit for unit in self._runtime.units if unit.trained])
 
     def _make_trainable(self, units: Sequence[Unit]) -> None:
         """Make masters, gradients and states of units that were frozen when the engine was built."""
@@ -82,13 +81,16 @@ class Freezing:
         """
         self._runtime.optimizer.check_groups()
         trained = self._trained()
-        if self._runtime.accumulation.reached and (left := [name for name, p in trained if p.grad is not None]):
+        with untold():
+            left = [name for name, p in trained if p.grad is not None]
+            frozen = [name for name, p in trained if not p.requires_grad]
+        if self._runtime.accumulation.reached and left:
             raise ConfigError(
                 f"{left[0]!r} was given a grad after the backward, whose gradients the engine has taken: this step "
                 "would not use it, and the next one would add it. Put a gradient of your own there before the "
                 "backward, which adds to it, or change gradients by p.register_hook(...); set p.grad = None to go on."
             )
-        if not (frozen := [name for name, p in trained if not p.requires_grad]):
+        if not frozen:
             return
         self._refuse_frozen(frozen[0])
         if self._runtime.accumulation.reached:

@@ -57,6 +57,7 @@ from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
+from zero3d.zero.released_parameters import untold
 from zero3d.zero.saved import SavedWeights, callers_hooks_pack, saved_behind
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
@@ -299,7 +300,11 @@ class Hooks:
 
         def take(p: Tensor) -> None:
             if (hooks := weak_self()) is not None and (unit := weak_unit()) is not None:
-                grad, p.grad = p.grad, None
+                if type(p) is nn.Parameter:
+                    grad, p.grad = p.grad, None
+                else:
+                    with untold():
+                        grad, p.grad = p.grad, None
                 if grad is not None:
                     hooks.take(unit, index, grad.detach())
                 elif hooks._reduces:  # a Function has none for it
@@ -392,12 +397,13 @@ class Hooks:
         if transforms.maybe_current_level() is not None or any(map(transforms.is_functorch_wrapped_tensor, inputs)):
             return True
         asked_for = any(Reached.of(t) is Reached.ASKED_FOR for t in inputs)
-        trained = [p for unit in self._trainable for p in unit.weights.params if p.requires_grad]
-        for p in trained:
-            reached = Reached.of(p)
-            if reached is Reached.ACCUMULATED:
-                return False
-            asked_for = asked_for or reached is Reached.ASKED_FOR
+        with untold():
+            trained = [p for unit in self._trainable for p in unit.weights.params if p.requires_grad]
+            for p in trained:
+                reached = Reached.of(p)
+                if reached is Reached.ACCUMULATED:
+                    return False
+                asked_for = asked_for or reached is Reached.ASKED_FOR
         return asked_for or not trained or torch.is_grad_enabled()
 
     def _through_root(self, fresh: list[bool]) -> None:

@@ -47,6 +47,7 @@ from zero3d.memory.scratch import group_elements
 from zero3d.zero.accumulation import poisoned
 from zero3d.zero.model_group import NONE, ModelGroup, Norms, PieceNorm
 from zero3d.zero.optimizer_states import OptimizerStates
+from zero3d.zero.released_parameters import untold
 from zero3d.zero.streams import ToHost, wait_for_device
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece, ResidentUpdates, cast_masters, frozen_options, groups_of
@@ -435,8 +436,9 @@ class ShardedOptimizer(OptimizerStates):
         self._applied += 1
         for unit in self._units:
             if unit.trained < len(unit.weights.params):
-                frozen = zip(unit.layout.slots, unit.weights.params, strict=True)
-                self.missed.update(slot.name for slot, p in frozen if not p.requires_grad)
+                with untold():
+                    frozen = zip(unit.layout.slots, unit.weights.params, strict=True)
+                    self.missed.update(slot.name for slot, p in frozen if not p.requires_grad)
 
     def _update(self, factors: Sequence[float]) -> None:
         """Update, or leave it for when weights are used. factors: multiply gradients on the host, one by one."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.layout import Piece, Slot, UnitLayout
 from zero3d.zero.policy import Setting
+from zero3d.zero.released_parameters import untold
 from zero3d.zero.weights import Weights
 
 
@@ -61,7 +62,8 @@ class Unit:
     @property
     def trained(self) -> int:
         """How many of its parameters are not frozen now."""
-        return sum(p.requires_grad for p in self.weights.params)
+        with untold():
+            return sum([p.requires_grad for p in self.weights.params])
 
     def slot_of(self, index: int) -> Slot:
         """Return the slot of a gradient's parameter, by its number among those of all sources."""

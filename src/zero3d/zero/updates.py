@@ -30,6 +30,7 @@ from zero3d.precision import Halves, cast_all, join_master, rounds_away, split_m
 from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, UnitBuckets
 from zero3d.zero.layout import Piece
 from zero3d.zero.masters import REMAINDER, absent
+from zero3d.zero.released_parameters import untold
 from zero3d.zero.unit import Unit
 
 T = TypeVar("T")
@@ -207,8 +208,9 @@ class ResidentUpdates:
             update_buckets(optimizer, before, buckets, self._arena)
 
     def _step(self, optimizer: Optimizer) -> None:
-        for owned in self._direct:
-            owned.master.grad = owned.gradient if owned.is_trained else None
+        with untold():
+            for owned in self._direct:
+                owned.master.grad = owned.gradient if owned.is_trained else None
         optimizer.step()
         for owned in self._direct:
             owned.master.grad = None

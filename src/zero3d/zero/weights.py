@@ -31,6 +31,7 @@ from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views
+from zero3d.zero.released_parameters import RELEASED, gather, release, untold
 from zero3d.zero.streams import compute_stream, wait_on
 from zero3d.zero.wires import Wire
 
@@ -80,6 +81,7 @@ class Weights:
         self.views = parameter_views(self.full, layout)
         self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
+        self._told = [(slot.name, RELEASED) for slot in layout.slots]
         self._adopt(fill)
         self._point_at(self.views)
         self._versions = [p._version for p in self.params]
@@ -215,6 +217,7 @@ class Weights:
         whole = self._wire.gather_to_first()
         if whole is not None:
             self._received = parameter_views(whole, self.layout)
+            gather(self.params)
             self._point_at(self._received)
             self.state = State.FULL
 
@@ -235,21 +238,26 @@ class Weights:
             self._complete()
         self._pending_gather.wait()
         if self.state in (State.GATHERING, State.KEPT):
+            gather(self.params)
             self._point_at(self.views)
             self.state = State.FULL
 
     def keep(self) -> None:
-        """Keep `full`, but let parameters read as NaN: a use now could not be followed into its backward."""
+        """Keep `full`, but have parameters refuse reads: a use now could not be followed into its backward."""
+        if self.state is State.KEPT:
+            return
         self.check()
         self._point_at(self._placeholders)
+        release(self.params, self._told)
         self.state = State.KEPT
 
     def release(self) -> None:
         """Go back to placeholders and free `full`, unless it is kept: stale then, but for the shard in it."""
         if self.state is State.SHARDED:  # its gather failed, or was to another rank
             return
-        self.ready()
-        self.keep()
+        if self.state is not State.KEPT:
+            self.ready()
+            self.keep()
         self._free()
         self.state = State.SHARDED
 
@@ -266,7 +274,13 @@ class Weights:
     def check(self) -> None:
         """Raise LayoutError if a parameter was written or re-pointed behind the engine's back."""
         whole = self.views if self._received is None else self._received
-        targets = whole if self.state is State.FULL else self._placeholders
+        if self.state is State.FULL:
+            self._check(whole)
+        else:
+            with untold():
+                self._check(self._placeholders)
+
+    def _check(self, targets: list[Tensor]) -> None:
         for slot, p, target, version in zip(self.layout.slots, self.params, targets, self._versions, strict=True):
             if p.requires_grad and not self.trainable and torch.is_grad_enabled():
                 raise LayoutError(

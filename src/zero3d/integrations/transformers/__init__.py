@@ -5,6 +5,7 @@
 
 trainer.py    Trainer and patch(): where the seams are put
 seams.py      the methods of transformers.Trainer that are ours, each around the one that it replaces
+callbacks.py  TRL's callbacks that read weights, such as sync_ref_model's
 arguments.py  TrainingArguments(deepspeed="ds.json") without DeepSpeed
 
 Importing this package changes two things in transformers. A JSON of DeepSpeed's in TrainingArguments is read here; and

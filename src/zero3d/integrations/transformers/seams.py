@@ -31,6 +31,7 @@ from zero3d.integrations.checkpoints import plain
 from zero3d.integrations.deepspeed.engine_options import engine_options
 from zero3d.integrations.deepspeed.report import lines
 from zero3d.integrations.transformers.arguments import json_of, sequence_ranks
+from zero3d.integrations.transformers.callbacks import let_read
 from zero3d.setup.optimizer import optimizer_of
 from zero3d.setup.schedule import scheduler
 
@@ -112,6 +113,12 @@ def _refuse_shared(trainer: Trainer, name: str) -> None:
             f"{name} takes a loss of whole sequences' logits, and ranks that share sequences have some rows of them "
             "each: leave it out, or share no sequences (sp_size=1)."
         )
+
+
+def train(original: Callable[..., Any], trainer: Trainer, *given: Any, **options: Any) -> Any:
+    """Train, with whole weights where callbacks of TRL's read them."""
+    let_read(trainer.callback_handler.callbacks, partial(engine_of, trainer))
+    return original(*given, **options)
 
 
 def _move_model_to_device(original: Callable[..., None], trainer: Trainer, *given: Any) -> None:
@@ -309,6 +316,7 @@ SEAMS: Mapping[str, Callable[..., Any]] = {
     seam.__name__: seam
     for seam in (
         create_accelerator_and_postprocess,
+        train,
         _move_model_to_device,
         create_optimizer,
         create_scheduler,
