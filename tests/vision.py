@@ -3,7 +3,8 @@
 import torch
 
 FAMILIES = ["gemma3", "idefics3", "internvl", "llava", "llava_next", "paligemma", "qwen2_5_vl", "qwen2_vl"]
-EVERY = ["gemma4", "mistral3", *FAMILIES]  # also those for which there is no processor here
+NEWER = ["llama4", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"]
+EVERY = ["gemma4", "mistral3", *NEWER, *FAMILIES]  # also those for which there is no processor here
 IMAGE, START, END = 63, 62, 61  # the token that images replace, and those around it
 TEXT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,6 +25,9 @@ QWEN_TOKENS = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
+QWEN3_TOWER = QWEN_TOWER | {
+    "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 QWEN_TEXT = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
 
 
@@ -45,6 +49,15 @@ def config(name, **options):
         "internvl": lambda: t.InternVLConfig(
             text_config=TEXT | {"model_type": "qwen2"},
             vision_config=TOWER | {"image_size": [28, 28], "patch_size": [7, 7]}, image_token_id=IMAGE),
+        "llama4": lambda: t.AutoConfig.for_model(
+            "llama4", image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
+            text_config=TEXT | {
+                "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "moe_layers": [1],
+                "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+                "attention_chunk_size": 8},
+            vision_config=TOWER | {
+                "patch_size": 7, "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32,
+                "projector_output_dim": 32}),
         "llava": lambda: t.LlavaConfig(
             text_config=TEXT | {"model_type": "llama"},
             vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32}, image_token_index=IMAGE),
@@ -63,6 +76,18 @@ def config(name, **options):
             text_config=QWEN_TEXT, **QWEN_TOKENS, vision_config=QWEN_TOWER | {
                 "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 28,
                 "fullatt_block_indexes": [1]}),
+        "qwen3_5": lambda: t.AutoConfig.for_model(
+            "qwen3_5", **QWEN_TOKENS, vision_config=QWEN3_TOWER, text_config=QWEN_TEXT | {
+                "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}),
+        "qwen3_vl": lambda: t.Qwen3VLConfig(
+            text_config=QWEN_TEXT | {"head_dim": 8}, **QWEN_TOKENS,
+            vision_config=QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}),
+        "qwen3_vl_moe": lambda: t.Qwen3VLMoeConfig(
+            text_config=QWEN_TEXT | {
+                "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                "decoder_sparse_step": 1},
+            **QWEN_TOKENS, vision_config=QWEN3_TOWER | {"deepstack_visual_indexes": [0, 1]}),
         "qwen2_vl": lambda: t.Qwen2VLConfig(
             text_config=QWEN_TEXT, **QWEN_TOKENS, vision_config=QWEN_TOWER | {
                 "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
@@ -95,7 +120,7 @@ def micro_batch(name, generator, sequences=2, length=24):
     def drawn(*shape):
         return torch.randn(*shape, generator=generator)
 
-    if name in ("qwen2_vl", "qwen2_5_vl"):
+    if name.startswith("qwen"):
         made["pixel_values"] = drawn(sequences * 16, 3 * 2 * 14 * 14)
         made["image_grid_thw"] = torch.tensor([[1, 4, 4]] * sequences)
         made["mm_token_type_ids"] = (ids == IMAGE).long()

@@ -8,8 +8,10 @@ from vision import EVERY, micro_batch, model, text_alone
 import zero3d
 from zero3d.activations import recompute
 from zero3d.errors import ConfigError
+from zero3d.models.images import BlankImages
 
-CASES = ["llava", *(pytest.param(name, marks=pytest.mark.long) for name in EVERY if name != "llava")]
+SHORT = ("llava", "qwen3_vl")  # the second reads features at its blocks, too
+CASES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
 IMAGES = [[True, False], [False, True], [False, False], [True, True]]  # by step, of each rank
 
 
@@ -67,6 +69,28 @@ def test_ranks_with_images_beside_ranks_without_equal_one_process(ranks, name, s
     for found in (first, second):
         assert found[1] == pytest.approx(norms, rel=1e-4)
         assert found[2] == pytest.approx(weights, rel=1e-3)
+
+
+def reached(given, batch):
+    """Names of the parameters that have a gradient after a micro-batch, and its loss."""
+    given.zero_grad(set_to_none=True)
+    loss = given(**batch, use_cache=False).loss
+    loss.backward()
+    return {name for name, p in given.named_parameters() if p.grad is not None}, loss.item()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in (*SHORT, "llama4") else pytest.param(name, marks=pytest.mark.long) for name in EVERY]
+)
+def test_a_blank_image_gives_gradients_to_the_parameters_that_images_give_them_to_and_to_no_others(name):
+    given, generator = model(name), torch.Generator().manual_seed(1)
+    shown, text = micro_batch(name, generator), text_alone(micro_batch(name, generator))
+    wanted, _ = reached(given, shown)
+    without, loss = reached(given, text)
+    BlankImages(given)
+    assert reached(given, text) == (wanted, loss)
+    assert without < wanted
+    assert reached(given, shown)[0] == wanted
 
 
 def generate(engine_or_model, shown, **options):

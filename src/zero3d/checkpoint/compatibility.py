@@ -35,6 +35,7 @@ OURS = {  # what to type, by the name of a class that torch has not
 ALIKE = [  # names of classes with the same states and options, stored otherwise
     {row.kind, OPTIMIZERS[row.codes].kind} for row in OPTIMIZERS.values() if row.codes is not None
 ]
+ANOTHER_MODEL = "is a checkpoint of another model"
 COUNTED = 1 << 24  # Adam's own count of steps is an fp32 number, which goes up to here
 COUNTERS = ("last_epoch", "_step_count")  # of torch's schedulers
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -71,7 +72,7 @@ def _check_parameters(manifest: Manifest, engine: EngineState) -> None:
     if differences:
         listed = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
         raise CheckpointError(
-            f"{manifest.folder} is a checkpoint of another model ({len(saved)} parameters, this model {len(live)}): "
+            f"{manifest.folder} {ANOTHER_MODEL} ({len(saved)} parameters, this model {len(live)}): "
             f"{listed}. Build the model the checkpoint was saved from."
         )
 

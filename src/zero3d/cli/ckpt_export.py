@@ -18,6 +18,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.models.open import Opened, open_bare
 from zero3d.models.places import is_called
 from zero3d.models.trained import as_trained, open_trained
+from zero3d.setup.text_part import part_of
 from zero3d.stores.cache import shown
 from zero3d.train.exported_folder import copy_processor, save_tokenizer
 
@@ -59,7 +60,7 @@ def export(step: Path, folder: Path, asked: Asked = NOTHING) -> dict[str, Any]:
     model, base = (None, None) if opened is None else (opened.module, opened.weights)
     written = export_stored(stored, folder, model, asked.kind, base if isinstance(base, FolderSource) else None)
     if opened is not None:
-        copy_processor(opened.folder, written)
+        copy_processor(opened.folder, written, opened.module)
     note = "no config and no tokenizer were asked for" if config is None else _save_tokenizer(config, opened, written)
     files = sorted(path for path in written.iterdir() if path.is_file())
     return {
@@ -100,6 +101,7 @@ def _open(config: Config, stored: StoredStates, typed: str | None) -> Opened:
             f"the model of {short(step)} comes from {short(config.model.path)}, code which ckpt does not run: type "
             f"{WHAT} of a Hugging Face model, or {ALONE}."
         )
+    config = replace(config, model=replace(config.model, part=part_of(config, stored.parameters)))
     try:
         if stored.manifest.left_out:
             return open_trained(config)

@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from zero3d.cli.train import quiet_libraries
 from zero3d.cli.worker import quiet_environment
 from zero3d.config import Model
 from zero3d.config.hints import nearest
+from zero3d.config.sections import TEXT
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import FETCH, is_called
 from zero3d.models.presets import PRESETS
@@ -52,16 +54,35 @@ def run(arguments: argparse.Namespace) -> int:
     check_transformers(Model(path=arguments.model or "demo"))
     quiet_environment()
     quiet_libraries()
-    from zero3d.setup.support import support_of
+    from zero3d.setup.support import support_of, with_text_part
 
     if arguments.families:
         families = dict(_families())
         print(json.dumps(families) if arguments.json else "\n".join(columns(list(_as_table(families)), "<" * 10)))
         return 0
     folder = Path(arguments.model)
-    found = support_of(_bare(arguments.model), folder if os.path.isdir(folder) else None)
+    at = folder if os.path.isdir(folder) else None
+    found = with_text_part(support_of(_bare(arguments.model), at), _text_support(arguments.model, at))
     print(json.dumps(_as_json(found)) if arguments.json else _as_text(found))
     return 0
+
+
+def _text_support(name: str, folder: Path | None) -> Support | None:
+    """Return what model.part=text supports of a model, None where that is the same or nothing. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING
+
+    from zero3d.models.build import build
+    from zero3d.models.open import preset, read_config
+    from zero3d.models.parts import text_class
+    from zero3d.setup.support import support_of
+
+    if os.path.exists(name) or name in PRESETS:
+        config = read_config(Path(name)) if os.path.exists(name) else preset(name)
+    elif name in CONFIG_MAPPING:
+        config = usual_config(name)
+    else:
+        return None  # a function makes it
+    return support_of(build(config, part=TEXT), folder) if text_class(config) else None
 
 
 def _presets() -> str:
@@ -91,14 +112,39 @@ def _bare(name: str) -> nn.Module:
 
 
 def usual_config(kind: str) -> Any:
-    """Return the config of a type with the sizes that transformers gives it. Raises ConfigError."""
+    """Return the config of a whole model of a type with the sizes that transformers gives it. Raises ConfigError.
+
+    Of a vision-language model these are of a tower and of a language model that were not made for each other: the
+    tower's features get the width of the other, and its image a token of its vocabulary.
+    """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
     try:
-        return AutoConfig.for_model(kind)
+        config = AutoConfig.for_model(kind)
+        if kind in WITH_IMAGES:
+            config.architectures = [WITH_IMAGES[kind]]
+            fit_tower(config)
+        return config
     except Exception as error:  # any error of its own, quoted
         line = " ".join(str(error).split())
         raise ConfigError(f"transformers has no usual sizes of {kind} that it takes itself: {short(line)}") from error
+
+
+def fit_tower(config: Any) -> None:
+    """Give the tower of a usual config the sizes of its language model."""
+    vision: Any = getattr(config, "vision_config", None)
+    text = config.get_text_config()
+    if hasattr(vision, "out_hidden_size"):
+        vision.out_hidden_size = text.hidden_size
+    if hasattr(vision, "pixel_shuffle_ratio") and hasattr(vision, "projector_input_dim"):  # Llama 4
+        vision.intermediate_size = round(vision.hidden_size / vision.pixel_shuffle_ratio**2)
+    if hasattr(config, "mm_tokens_per_image") and hasattr(vision, "image_size"):  # Gemma 3 pools patches, 4 x 4 each
+        vision.image_size = 4 * isqrt(config.mm_tokens_per_image) * vision.patch_size
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(config, name, None)
+        if isinstance(token, int) and token >= text.vocab_size:
+            setattr(config, name, text.vocab_size - 1)
 
 
 def _as_text(found: Support) -> str:

@@ -95,8 +95,15 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         packed=bool(config.data.packing),
         freeze=config.freeze,
         quantize=config.model.quantize,
+        part=config.model.part,
     )
-    check(model, plan, cluster)
+    try:
+        check(model, plan, cluster)
+    except ConfigError:
+        from zero3d.setup.text_part import naming_text_part  # with torch
+
+        with naming_text_part(config):
+            raise
     cluster = resized(cluster, plan.world)
     limit = limit_of(arguments, cluster)
     places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)

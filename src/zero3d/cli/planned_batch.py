@@ -88,6 +88,7 @@ def model_of(config: Config) -> ModelSpec:
         bool(config.data.packing),
         config.freeze,
         quantize=config.model.quantize,
+        part=config.model.part,
     )
 
 

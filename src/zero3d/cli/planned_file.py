@@ -62,6 +62,7 @@ class RunFile(NamedTuple):
             packed=bool(config.data.packing),
             freeze=config.freeze,
             quantize=config.model.quantize,
+            part=config.model.part,
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 

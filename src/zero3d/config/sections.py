@@ -34,6 +34,9 @@ TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")  # and the p
 GIVEN, NARROW = "given", "narrow"  # of plan.links: what the file says; among all ways, those that round, too
 
 
+PARTS = WHOLE, TEXT = "whole", "text"  # of model.part
+
+
 @dataclass(frozen=True)
 class Model:
     """What is trained."""
@@ -45,6 +48,13 @@ class Model:
     )
     init: str = key(
         "weights", "from the folder's weights, or random from its config", bits=None, choices=("weights", "random")
+    )
+    part: str = key(
+        WHOLE,
+        "whole: the class that config.json names, with its towers for images; text: the language model in it alone, "
+        "which is trained and exported as one of text",
+        bits=FACTS["model"],
+        choices=PARTS,
     )
     attn: str | None = key(
         "auto",

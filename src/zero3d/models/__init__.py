@@ -4,6 +4,7 @@ open.py          model.path -> a module and its weights
 places.py        what model.path names, by names of files
 presets.py       configs of well-known models, by name
 build.py         a config -> a module without weights; new weights
+parts.py         which class a config opens as: the whole model, or its language model alone
 files.py         tensors of a folder's files
 quantised_folders.py  folders in 8 or 4 bits already
 load.py          weights of a folder, by slices

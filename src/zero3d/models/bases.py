@@ -7,6 +7,7 @@ LlavaForConditionalGeneration      model (base)      lm_head
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,12 @@ def sees_images(model: nn.Module) -> bool:
     base = base_of(model_of(model))
     vision = getattr(getattr(base, "config", None), "vision_config", None)
     return hasattr(base, "get_image_features") and vision is not None
+
+
+def has_tower(model: nn.Module) -> bool:
+    """Say whether a model takes something beside text: its forward names pixels, or features of sounds."""
+    takes = inspect.signature(inner_model(model_of(model)).forward).parameters
+    return any(name.startswith(("pixel_values", "input_features", "image_")) for name in takes)
 
 
 def language_model(model: nn.Module) -> str:

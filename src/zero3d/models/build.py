@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zero3d.config.sections import WHOLE
 from zero3d.errors import ConfigError, short
 from zero3d.models.blocks import find_blocks
 from zero3d.models.foreign_code import no_foreign_code
+from zero3d.models.parts import choose
 from zero3d.shards.boxes import Box, slices
 
 # By name: transformers puts functions of its own in the place of torch's.
@@ -32,16 +34,19 @@ LARGE = 1 << 28  # elements
 CHECK = re.compile(r"^\[enforce fail at [^]]*\] .*?\. (.*?\.)( .*)?$")
 
 
-def build(config: Any, attn: str | None = None, file: Path | None = None) -> nn.Module:
-    """Build the language model of a transformers config, with its vision tower where it has one.
+def build(config: Any, attn: str | None = None, file: Path | None = None, part: str = WHOLE) -> nn.Module:
+    """Build the model of a transformers config, with its towers where it has some; or its language model alone.
 
     Parameters are on meta, and tied as the config says; buffers are computed by the model's own constructor. Costs
     next to no memory and no download. `file` is the config's, for errors to name. Raises ConfigError.
     """
     options = {} if attn is None else {"attn_implementation": attn}
     try:
+        choice = choose(config, part)
         with parameters_on_meta(), no_foreign_code(), offline():
-            model: nn.Module = auto_class(config).from_config(config, trust_remote_code=False, **options)
+            model: nn.Module = choice.auto.from_config(choice.config, trust_remote_code=False, **options)
+    except ConfigError:
+        raise
     except Exception as error:  # any error of the model's own, quoted
         name = f"{type(config).__name__}{'' if file is None else f' of {file}'}"
         attention = "" if attn is None else f" with attn={short(repr(attn))}"
@@ -66,15 +71,6 @@ def _first_line(error: Exception) -> str:
     """Return the first line of an error; of one of torch's checks the sentence behind place and condition."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return CHECK.sub(r"\1", line)[:300]
-
-
-def auto_class(config: Any) -> Any:
-    """Return the class that builds language models, or that of image and text models for configs only it knows."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForCausalLM if text else AutoModelForImageTextToText
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from zero3d.errors import ConfigError
 from zero3d.models.bases import base_of, sees_images
 from zero3d.models.copies import copy_with, without_weights
-from zero3d.models.images import TOLD_APART, image_inputs, no_blank_image
+from zero3d.models.images import TOLD_APART, image_inputs, no_blank_image, tower_output
 from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors, tensors_in
 
@@ -107,5 +107,5 @@ def _features(
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
     dry = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
     with FakeTensorMode(allow_non_fake_inputs=True) if shapes and not dry else nullcontext(), torch.no_grad():
-        features = base_of(trial).get_image_features(**given, return_dict=True)
+        features = tower_output(trial, given)
     return map_tensors(features, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu")), tuple(ran)

@@ -31,6 +31,7 @@ INPUTS = (  # what towers read
     "image_grid_thw",
     "image_position_ids",
 )
+RECORDS = ("last_hidden_state", "hidden_states", "attentions")  # of an encoder, in its output
 TOLD_APART = ("token_type_ids", "mm_token_type_ids")  # what some models take to tell images' tokens from others
 
 
@@ -83,8 +84,28 @@ def _line(error: Exception) -> str:
 
 def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return what takes the place of image tokens in the language model, [..., tokens, hidden] each."""
+    return list(tensors_in(tower_output(model, inputs).pooler_output))
+
+
+def tower_output(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    """Return what a model's tower makes of images; `pooler_output` takes the place of image tokens.
+
+    Llama 4 has its projector outside of what makes features: it comes after.
+    """
     base = base_of(model_of(model))
-    return list(tensors_in(base.get_image_features(**inputs, return_dict=True).pooler_output))
+    output = base.get_image_features(**inputs, return_dict=True)
+    if output.pooler_output is None:
+        output.pooler_output = base.multi_modal_projector(output.last_hidden_state.flatten(0, -2))
+    return output
+
+
+def _read_features(output: Mapping[str, Any]) -> list[Tensor]:
+    """Return all that a language model reads of a tower's output: features at its entry, and at blocks (DeepStack).
+
+    Hidden states and attentions are the encoder's record of itself. They reach layers that features do not, such as
+    the last one of LLaVA's tower, which has no gradient where there are images either.
+    """
+    return list(tensors_in({name: value for name, value in output.items() if not name.endswith(RECORDS)}))
 
 
 def no_blank_image(model: nn.Module, error: Exception) -> ConfigError:
@@ -125,7 +146,7 @@ class BlankImages:
             inputs = {
                 name: t.to(embedded if t.is_floating_point() else embedded.device) for name, t in self._inputs.items()
             }
-            features = image_features(self._model, inputs)
+            features = _read_features(tower_output(self._model, inputs))
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise no_blank_image(self._model, error) from error
         blank = torch.stack([(t * 0).sum() for t in features]).sum().to(embedded.dtype)

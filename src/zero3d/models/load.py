@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
+from zero3d.models.parts import key_in_text
 from zero3d.models.quantised_folders import QuantisedFiles, Stored, open_files
 from zero3d.shards.boxes import Box, slices, whole
 
@@ -200,7 +201,9 @@ def _renaming(model: nn.Module, shapes: Mapping[str, Any]) -> Any:
     prefix = getattr(model, "base_model_prefix", "")
 
     def rename(key: str) -> tuple[str, Any, str]:
-        target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        """Also a whole model's key, by its place in the text model, where that is what is built (model.part=text)."""
+        found = [rename_source_key(name, renamings, converters, prefix, shapes) for name in (key, key_in_text(key))]
+        target, pattern = next((pair for pair in found if pair[0] in shapes), found[0])
         if target not in shapes and key in shapes:
             target, pattern = key, None
         return target, None if pattern is None else by_pattern[pattern], pattern or key

@@ -18,10 +18,12 @@ from torch import nn
 
 from zero3d.config import Model
 from zero3d.config.own_code import LONGEST, imported, in_one_line
+from zero3d.config.sections import TEXT
 from zero3d.errors import ConfigError, Zero3dError, short
 from zero3d.models.build import RandomWeights, build
 from zero3d.models.foreign_code import no_foreign_code, refuse_code
 from zero3d.models.load import FileWeights
+from zero3d.models.parts import choose
 from zero3d.models.places import CONFIG, config_file, config_json, is_called, no_model
 from zero3d.models.presets import PRESETS
 from zero3d.models.quantised_folders import SETTINGS, check_method
@@ -55,12 +57,13 @@ def open_model(model: Model, seed: int = 0) -> Opened:
     if not os.path.isdir(model.path) or model.init == "random":
         return replace(bare, weights=RandomWeights(bare.module, seed))
     weights = FileWeights(Path(model.path), bare.module)
+    why = f" by model.part={TEXT}" if model.part == TEXT else ""
     unused = (
-        f"{len(weights.unused)} tensors of {model.path} are not used, first {weights.unused[0]}"
+        [f"{len(weights.unused)} tensors of {model.path} are not used{why}, first {weights.unused[0]}"]
         if weights.unused
-        else ""
+        else []
     )
-    return replace(bare, weights=weights, notes=(unused,) if unused else ())
+    return replace(bare, weights=weights, notes=(*bare.notes, *unused))
 
 
 def open_bare(model: Model) -> Opened:
@@ -71,15 +74,22 @@ def open_bare(model: Model) -> Opened:
         settings = vars(config).pop(SETTINGS, None)  # which an export in the compute dtype would not have
         if settings is not None and model.init != "random":
             check_method(settings, path / CONFIG)
-        module = build(config, _named(model.attn), path / CONFIG)
+        module = build(config, _named(model.attn), path / CONFIG, model.part)
         if model.init != "random":
             _read_generation_config(path, module)
-        return Opened(module, None, path)
+        return Opened(module, None, path, _notes(config, path / CONFIG, model.part))
     if os.path.isfile(path) or model.path in PRESETS:
         file = path if path.is_file() else None
-        module = build(preset(model.path) if file is None else read_config(file), _named(model.attn), file)
-        return Opened(module, None, None if file is None else file.parent)
+        config = preset(model.path) if file is None else read_config(file)
+        module = build(config, _named(model.attn), file, model.part)
+        return Opened(module, None, None if file is None else file.parent, _notes(config, file, model.part))
     raise no_model(model.path)
+
+
+def _notes(config: Any, file: Path | None, part: str) -> tuple[str, ...]:
+    """Return what is to be said of the class that a config was opened as."""
+    note = choose(config, part).note
+    return (f"{file}: {note}",) if note and file is not None else ()
 
 
 def _named(attn: str | None) -> str | None:

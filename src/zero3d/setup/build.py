@@ -23,6 +23,7 @@ from zero3d.setup.inputs import open_inputs, open_mesh
 from zero3d.setup.losses import choose_loss, own_loss
 from zero3d.setup.optimizer import optimizer_of, parameter_groups
 from zero3d.setup.schedule import scheduler
+from zero3d.setup.text_part import naming_text_part
 
 
 def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, steps: int) -> Engine:
@@ -107,12 +108,14 @@ def from_config(source: str | Path | Mapping[str, Any], **overrides: Any) -> Eng
     config = load(tree)
     if config.train.steps is None:
         inputs = open_inputs(config)
-        return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+        with naming_text_part(config):
+            return build_engine(config, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
     mesh = open_mesh(config)
     batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     check_kernel(config.model.attn)
     opened = with_attention(config, open_trained(config), mesh.device)
-    return build_engine(config, opened, mesh, batch.accumulate, config.train.steps)
+    with naming_text_part(config):
+        return build_engine(config, opened, mesh, batch.accumulate, config.train.steps)
 
 
 def with_output(config: Config, output: Path) -> Config:

@@ -36,6 +36,7 @@ from zero3d.models.trained import open_trained
 from zero3d.pipeline.schedules import Schedule
 from zero3d.setup.attention import check_alike, check_kernel, with_attention
 from zero3d.setup.packages import check_packages
+from zero3d.setup.text_part import naming_text_part
 from zero3d.setup.vision import open_vision
 
 
@@ -121,7 +122,8 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     check_length_over_tp(config.data.length, slices_of(config, mesh))
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
-        check_packing(opened.module)
+        with naming_text_part(config):
+            check_packing(opened.module)
     folder = None if opened.folder is None else str(opened.folder)
     tokenizes = needs_tokenizer(config.data) or config.data.tokenizer is not None
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None

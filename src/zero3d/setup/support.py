@@ -31,7 +31,7 @@ from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.expert_parallel.plan import find_experts
 from zero3d.models.adapters import ALL, all_linear, default_targets
-from zero3d.models.bases import layer_numbers, sees_images
+from zero3d.models.bases import has_tower, layer_numbers, sees_images
 from zero3d.models.blocks import find_blocks
 from zero3d.models.chain import find_chain
 from zero3d.models.codecs import CODECS
@@ -79,6 +79,20 @@ def support_of(model: nn.Module, folder: Path | None = None) -> Support:
     rows = [_answer(ask.__name__[1:], partial(ask, model)) for ask in asked]
     rows.append(_answer("quantize", partial(_quantize, model, folder)))
     return Support(type(model).__name__, sum(p.numel() for p in model.parameters()), blocks, tuple(rows))
+
+
+def with_text_part(whole: Support, text: Support | None) -> Support:
+    """Return the answers of a whole model, with a row on its language model alone where there is one."""
+    if text is None:
+        return whole
+    can = {row.name for row in whole.rows if row.supported}
+    more = [row.name for row in text.rows if row.supported and row.name not in can]
+    said = f"model.part=text opens {text.model}: {text.parameters:,} parameters{f', and {_and(more)}' if more else ''}"
+    return whole._replace(rows=(*whole.rows, Row("text", True, said)))
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _answer(name: str, ask: Callable[[], Row]) -> Row:
@@ -131,6 +145,11 @@ def _sp(model: nn.Module) -> Row:
 
 
 def _images(model: nn.Module) -> Row:
+    if not sees_images(model) and has_tower(model):
+        raise ConfigError(
+            f"{type(model).__name__} takes images, but zero3d does not know how: at stage 3 all ranks must have images "
+            "in a micro-batch, or none, and its data come from a loop of one's own."
+        )
     if not sees_images(model):
         return Row("images", None, "text alone")
     check_blank_image(model)

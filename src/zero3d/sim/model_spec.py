@@ -22,6 +22,7 @@ from torch import nn
 
 from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
+from zero3d.config.sections import WHOLE
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.quantised_folders import stored_format
@@ -123,6 +124,7 @@ def open_spec(
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
     quantize: str | None = None,
+    part: str = WHOLE,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
@@ -132,6 +134,7 @@ def open_spec(
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
     quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
+    part   of the model, as model.part
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
@@ -139,7 +142,9 @@ def open_spec(
     if quantize is None and (freeze or (lora is not None and lora.rank is not None)):
         quantize = stored_format(Path(path))
     settings = Config(
-        model=Model(path=path, init="random", attn=attn, quantize=quantize), lora=lora or Lora(), freeze=freeze
+        model=Model(path=path, init="random", part=part, attn=attn, quantize=quantize),
+        lora=lora or Lora(),
+        freeze=freeze,
     )
     model = open_trained(settings).module
     positions = config_number(model, "max_position_embeddings")

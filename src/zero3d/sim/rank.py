@@ -35,6 +35,7 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import DTYPES
 from zero3d.sequence.group import check_sequence
 from zero3d.setup.build import build_engine
+from zero3d.setup.text_part import naming_text_part
 from zero3d.shards.boxes import Box
 from zero3d.sim.group import FakeMesh, fake_group
 from zero3d.sim.images import TEXT_ALONE, find_images, said_of
@@ -97,6 +98,11 @@ def _observe(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observat
 
     The text says whether its sequences had images. Raises ConfigError for a forward that reads values.
     """
+    with naming_text_part(config):
+        return _observed(config, mesh, run)
+
+
+def _observed(config: Config, mesh: Mesh, run: tuple[int, int]) -> tuple[Observation, str]:
     batch = resolve_batch(config.train, mesh.dp, mesh.sp)
     opened = open_without_weights(config)
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))

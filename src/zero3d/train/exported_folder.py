@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zero3d.checkpoint.adapter_folder import TRAINED
 from zero3d.checkpoint.forms import ADAPTER
 from zero3d.checkpoint.writing import told
 from zero3d.config import Config, resolve_batch
+from zero3d.config.sections import WHOLE
 from zero3d.data.batches import validation_batches
 from zero3d.data.dataset import DataSet
 from zero3d.data.tokenizers import Tokenizer, load_tokenizer
 from zero3d.distributed.agreement import agree
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
-from zero3d.models.build import auto_class
+from zero3d.models.bases import has_tower
 from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.open import read_config
 from zero3d.models.packing import forward_options
+from zero3d.models.parts import IN_TEXT, choose
 from zero3d.train.export_places import ExportPlace
 
-PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template*")
+TEMPLATES = ("chat_template*",)
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", *TEMPLATES)
 
 
 def model_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -48,16 +52,20 @@ def export_model(engine: Engine, place: ExportPlace, tokenizer: Tokenizer | None
 
     def complete() -> str | None:
         note = save_tokenizer(tokenizer, place.fresh)
-        copy_processor(base, place.fresh)
+        copy_processor(base, place.fresh, engine.module)
         place.publish()
         return note
 
     return agree(everyone, complete if first else lambda: None)
 
 
-def copy_processor(base: Path | None, export: Path) -> None:
-    """Copy the processor and the chat template of the model's folder beside its weights. Raises CheckpointError."""
-    found = [path for pattern in PROCESSOR for path in sorted(base.glob(pattern))] if base is not None else []
+def copy_processor(base: Path | None, export: Path, model: nn.Module) -> None:
+    """Copy the chat template of the model's folder beside its weights, and the processor where it takes images.
+
+    Raises CheckpointError.
+    """
+    patterns = PROCESSOR if has_tower(model) else TEMPLATES
+    found = [path for pattern in patterns for path in sorted(base.glob(pattern))] if base is not None else []
     for path in found:
         target = export / path.name
         if path.is_file() and not target.exists():
@@ -87,17 +95,21 @@ class Reloaded(NamedTuple):
     by: str = ""
 
 
-def load_export(place: ExportPlace, base: Path | None, dtype: torch.dtype) -> Any:
+def load_export(place: ExportPlace, base: Path | None, dtype: torch.dtype, part: str = WHOLE) -> Any:
     """Load an exported folder as anybody would: by transformers, an adapter by PEFT on the model of its base.
 
     dtype  of the run, in which the base is loaded
+    part   of the base that the adapter is for, as model.part
     """
     is_adapter = place.kind == ADAPTER
     source = place.path if not is_adapter else base
     assert source is not None
+    config = read_config(source)
+    choice = choose(config, part if is_adapter else WHOLE)
+    options = {} if choice.config is config else {"config": choice.config, "key_mapping": dict(IN_TEXT)}
     with no_foreign_code():
-        model = auto_class(read_config(source)).from_pretrained(
-            source, dtype=dtype if is_adapter else "auto", local_files_only=True, trust_remote_code=False
+        model = choice.auto.from_pretrained(
+            source, dtype=dtype if is_adapter else "auto", local_files_only=True, trust_remote_code=False, **options
         )
     return with_adapter(model, place.path) if is_adapter else model
 
@@ -117,8 +129,8 @@ def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None
     """Evaluate the exported model as anybody would load it, on rank 0 alone."""
     gc.collect()
     device, ranks = engine.mesh.device, engine.mesh.degrees.rows
-    model = load_export(place, base, engine.precision.dtype).to(device).eval()
-    by = "PeftModel" if place.kind == ADAPTER else auto_class(model.config).__name__
+    model = load_export(place, base, engine.precision.dtype, config.model.part).to(device).eval()
+    by = "PeftModel" if place.kind == ADAPTER else choose(model.config).auto.__name__
     assert data.validation is not None
     total, targets = 0.0, 0
     rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)

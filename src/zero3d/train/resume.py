@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zero3d.checkpoint.compatibility import ANOTHER_MODEL
 from zero3d.checkpoint.folders import step_of
+from zero3d.checkpoint.manifest_parser import open_manifest
 from zero3d.config import Config
 from zero3d.data.batches import BatchStream
 from zero3d.distributed.agreement import agree
@@ -17,6 +19,7 @@ from zero3d.engine.health import check_weights
 from zero3d.errors import CheckpointError, ConfigError, NonFiniteError
 from zero3d.setup.inputs import Inputs, steps_of_run
 from zero3d.setup.schedule import group_settings, rate, reset_settings
+from zero3d.setup.text_part import older_run
 from zero3d.spec.bits import SAVED
 from zero3d.train.folder import AUTO, Folder
 from zero3d.train.loop_state import RUN, check_loop_state
@@ -49,6 +52,8 @@ def load(config: Config, start: Start, engine: Engine, checkpoint: Path) -> Mapp
         searches = start.resume == AUTO and engine.world.rank == 0
         hints = ResumeHints(Folder.of(config), config, engine.world.size)
         agree(engine.world.patient, partial(hints.point_to_older, checkpoint, error) if searches else lambda: None)
+        if ANOTHER_MODEL in str(error) and (said := older_run(config, open_manifest(checkpoint).parameters)):
+            raise CheckpointError(f"{error} {said}") from error
         raise
     return saved
 

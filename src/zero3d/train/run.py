@@ -31,6 +31,7 @@ from zero3d.precision import slow_products
 from zero3d.setup.build import build_engine, with_output
 from zero3d.setup.inputs import Inputs, open_inputs
 from zero3d.setup.losses import choose_loss
+from zero3d.setup.text_part import naming_text_part
 from zero3d.spec.bits import GIVEN
 from zero3d.stores.cache import shown
 from zero3d.train.callbacks import open_callbacks
@@ -151,7 +152,8 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     built = replace(built, train=replace(built.train, tiled_loss=loss.tiled))
     post_mortem.planned, post_mortem.config = plan, built
     with removed_on_failure(fresh, inputs.mesh.rank):
-        engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
+        with naming_text_part(config):
+            engine = build_engine(built, inputs.opened, inputs.mesh, inputs.batch.accumulate, inputs.steps)
         post_mortem.engine = engine
         if (measured := as_measured(built, engine)) != built:
             plan = plan_again(plan, measured, inputs.mesh)
