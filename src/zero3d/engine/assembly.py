@@ -52,6 +52,7 @@ from zero3d.engine.whole_parameters import WholeParameters, is_open
 from zero3d.errors import ConfigError
 from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import find_all_units
+from zero3d.models.packing import position_rows
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
@@ -151,7 +152,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     model = unwrap(model)
     resolved = resolve(model, mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
-    before = Before(model)
+    before, rows = Before(model), position_rows(model)
     base = Foundation.of(model, resolved, options)
     originals = _originals(model, base, options)
     axes, module = base.axes, base.partition.module
@@ -166,7 +167,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
     part = None if base.sequence is None else base.sequence.own_part
-    losses, only = Losses(model, options.step.loss, part), last_only(model)
+    losses, only = Losses(model, options.step.loss, part, rows), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)
@@ -298,5 +299,5 @@ def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: Wh
         base.axes.ledger,
         callbacks,
         losses.sum_and_weight,
-        losses.takes,
+        losses.taken,
     )

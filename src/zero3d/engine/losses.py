@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError, short
-from zero3d.models.packing import forward_options
+from zero3d.models.packing import forward_options, with_position_rows
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
 
@@ -31,21 +31,30 @@ class Losses:
     """Calls a model with micro-batches, and makes sums of losses and weights of its outputs.
 
     loss   (output, batch) -> (sum, weight), the caller's own; None for what the output itself says
-    takes  keywords of the model's forward, None for any; other entries of a mapping are left for `loss`
     part   makes the batch that `loss` is given of a whole one, where ranks share sequences out
+    rows   of positions that the model is given, where a batch has one (packing.py: `position_rows`)
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None, part: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, part: Callable[[Any], Any] | None = None, rows: int = 1
+    ) -> None:
         self._loss, self._part = loss, part
-        self.takes = _keywords(model)
-        self._options = forward_options(model)
+        self._takes = _keywords(model)
+        self._options, self._rows = forward_options(model), rows
 
     def forward(self, module: nn.Module, batch: Any) -> Any:
         """Call the module: a mapping by name, a list or tuple by position, anything else as the one argument."""
         if isinstance(batch, Mapping):
-            taken = {name: value for name, value in batch.items() if self.takes is None or name in self.takes}
-            return module(**self._options | taken)
+            return module(**self._options | self.taken(batch))
         return module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
+
+    def taken(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a forward takes of a mapping: entries that it names, any where it takes any.
+
+        The others are left for `loss`. Positions [B, L] are of as many rows as keep packed documents apart.
+        """
+        taken = {name: value for name, value in batch.items() if self._takes is None or name in self._takes}
+        return with_position_rows(taken, self._rows)
 
     def sum_and_weight(self, output: Any, batch: Any) -> SumAndWeight:
         """Return the sum of a micro-batch's losses and its weight. Raises ConfigError where neither says it."""

@@ -14,6 +14,7 @@ blocks.py        the repeated blocks, and which parameters form a unit
 chain.py         whether a model is a chain: what pipelines can cut
 placeholders.py  what stands for the modules of other model chunks
 packing.py       whether a model keeps packed documents apart; what training passes to it
+packing_trial.py two documents in a row against each alone, in a copy of a model
 written_numbers.py  numbers in modules: those that forwards write beside buffers, a hash of all
 plan_names.py    names as transformers' plans call them
 experts.py       how experts are computed

@@ -1,18 +1,16 @@
-"""Whether a model keeps packed documents apart: refused where it does not, because nobody would notice.
+"""What a model is given beside packed documents, and whether it keeps them apart.
 
-Hugging Face (masking_utils, transformers 5.16-5.24) makes the mask from position_ids alone, wherever
-they do not rise by one, if all of this holds:
+A run is refused where it does not, because nobody would notice: packing_trial.py runs a copy of the model to see it.
+Source code gives the reason then, and decides where a copy does not run. Hugging Face (masking_utils, transformers
+5.16-5.24) makes the mask from position_ids alone, wherever they do not rise by one, if all of this holds:
 
     attention_mask is None and there is no cache     use_cache=True is the default, also in training,
                                                      and makes documents visible: `forward_options`
     attention is eager, sdpa or flex_attention       flash attention takes no mask, and looks at position_ids
                                                      where a micro-batch is one row
-    the model passes position_ids to its mask        gpt-oss, OPT, XGLM do not; Falcon since 5.24
+    the model passes position_ids to its mask        gpt-oss, OPT, XGLM do not; Falcon since 5.24. M-RoPE models
+                                                     pass a fourth row of them: `with_position_rows`
     every layer is attention                         convolutions and recurrences run across
-
-Measured on 2026-11-21 with transformers 5.23, all causal families that could be made tiny, sdpa: in each of
-the 92 that pass, another token in one document changed no logit of the others; none that leaks passed.
-A module that is not from Hugging Face promises the same by taking position_ids.
 
 Kernels without masks (varlen) are told where documents end, and know those of one row alone. For them `as_row` makes
 a micro-batch one, and the padding of each sequence is a document like others:
@@ -26,25 +24,80 @@ a micro-batch one, and the padding of each sequence is a document like others:
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError
+from zero3d.models.packing_trial import Leak, Untried, copied, judge
 
 MASKED = ("eager", "sdpa", "flex_attention")
+M_ROPE_ROWS = 4  # of the text, of time, of height, of width
+FOUR_ROWS = "position_ids.shape[0] == 4"  # in the source of a forward that takes them
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
-def check_packing(model: nn.Module) -> None:
-    """Raise ConfigError where packed documents would see each other."""
-    if why := _leak(model):
-        raise ConfigError(f"data.packing=true cannot be used: {why}. Set data.packing=false.")
+class Verdict(NamedTuple):
+    """Says whether a model keeps packed documents apart.
+
+    rows     of positions that it must be given: 1 is [B, L], 4 is [4, B, L]
+    leak     why documents would see each other; None where they do not
+    remedy   what to do then
+    untried  why there was no trial: the others are what source code says
+    """
+
+    rows: int = 1
+    leak: str | None = None
+    remedy: str = "Set data.packing=false."
+    untried: str | None = None
+
+
+_found: dict[str, Verdict] = {}
+
+
+def check_packing(model: nn.Module) -> str | None:
+    """Raise ConfigError where packed documents would see each other; return a line where this could not be tried."""
+    verdict = packing_verdict(model)
+    if verdict.leak:
+        raise ConfigError(f"data.packing=true cannot be used: {verdict.leak}. {verdict.remedy}")
+    if verdict.untried is None:
+        return None
+    return (
+        f"data.packing: that {type(inner_model(model)).__name__} keeps documents of a sequence apart was not tried "
+        f"({verdict.untried}), but read from its forward; if you doubt it, set data.packing=false"
+    )
+
+
+def position_rows(model: nn.Module) -> int:
+    """Return how many rows of positions a forward must be given beside packed documents: 1, or 4 of M-RoPE models."""
+    return packing_verdict(model).rows if _is_m_rope(inner_model(model)) else 1
+
+
+def packing_verdict(model: nn.Module) -> Verdict:
+    """Return whether a model keeps packed documents apart, by a trial; of one configuration there is one in a process.
+
+    In a dry run, whose tensors have no values, source code decides.
+    """
+    inner = inner_model(model)
+    if why := _why_at_once(inner):
+        return Verdict(leak=why)
+    key = _key(inner)
+    if key in _found:
+        return _found[key]
+    if isinstance(torch.empty(0), FakeTensor):
+        return _by_reading(inner, "in a simulation")
+    verdict = _tried(inner)
+    if key is not None:
+        _found[key] = verdict
+    return verdict
 
 
 def is_varlen(model: nn.Module) -> bool:
@@ -64,7 +117,10 @@ def as_row(batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Mapping[s
     """Return a packed micro-batch as one row of documents, where `row_options` are among those of its forward."""
     if "max_length_q" not in options or "position_ids" not in batch:
         return batch
-    row = {name: values.reshape(1, -1) for name, values in batch.items()}
+    row = {
+        name: values.flatten(-2).unsqueeze(-2) if values.dim() > 2 else values.reshape(1, -1)  # [4, B, L] of M-RoPE
+        for name, values in batch.items()
+    }
     ends = document_ends(batch["position_ids"])
     return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
@@ -72,35 +128,123 @@ def as_row(batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Mapping[s
 def document_ends(positions: Tensor) -> Tensor:
     """Return where documents of positions [batch, length] end in one row of all, and 0 before: int32 [documents + 1].
 
-    One begins with each sequence, and where positions do not rise by one. Reads the device.
+    Of M-RoPE's [4, batch, length] the first are those of the text. One begins with each sequence, and where positions
+    do not rise by one. Reads the device.
     """
+    positions = positions[0] if positions.dim() == 3 else positions
     begins = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
     starts = begins.flatten().nonzero().flatten()
     return torch.cat([starts, starts.new_tensor([begins.numel()])]).to(torch.int32)
 
 
+def with_position_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return a batch with positions [batch, length] as so many rows alike, where a model wants more than one."""
+    positions = batch.get("position_ids")
+    if rows == 1 or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return batch
+    return {**batch, "position_ids": positions.expand(rows, *positions.shape)}
+
+
 def forward_options(model: nn.Module) -> dict[str, Any]:
-    """Return what training must pass to `model` beside the batch: no cache, where it has one."""
-    inner = inner_model(model)
-    by_config = _takes_more(model) and hasattr(getattr(inner, "config", None), "use_cache")
+    """Return what training must pass to `model` beside the batch: no cache, where it or its text model may keep one."""
+    config: Any = getattr(inner_model(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    by_config = _takes_more(model) and (hasattr(config, "use_cache") or hasattr(text, "use_cache"))
     caches = "use_cache" in _parameters(model) or by_config
     return {"use_cache": False} if caches else {}
 
 
-def _leak(model: nn.Module) -> str | None:
-    """Say why documents would see each other; None where they do not."""
+def _tried(model: nn.Module) -> Verdict:
+    """Try one row of positions, then four where a model may take them."""
+    options, varlen = forward_options(model), is_varlen(model)
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    must_have_labels = labels is not None and labels.default is labels.empty
+    found: Leak | None = None
+    try:
+        with copied(model, varlen) as trial:
+            for rows in (1, M_ROPE_ROWS) if _is_m_rope(model) else (1,):
+                try:
+                    leak = judge(trial, partial(_given, options, must_have_labels, varlen, rows))
+                except Exception:
+                    if rows == 1:
+                        raise
+                else:
+                    if leak is None:
+                        return Verdict(rows)
+                    found = found or leak
+    except Exception as error:  # noqa: BLE001 (any error of its own, quoted)
+        line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        return _by_reading(model, line if isinstance(error, Untried) else f"{type(error).__name__}: {line}")
+    assert found is not None
+    name, read = type(model).__name__, _why_by_reading(model)
+    if found.sees_later and not read:
+        return Verdict(
+            leak=f"in {name}, tokens of text see later ones, in a row of one document too, so that a loss of the next "
+            f"token means nothing; and documents of a sequence are not what they are apart ({found.words})",
+            remedy="Train it on what its masks are made for, such as images, with data.packing=false.",
+        )
+    return Verdict(leak=read or f"{name} lets documents see each other ({found.words})")
+
+
+def _given(
+    options: Mapping[str, Any], must_have_labels: bool, varlen: bool, rows: int, row: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return what training gives a forward of a row, of one document or packed."""
+    if must_have_labels:
+        row = {**row, "labels": row["input_ids"]}
+    if varlen and "position_ids" in row:
+        longest = row["input_ids"].shape[1]
+        row = as_row(row, lengths := {"max_length_q": longest, "max_length_k": longest})
+        options = {**options, **lengths}
+    return with_position_rows({**options, **row}, rows)
+
+
+def _by_reading(model: nn.Module, untried: str) -> Verdict:
+    """Return what source code says."""
+    four = _is_m_rope(model) and any(FOUR_ROWS in _source(type(module)) for module in model.modules())
+    return Verdict(M_ROPE_ROWS if four else 1, _why_by_reading(model), untried=untried)
+
+
+def _is_m_rope(model: nn.Module) -> bool:
+    """Return whether rotary embeddings may be of positions in time, height and width."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    sections = any("mrope_section" in str(getattr(text, name, "")) for name in ("rope_parameters", "rope_scaling"))
+    return sections or any(hasattr(module, "get_rope_index") for module in model.modules())
+
+
+def _key(model: nn.Module) -> str | None:
+    """Return what models that are alike in a trial share; None for one that no configuration describes."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return None
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    words = [kind, str(config.get_text_config()._attn_implementation), config.to_json_string(use_diff=False)]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def _why_at_once(model: nn.Module) -> str | None:
+    """Say why a model cannot be told where documents end, or has layers that are not; None where neither holds."""
     name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, which tell documents apart"
     if is_varlen(model) and not _takes_more(model):
         return f"{name}.forward takes no cu_seq_lens_q, which tells its attention where documents end"
     config: Any = getattr(inner_model(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    if others := sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION)):
+        return f"{name} has layers that run across documents ({', '.join(others)})"
+    return None
+
+
+def _why_by_reading(model: nn.Module) -> str | None:
+    """Say why documents would see each other, by source code of Hugging Face's models; None where nothing tells."""
+    name = type(inner_model(model)).__name__
+    config: Any = getattr(inner_model(model), "config", None)
     if not hasattr(config, "_attn_implementation"):
         return None
-    text = config.get_text_config()
-    recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION))
-    if recurrent or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{name} has layers that run across documents ({', '.join(recurrent) or 'convolutions'})"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers that run across documents (convolutions)"
     kinds = {type(module) for module in model.modules()}
     verdicts = [verdict for kind in kinds if (verdict := _masks_by_position(kind)) is not None]
     if not verdicts or not all(verdicts):
@@ -127,8 +271,8 @@ def _parameters(model: nn.Module) -> set[str]:
 def _masks_by_position(kind: type[nn.Module]) -> bool | None:
     """Return whether all masks that this class's forward makes get position_ids; None if it makes none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse(textwrap.dedent(_source(kind)))
+    except SyntaxError:
         return None
     makers = set(MASKS)  # and the local names that one of them was given
     makers |= {
@@ -143,6 +287,14 @@ def _masks_by_position(kind: type[nn.Module]) -> bool | None:
         return None
     collected = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in ast.walk(tree))
     return all(_passes_positions(call, collected) for call in calls)
+
+
+def _source(kind: type[nn.Module]) -> str:
+    """Return the source of a class's forward, "" where there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return ""
 
 
 def _names(tree: ast.AST) -> set[str]:

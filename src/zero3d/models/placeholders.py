@@ -4,6 +4,7 @@
     SkippedBlock     any other block                     the hidden state it is given
     ReceivingBlock   the block before the chunk's first  the hidden state that was received
     SendingBlock     the block after the chunk's last    the hidden state it is given, and keeps it to be sent
+    PassedBlock      a block like others, in a trial      the hidden state it is given
     SkippedModule    an embedding, norm or head          zeros of an embedding's shape, or the hidden state it is given
 
 All are Placeholders: none has parameters, and each keeps its place in its list and the plain attributes of the module
@@ -91,6 +92,18 @@ class SendingBlock(SkippedBlock):
 
 class ChunkDone(Exception):
     """The chunk's blocks have run, and nothing of a plain model's forward is needed any more."""
+
+
+class PassedBlock(Placeholder):
+    """Stands for a block that is like others in a trial: returns its hidden state in their form, `tuple` or not."""
+
+    def __init__(self, block: nn.Module, form: Mapping[str, bool]) -> None:
+        super().__init__(block)
+        self._form = form
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = first_argument(args, kwargs)
+        return (hidden,) if self._form["tuple"] else hidden
 
 
 class SkippedModule(Placeholder):

@@ -11,6 +11,7 @@ from zero3d.errors import ConfigError
 from zero3d.pipeline.failures import Failures
 
 SumAndWeight = tuple[Tensor, float | Tensor]
+Taken = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Chunks:
@@ -19,7 +20,7 @@ class Chunks:
     modules   number -> module, forward(token ids or hidden states, **micro-batch)
     last      number of the pipeline's last chunk, on whatever rank
     loss      (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
-    takes     entries of a micro-batch that the model takes, None for all; the others are for the loss
+    taken     returns what the model takes of a micro-batch; the rest is for the loss
     routes    router logits travel behind hidden states, for the loss of a mixture of experts
     """
 
@@ -29,12 +30,12 @@ class Chunks:
         last: int,
         failures: Failures,
         loss: Callable[[Any, Any], SumAndWeight],
-        takes: frozenset[str] | None,
+        taken: Taken,
     ) -> None:
         self.modules, self.last = modules, last
         self._failures = failures
         self._loss = loss
-        self._takes = takes
+        self._taken = taken
         self._any: Any = next(iter(modules.values()))
         self.routes = bool(getattr(getattr(self._any, "config", None), "output_router_logits", False))
 
@@ -55,7 +56,7 @@ class Chunks:
                 f"a pipeline takes micro-batches that are mappings with 'input_ids', and got a {type(batch).__name__}: "
                 "pass {'input_ids': ids, ...} with the names of the model's forward, or pp=1."
             )
-        inputs = {key: value for key, value in batch.items() if self._takes is None or key in self._takes}
+        inputs = self._taken(batch)
         routes = inputs.get("output_router_logits")
         if routes is not None and bool(routes) != self.routes:
             raise ConfigError(

@@ -35,7 +35,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.pipeline.acknowledgements import acknowledgements
 from zero3d.pipeline.actions import Action, actions_of
-from zero3d.pipeline.chunks import Chunks, SumAndWeight
+from zero3d.pipeline.chunks import Chunks, SumAndWeight, Taken
 from zero3d.pipeline.failures import Failures
 from zero3d.pipeline.forward_only import ForwardOnly
 from zero3d.pipeline.messages import Sends
@@ -73,7 +73,7 @@ class Pipeline:
 
     chunks  number -> module, forward(token ids or hidden states, **micro-batch)
     loss    (output, micro-batch) -> (sum of losses, weight), of the last chunk's output
-    takes   entries of a micro-batch that the model takes, None for all; the others are for the loss
+    taken   returns what the model takes of a micro-batch; the rest is for the loss
 
     Micro-batches are on the engine's device. The caller puts `failures.guard()` around every call.
     """
@@ -86,13 +86,13 @@ class Pipeline:
         ledger: Ledger,
         callbacks: Callbacks,
         loss: Callable[[Any, Any], SumAndWeight],
-        takes: frozenset[str] | None,
+        taken: Taken,
     ) -> None:
         total = schedule.chunks_per_rank * axis.size
         self.failures = Failures(axis, total)
         self._schedule, self._axis = schedule, axis
         self._owners = [schedule.rank_of(chunk, axis.size) for chunk in range(total)]
-        self._chunks = Chunks(chunks, total - 1, self.failures, loss, takes)
+        self._chunks = Chunks(chunks, total - 1, self.failures, loss, taken)
         self._outputs = ChunkOutputs(chunks.values(), callbacks.own_shape)
         self._forward_only = ForwardOnly(self._owners, axis, ledger, self._chunks, self._outputs)
         self._step, self._step_apart = (

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from zero3d.errors import ConfigError
 from zero3d.models.blocks import find_blocks
 from zero3d.models.packing import ATTENTION
-from zero3d.models.placeholders import Placeholder, first_argument
+from zero3d.models.placeholders import PassedBlock, Placeholder
 from zero3d.sequence.positions import RULES, Positions
 
 _Call = tuple[str, int]
@@ -374,18 +374,6 @@ def _note(seen: _Seen, name: str, _: nn.Module, __: Any, made: Any) -> None:
     seen.note(name, made)
 
 
-class _Passed(Placeholder):
-    """Stands for a block that is like others: returns its hidden state in their form."""
-
-    def __init__(self, block: nn.Module, form: Mapping[str, bool]) -> None:
-        super().__init__(block)
-        self._form = form
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = first_argument(args, kwargs)
-        return (hidden,) if self._form["tuple"] else hidden
-
-
 @contextmanager
 def _few_blocks(decoder: nn.Module, of_a_kind: int) -> Iterator[None]:
     """Leave so many blocks of each kind in the decoder, inside; others hand their hidden state on."""
@@ -406,7 +394,7 @@ def _few_blocks(decoder: nn.Module, of_a_kind: int) -> Iterator[None]:
             parent, _, key = name.rpartition(".")
             holder = decoder.get_submodule(parent)
             left.append((holder, key, block))
-            holder._modules[key] = _Passed(block, form)
+            holder._modules[key] = PassedBlock(block, form)
     try:
         yield
     finally:

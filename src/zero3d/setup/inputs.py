@@ -123,7 +123,8 @@ def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     check_length(config.data.length, config_number(opened.module, "max_position_embeddings"))
     if config.data.packing:
         with naming_text_part(config):
-            check_packing(opened.module)
+            untried = check_packing(opened.module)
+        opened = replace(opened, notes=(*opened.notes, untried)) if untried else opened
     folder = None if opened.folder is None else str(opened.folder)
     tokenizes = needs_tokenizer(config.data) or config.data.tokenizer is not None
     return batch, opened, load_tokenizer(config.data.tokenizer, folder) if tokenizes else None

@@ -157,8 +157,8 @@ def _images(model: nn.Module) -> Row:
 
 
 def _packing(model: nn.Module) -> Row:
-    check_packing(model)
-    return Row("packing", True, "documents of a sequence do not see each other")
+    untried = check_packing(model)
+    return Row("packing", True, untried or "documents of a sequence do not see each other")
 
 
 def _lora(model: nn.Module) -> Row:

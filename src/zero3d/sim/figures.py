@@ -32,7 +32,7 @@ from zero3d.expert_parallel.share import share_out
 from zero3d.memory import scratch
 from zero3d.memory.arena import Arena
 from zero3d.models.copies import copy_with
-from zero3d.models.packing import forward_options, inner_model
+from zero3d.models.packing import forward_options, inner_model, position_rows, with_position_rows
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import Stack
@@ -139,7 +139,7 @@ def measure(
     images  one in every sequence; the tower that reads it counts with the embedding
     dispatched  tokens are sent to experts, as many to each as to any other
     """
-    reduced = reduce_model(model, part_names)
+    reduced, rows = reduce_model(model, part_names), position_rows(model) if packed else 1
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, without_values(packed):
         tensors = [*reduced.module.parameters(), *reduced.module.buffers()]
         copies: dict[nn.Module | Tensor, object] = {t: empty_like(t, _dtype(t)) for t in dict.fromkeys(tensors)}
@@ -162,6 +162,7 @@ def measure(
         if packed and "position_ids" in inspect.signature(inner_model(model).forward).parameters:
             options["position_ids"] = ids.clone()
             live.leave_out(options["position_ids"])
+            options = with_position_rows(options, rows)
         if images is not None:
             options |= (shown := images.of(ids))
             live.leave_out(*shown.values())

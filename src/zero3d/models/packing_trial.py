@@ -1,0 +1,321 @@
+"""A trial of packing: whether a model keeps the documents of a row apart, told by running a copy of it on the CPU.
+
+    alone     two documents of random tokens, 11 and 7, each in a row of its own    what is wanted
+    packed    both in one row, where positions start again, as a run packs them     must be equal to it
+    changed   packed, with another token in the first                               must leave the second as it was
+
+Equality decides. That a change does not reach the second document is not enough: a mask that is made for the wrong
+document passes it. And the change must move its own document, or the trial says nothing.
+
+Positions are tried as rows [B, L]. M-RoPE models (Qwen2.5-VL, GLM-4V) make three rows of these, for time, height and
+width, and make no mask from them; they tell documents apart by a fourth row, in front, which is that of the text. What
+keeps documents apart is what training gives the model (packing.py: `position_rows`).
+
+The copy has one block of each kind, and the model's own sizes. Its weights are random and take no memory: each is a
+view of few numbers. Products with a large one take its first columns alone, each for a segment of what is multiplied,
+so that the trial of a model of any size takes some tens of milliseconds. Nothing here is communicated, and all ranks
+find the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from zero3d.models.blocks import find_blocks
+from zero3d.models.copies import copy_with
+from zero3d.models.placeholders import PassedBlock
+from zero3d.nested import tensors_in
+
+Document = dict[str, Tensor]
+Give = Callable[[Document], dict[str, Any]]
+
+LENGTHS = (11, 7)  # of documents that are unlike each other
+FIRST_ID, IDS = 3, 50  # of tokens: small ones, since special tokens of images are the last
+CHANGED = 4  # the token of the first document
+NEAR = 1e-3  # of the largest number that was wanted: rounding is 1e-6 of it, the smallest leak found 2e-2
+NAME, PLAIN = "packing_trial", ("eager", "sdpa")  # of attention functions
+LARGE, SEGMENTS = 2**14, 16  # numbers of a matrix whose products are narrowed, and columns that are left of it
+WIDEST, LOGITS = 2**16, 2**10  # outputs of a layer, more than which are those of a vocabulary, and what is made of them
+PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
+
+
+class Untried(Exception):
+    """Says why a trial tells nothing."""
+
+
+class Leak(NamedTuple):
+    """Says what a trial has found wrong: in words, and whether tokens of a row by itself see later ones."""
+
+    words: str
+    sees_later: bool
+
+
+# --- documents, alone and in one row: what an extension to images or other layers adds to ------------------------
+
+
+def documents() -> list[Document]:
+    """Return documents that are unlike each other, each as what a forward takes of it in a row of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(FIRST_ID, IDS, (1, length), generator=generator)} for length in LENGTHS]
+
+
+def packed(these: Sequence[Document]) -> Document:
+    """Return one row of documents, as training has it: positions start again in each."""
+    row = {name: torch.cat([each[name] for each in these], -1) for name in these[0]}
+    starts = [torch.arange(each["input_ids"].shape[1]) for each in these]
+    return row | {"position_ids": torch.cat(starts)[None]}
+
+
+def changed(document: Document) -> Document:
+    """Return a document with another token."""
+    ids = document["input_ids"].clone()
+    ids[:, CHANGED] = (ids[:, CHANGED] - FIRST_ID + 1) % (IDS - FIRST_ID) + FIRST_ID
+    return document | {"input_ids": ids}
+
+
+# --- the trial ---------------------------------------------------------------------------------------------------
+
+
+def judge(model: nn.Module, give: Give) -> Leak | None:
+    """Return what is wrong with packed documents in a copy of a model; None for nothing. Raises Untried.
+
+    give  makes of a row what the forward is called with
+    """
+
+    def run(row: Document) -> Tensor:
+        return _rows_of(model(**give(row)), row["input_ids"].shape[1])
+
+    first, second = these = documents()
+    other = changed(first)
+    wanted = [run(each) for each in these]
+    if not all(bool(each.isfinite().all()) for each in wanted):
+        raise Untried("what it makes of random weights is not finite")
+    made, moved = (_by_documents(run(packed([each, second]))) for each in (first, other))
+    if _off(moved[0], made[0]) <= NEAR:
+        raise Untried("another token changes nothing in its own document")
+    for which, values, of in zip(("first", "second"), made, wanted, strict=True):
+        if (off := _off(values, of)) > NEAR:
+            sees_later = _off(run(other)[:, :CHANGED], wanted[0][:, :CHANGED]) > NEAR
+            return Leak(f"of two, the {which} is off by {off:.1g} of what it is in a row of its own", sees_later)
+    if (off := _off(moved[1], made[1])) > NEAR:
+        return Leak(f"of two, another token in the first moves the second by {off:.1g}", False)
+    return None
+
+
+def _rows_of(output: Any, length: int) -> Tensor:
+    """Return the first tensor [1, L, ..] of what a forward returns. Raises Untried."""
+    for made in tensors_in(output if isinstance(output, (tuple, list, Mapping, Tensor)) else vars(output)):
+        if made.shape[:2] == (1, length):
+            return made[..., :LOGITS].double()
+    raise Untried("what its forward returns has no row for each token")
+
+
+def _by_documents(made: Tensor) -> tuple[Tensor, Tensor]:
+    return made[:, : LENGTHS[0]], made[:, LENGTHS[0] :]
+
+
+def _off(made: Tensor, wanted: Tensor) -> float:
+    """Return how far off values are, in parts of the largest that was wanted; infinity where some are not finite."""
+    off = float((made - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
+    return off if math.isfinite(off) else math.inf
+
+
+# --- the copy ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def copied(model: nn.Module, varlen: bool) -> Iterator[nn.Module]:
+    """Copy a model with random weights, on the CPU, one block of each kind, and attention that needs no accelerator.
+
+    varlen  its attention makes no mask, and is told where documents end
+    Inside, a forward drops nothing out; afterwards random states, modes and defaults are as they were before.
+    """
+    with _alone():
+        yield from _copied(model, varlen)
+
+
+def _copied(model: nn.Module, varlen: bool) -> Iterator[nn.Module]:
+    generator = torch.Generator().manual_seed(1)
+    form = {"tuple": False}
+    replaced, kept = _passed(model, form)
+    left_out = {module for block in replaced for module in block.modules()}
+    present = [module for module in model.modules() if module not in left_out]
+    quantised: dict[nn.Module | Tensor, object] = {m: _Linear(m, generator) for m in present if _is_quantised(m)}
+    parameters = dict.fromkeys(p for m in present for p in m.parameters(recurse=False))
+    weights: dict[nn.Module | Tensor, object] = {p: _random(p, generator) for p in parameters}
+    buffers: dict[nn.Module | Tensor, object] = {b: _on_cpu(b) for m in present for b in m.buffers(recurse=False)}
+    trial: nn.Module = copy_with(model, replaced | quantised | weights | buffers).train()
+    for name in kept:
+        trial.get_submodule(name).register_forward_hook(lambda _, __, made: form.update(tuple=isinstance(made, tuple)))
+    config: Any = getattr(trial, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        yield trial
+        return
+    for each in [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]:
+        if getattr(each, "_experts_implementation", None) is not None:
+            each._experts_implementation = "eager"  # the usual one does not loop over experts
+    if varlen:
+        with _registered():
+            config._attn_implementation = NAME
+            yield trial
+        return
+    if config.get_text_config()._attn_implementation not in PLAIN:
+        config._attn_implementation = "sdpa" if getattr(trial, "_supports_sdpa", False) else "eager"
+    yield trial
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Have transformers know the attention of a trial, inside."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    functions = ALL_ATTENTION_FUNCTIONS._global_mapping
+    functions[NAME] = _attend
+    try:
+        yield
+    finally:
+        functions.pop(NAME)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as kernels without masks do: in documents that `cu_seq_lens_q` tells of, or else in the whole row."""
+    ends = options.get("cu_seq_lens_q")
+    place = torch.arange(query.shape[2])
+    document = place * 0 if ends is None else torch.bucketize(place, ends.long(), right=True)
+    sees = (document[:, None] == document) & (place[:, None] >= place)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    made = F.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=options.get("scaling"))
+    return made.transpose(1, 2).contiguous(), None
+
+
+def _passed(model: nn.Module, form: Mapping[str, bool]) -> tuple[dict[nn.Module, PassedBlock], list[str]]:
+    """Return what stands for blocks of which there is one of the kind before, and names of the others."""
+    kinds: set[str] = set()
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    lists = [v for v in vars(text).values() if isinstance(v, (list, tuple))] if text is not None else []
+    replaced: dict[nn.Module, PassedBlock] = {}
+    blocks = find_blocks(model)
+    many = Counter(name.rpartition(".")[0] for name in blocks)
+    before: Counter[str] = Counter()
+    kept: list[str] = []
+    for name, block in blocks.items():
+        holder = name.rpartition(".")[0]
+        of_config = [str(each[before[holder]]) for each in lists if len(each) == many[holder]]
+        before[holder] += 1
+        kind = "\n".join([holder, repr(block), *of_config, *_flags(block)])
+        if kind in kinds:
+            replaced[block] = PassedBlock(block, form)
+        else:
+            kept.append(name)
+        kinds.add(kind)
+    return replaced, kept
+
+
+def _flags(block: nn.Module) -> Iterator[str]:
+    """Return what modules of a block are told beside their sizes, such as a window, but for the place of the block."""
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (str, bool, int, float, type(None))) and not key.endswith(("idx", "index", "_id")):
+                yield f"{name}.{key}={value}"
+
+
+def _random(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random numbers in the place of a parameter: a view of as many as the sum of its dimensions."""
+    if not p.is_floating_point():
+        return torch.zeros((), dtype=p.dtype).expand(p.shape)
+    numbers = torch.randn(sum(p.shape) + 1, generator=generator, dtype=torch.float32)
+    if p.dim() > 1:
+        numbers = numbers / math.sqrt(max(1, p[:1].numel()))
+    return numbers.as_strided(p.shape, (1,) * p.dim())
+
+
+def _on_cpu(buffer: Tensor) -> Tensor:
+    """Return a buffer with memory of its own, on the CPU: ones where it has no values."""
+    wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
+    if buffer.is_meta:
+        return torch.full(buffer.shape, float(buffer.is_floating_point()), dtype=wanted)
+    return buffer.detach().to("cpu", wanted, copy=True)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer whose matrix is in groups of bits."""
+    packed = [p for p in module.parameters(recurse=False) if not p.is_floating_point()]
+    sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    return bool(packed) and next(module.children(), None) is None and all(isinstance(size, int) for size in sizes)
+
+
+class _Linear(nn.Module):
+    """Multiplies by random numbers in the place of a linear layer whose matrix is in groups of bits."""
+
+    def __init__(self, layer: Any, generator: torch.Generator) -> None:
+        super().__init__()
+        shape = torch.empty(layer.out_features, layer.in_features, device="meta")
+        self.matrix = [_random(shape, generator)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.matrix[0])
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Leave nothing behind of what runs inside."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.no_grad())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        if "torch._dynamo" in sys.modules:  # blocks may be compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_Plain())
+        yield
+
+
+class _Plain(TorchFunctionMode):
+    """Drops nothing out, and multiplies by large matrices without making them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and "dropout_p" in kwargs:
+            kwargs = kwargs | {"dropout_p": 0.0}
+        if func is F.linear and len(args) > 1 and _is_large(args[1]):
+            outputs = args[1].shape[0]
+            some = LOGITS if outputs > WIDEST else outputs
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            made = func(_in_segments(args[0]), args[1][:some, :SEGMENTS], None if bias is None else bias[:some])
+            return F.pad(made, (0, outputs - some)) if some < outputs else made
+        elif func in PRODUCTS and _is_large(args[1]):
+            args = (_in_segments(args[0]), args[1][..., :SEGMENTS, :])
+        return func(*args, **kwargs)
+
+
+def _is_large(matrix: Any) -> bool:
+    """Return whether a factor is a large weight of a trial, whose numbers lie on each other."""
+    if not isinstance(matrix, Tensor) or matrix.dim() not in (2, 3):
+        return False
+    rows, columns = matrix.shape[-2:]
+    return min(rows, columns) > SEGMENTS and rows * columns > LARGE and matrix.stride()[-2:] == (1, 1)
+
+
+def _in_segments(values: Tensor) -> Tensor:
+    """Return sums of 64 segments of the last dimension, of equal length; what is left over is left out."""
+    each = values.shape[-1] // SEGMENTS
+    return values[..., : each * SEGMENTS].reshape(*values.shape[:-1], SEGMENTS, each).sum(-1)
