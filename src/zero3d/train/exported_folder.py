@@ -24,6 +24,7 @@ from zero3d.models.build import auto_class
 from zero3d.models.foreign_code import no_foreign_code
 from zero3d.models.open import read_config
 from zero3d.models.packing import forward_options
+from zero3d.models.targets import Targets
 from zero3d.train.export_places import ExportPlace
 
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template*")
@@ -118,13 +119,14 @@ def verify(config: Config, engine: Engine, place: ExportPlace, base: Path | None
     gc.collect()
     device, ranks = engine.mesh.device, engine.mesh.degrees.rows
     model = load_export(place, base, engine.precision.dtype).to(device).eval()
+    of_model = Targets.of(model)
     by = "PeftModel" if place.kind == ADAPTER else auto_class(model.config).__name__
     assert data.validation is not None
     total, targets = 0.0, 0
     rows = resolve_batch(config.train, ranks).micro_batch * (1 if config.zero.exact else ranks)
     for batch in validation_batches(data.validation, rows, limit=config.evaluate.batches):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        count = int((batch["labels"][:, 1:] != -100).sum())
+        count = int(of_model.count(batch) or 0)
         with torch.no_grad():
             loss = float(model(**batch, **forward_options(model)).loss)
         total, targets = total + (loss * count if count else 0.0), targets + count
