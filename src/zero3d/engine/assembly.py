@@ -53,6 +53,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.bitsandbytes_layers import take_over
 from zero3d.models.blocks import find_all_units
 from zero3d.models.packing import position_rows
+from zero3d.models.targets import Targets
 from zero3d.models.wrappers import compile_by_block, unwrap
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.step import Callbacks
@@ -76,6 +77,7 @@ class Assembly:
     registry   the parameters, buffers and modules that the model has
     freezing   trains and freezes them between steps
     execution  how micro-batches go through the model; `pipeline` where there is one
+    targets    how the model's own loss counts them
     kept_inputs  of recomputed blocks, where they are not kept as they are
     offload    what leaves the device, nothing of it open any more
     frozen_base  the folder whose values frozen weights have; None without
@@ -94,6 +96,7 @@ class Assembly:
     accounts: Accounts
     pipeline: Pipeline | None
     execution: Execution
+    targets: Targets
     kept_inputs: KeptInputs | None
     offload: OffloadChoice
     frozen_base: FrozenBase | None
@@ -150,6 +153,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
     model = unwrap(model)
+    targets = Targets.of(model) if options.step.loss is None else Targets.next_tokens(model)
     resolved = resolve(model, mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
     before, rows = Before(model), position_rows(model)
@@ -167,7 +171,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
     part = None if base.sequence is None else base.sequence.own_part
-    losses, only = Losses(model, options.step.loss, part, rows), last_only(model)
+    losses, only = Losses(model, options.step.loss, targets, part, rows), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)
@@ -190,7 +194,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     if pipeline is None:
         execution: Execution = Direct(base, runtime, losses, stepper, only)
     else:
-        execution = Pipelined(pipeline, base, runtime, stepper, only)
+        execution = Pipelined(pipeline, base, runtime, losses, stepper, only)
     forget_note(resolved.mesh.everyone)
     unit_of |= {p: unit for unit in runtime.units for p in unit.weights.params}
     check_weights(runtime.units, axes.world, ConfigError, "Train from weights that are finite.")
@@ -213,6 +217,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         accounts=_accounts(base, runtime, kept),
         pipeline=pipeline,
         execution=execution,
+        targets=targets,
         kept_inputs=kept,
         offload=_chosen(base, tiers, why),
         frozen_base=frozen_base,

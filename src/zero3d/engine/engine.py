@@ -183,6 +183,7 @@ class Engine:
     sequence = Exposed(lambda assembly: assembly.base.sequence)
     kept_inputs = Exposed(lambda assembly: assembly.kept_inputs)
     pipeline = Exposed(lambda assembly: assembly.pipeline)
+    targets = Exposed(lambda assembly: assembly.targets)
     # what works in every step
     units = Exposed(lambda assembly: assembly.runtime.units)
     gathers = Exposed(lambda assembly: assembly.runtime.gathers)
@@ -418,10 +419,13 @@ class Engine:
 
         A mapping's entries that the model's forward does not take are left for the loss. Back-propagates
         the sum that `loss(output, batch) -> (sum, weight)` returns; without one output.loss times the
-        number of shifted labels that are not -100; of a model that returns one number, that as the mean
-        loss of weight 1. The step is applied at the end of the list, whatever `accumulate` says; ConfigError after
-        micro-batches of another one. Of the device the step reads once; `figures` has the loss and what else came with
-        that, as plain numbers: also what `besides` returns after the last backward, [k] float64 on the device.
+        number of targets that it is the mean of, by the model's code: shifted labels that are not -100 of a
+        causal language model; labels that are not -100 of a masked one, of tokens that are classified and of an
+        encoder-decoder; else examples. Of a model that returns one number, that as the mean loss of weight 1.
+        `num_items_in_batch` is left out of a mapping, for the loss is that mean. The step is applied at the end of
+        the list, whatever `accumulate` says; ConfigError after micro-batches of another one. Of the device the step
+        reads once; `figures` has the loss and what else came with that, as plain numbers: also what `besides`
+        returns after the last backward, [k] float64 on the device.
         Batches are on the mesh's device: nothing of them is moved, here and in `evaluate`.
         It returns with new weights in place. `wait=False` leaves those of stages 1 and 2 on their way beside what comes
         next: a forward, `state_dict()`, this engine's methods and torch's operations on a parameter wait for them. What

@@ -150,10 +150,17 @@ class Pipelined:
     """Runs micro-batches through this rank's model chunks and those of the other pipeline stages."""
 
     def __init__(
-        self, pipeline: Pipeline, base: Foundation, runtime: Runtime, stepper: Stepper, only: Mapping[str, int]
+        self,
+        pipeline: Pipeline,
+        base: Foundation,
+        runtime: Runtime,
+        losses: Losses,
+        stepper: Stepper,
+        only: Mapping[str, int],
     ) -> None:
         self._pipeline, self._stages = pipeline, base.axes.pp.size
-        self._told: Callable[[Any], Any] = _same if base.sequence is None else base.sequence.with_length
+        self._losses = losses
+        self._with_length: Callable[[Any], Any] = _same if base.sequence is None else base.sequence.with_length
         self._loss_scale, self._features = runtime.loss_scale, stepper.features
         self._only = only
 
@@ -195,6 +202,9 @@ class Pipelined:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         output = self._pipeline.output({"input_ids": ids, **self._only})
         return None if output is None else next_logits(output)
+
+    def _told(self, batch: Any) -> Any:
+        return self._with_length(self._losses.checked(batch))
 
     def check(self) -> None:
         self._pipeline.failures.check()

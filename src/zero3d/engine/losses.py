@@ -19,31 +19,55 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.errors import ConfigError, short
 from zero3d.models.packing import forward_options, with_position_rows
+from zero3d.models.targets import Targets
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
 
 Loss = Callable[[Any, Any], SumAndWeight]  # (output, batch) -> what the output weighs
 
-IGNORED = -100  # transformers' label of a position that is no target
+ITEMS = "num_items_in_batch"  # by which transformers' losses divide their sum
+SCALES = {ITEMS, "reduction"}  # entries of a micro-batch that make of a mean loss another one
 
 
 class Losses:
     """Calls a model with micro-batches, and makes sums of losses and weights of its outputs.
 
-    loss   (output, batch) -> (sum, weight), the caller's own; None for what the output itself says
-    part   makes the batch that `loss` is given of a whole one, where ranks share sequences out
-    rows   of positions that the model is given, where a batch has one (packing.py: `position_rows`)
+    loss     (output, batch) -> (sum, weight), the caller's own; None for what the output itself says
+    part     makes the batch that `loss` is given of a whole one, where ranks share sequences out
+    targets  how many targets the loss in an output is the mean of, by the model's code
+    rows     of positions that the model is given, where a batch has one (packing.py: `position_rows`)
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss | None, part: Callable[[Any], Any] | None = None, rows: int = 1
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        targets: Targets,
+        part: Callable[[Any], Any] | None = None,
+        rows: int = 1,
     ) -> None:
         self._loss, self._part = loss, part
+        self._targets = targets
         self._takes = _keywords(model)
         self._options, self._rows = forward_options(model), rows
 
+    def checked(self, batch: Any) -> Any:
+        """Return a micro-batch without what would scale the model's own loss, whose mean is weighed here.
+
+        Raises ConfigError where that would not be its mean.
+        """
+        if self._loss is not None or not isinstance(batch, Mapping) or SCALES.isdisjoint(batch):
+            return batch
+        if batch.get("reduction", "mean") != "mean":
+            raise ConfigError(
+                f"a micro-batch says reduction={batch['reduction']!r}, and train_batch and evaluate weigh the mean "
+                "that a model returns: leave it out, or pass Engine(loss=lambda output, batch: (sum, weight))."
+            )
+        return {name: value for name, value in batch.items() if name != ITEMS}
+
     def forward(self, module: nn.Module, batch: Any) -> Any:
         """Call the module: a mapping by name, a list or tuple by position, anything else as the one argument."""
+        batch = self.checked(batch)
         if isinstance(batch, Mapping):
             return module(**self._options | self.taken(batch))
         return module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
@@ -63,16 +87,21 @@ class Losses:
             return total, checked_weight(weight)
         if isinstance(output, Tensor) and output.dim() == 0:
             return at_least_fp32(output), 1.0
-        loss = getattr(output, "loss", None)
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if loss is None or labels is None:
+        loss: Any = getattr(output, "loss", None)
+        count = None
+        if loss is not None and isinstance(batch, Mapping):
+            count = self._targets.count(batch, output)
+        if count is None:
             raise ConfigError(
                 "train_batch and evaluate need a loss: pass Engine(loss=lambda output, batch: (sum, weight)), or "
-                "batches with 'labels' for a model whose output has .loss, or a model that returns its mean loss."
+                "batches with 'labels' for a model whose output has .loss, or a model that returns its mean loss. "
+                "Where output.loss is the mean over n targets of another kind, that is loss=lambda output, batch: "
+                "(output.loss * n, n)."
             )
-        weight = (labels[..., 1:] != IGNORED).sum()
-        total = at_least_fp32(loss) * weight
-        return torch.where(weight > 0, total, 0.0), weight  # a mean over no target is NaN, its sum is nothing
+        total = at_least_fp32(loss) * count
+        if not isinstance(count, Tensor):
+            return total, count
+        return torch.where(count > 0, total, 0.0), count  # a mean over no target is NaN, its sum is nothing
 
 
 def check_loss(call: str, loss: Any) -> None:

@@ -285,10 +285,13 @@ def _take_scores(inner: Any, comm: Comm) -> GroupScores:
 
 
 def _refuse_labels(signature: inspect.Signature, inner: nn.Module, args: Any, kwargs: Any) -> None:
-    if signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None:
+    given = signature.bind_partial(*args, **kwargs).arguments
+    if (
+        name := next((name for name in ("labels", "start_positions") if given.get(name) is not None), None)
+    ) is not None:
         raise ConfigError(
-            f"{type(inner).__name__} computes a loss of its own from its labels, not one of transformers' losses of "
-            f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split labels for it: pass no labels and a loss of "
+            f"{type(inner).__name__} computes a loss of its own from its {name}, not one of transformers' losses of "
+            f"tokens ({', '.join(LOSSES)}), and mesh.sp cannot split {name} for it: pass no {name} and a loss of "
             "rows, Engine(loss=...), or type mesh.sp=1."
         )
 

@@ -36,6 +36,7 @@ from zero3d.models.packing import forward_options, inner_model, position_rows, w
 from zero3d.models.placeholders import Placeholder, first_argument
 from zero3d.models.quantised import QuantisedLinear
 from zero3d.models.quantised_experts import Stack
+from zero3d.models.targets import Targets
 from zero3d.nested import tensors_out
 from zero3d.precision import at_least_fp32
 from zero3d.setup.losses import next_token_loss
@@ -196,7 +197,9 @@ def _loss(model: nn.Module, ids: Tensor, labels: Tensor, options: dict[str, Any]
     """Return the sum of losses, of the model's own or of next tokens."""
     if takes_labels(model):
         loss = model(input_ids=ids, labels=labels, **options).loss
-        return at_least_fp32(loss) * (labels[..., 1:] != -100).sum()
+        targets = Targets.of(model).count({"labels": labels, **options})
+        assert targets is not None, "there are labels"
+        return at_least_fp32(loss) * targets
     return next_token_loss(model(ids, **options), {"labels": labels})[0]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero3d.config import Config
 from zero3d.data.batches import validation_batches
 from zero3d.data.mixture import Mixture
-from zero3d.data.sequences import IGNORED, Batch, Samples
+from zero3d.data.sequences import Batch, Samples
 from zero3d.engine.engine import Engine
 from zero3d.memory.arena import device_values
 from zero3d.train.criterion import HELD_OUT, OF_AVERAGES
@@ -103,7 +103,7 @@ def evaluate_sources(
 
         def counted(samples: Samples = member.samples, counts: list[int] = counts) -> Iterator[dict[str, Any]]:
             for batch in batches_of(samples):
-                counts.append(int((batch["labels"][:, 1:] != IGNORED).sum()))
+                counts.append(int(engine.targets.count(batch) or 0))
                 yield on_device(batch)
 
         mean = engine.evaluate(counted())
