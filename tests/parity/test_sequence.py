@@ -550,6 +550,23 @@ def test_packed_documents_do_not_see_each_other(ranks, packed):
     assert differs[20:].any() != packed
 
 
+def m_rope_loss(degrees, packed):
+    """Loss of a step of an M-RoPE model over documents of 20, 9 and 19 tokens: in one row, or each in its own."""
+    engine = zero3d.Engine(vision.model("qwen2_5_vl"), mesh=mesh(**degrees), precision="fp32")
+    ids = batch(0, size=1)["input_ids"].clamp(max=50)
+    if packed:
+        labels, positions = ids.clone(), torch.cat([torch.arange(n) for n in (20, 9, 19)])
+        labels[0, [20, 29]] = -100  # the first token of a document is no target of the one before
+        return float(engine.train_batch([{"input_ids": ids, "labels": labels, "position_ids": positions[None]}]))
+    return float(engine.train_batch([{"input_ids": part, "labels": part} for part in ids.split([20, 9, 19], 1)]))
+
+
+@pytest.mark.parametrize("degrees", [long({"sp": 2}), long({"tp": 2})], ids=str)
+def test_packed_documents_of_an_m_rope_model_train_as_apart(ranks, degrees):
+    (apart,) = ranks(1, m_rope_loss, {}, False)
+    assert ranks(2, m_rope_loss, degrees, True) == pytest.approx([apart] * 2, rel=1e-5)
+
+
 def padded_loss():
     """A micro-batch whose second half is padding, which the second rank has alone, and one sequence of it whole."""
     with LiftCasts():

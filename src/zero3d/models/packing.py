@@ -222,7 +222,7 @@ def _is_m_rope(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     sections = any("mrope_section" in str(getattr(text, name, "")) for name in ("rope_parameters", "rope_scaling"))
-    return sections or any(hasattr(module, "get_rope_index") for module in model.modules())
+    return sections or any(hasattr(type(module), "get_rope_index") for module in model.modules())
 
 
 def _key(model: nn.Module) -> str | None:
