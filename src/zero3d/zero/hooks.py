@@ -57,7 +57,7 @@ from zero3d.zero.external import watch
 from zero3d.zero.gathers import OPENED, STEP, Gathers, Order, refuse_export
 from zero3d.zero.policy import State
 from zero3d.zero.reductions import Reductions
-from zero3d.zero.released_parameters import untold
+from zero3d.zero.released_parameters import GRAD, untold
 from zero3d.zero.saved import SavedWeights, callers_hooks_pack, saved_behind
 from zero3d.zero.tokens import ROOT_TURN, TURN
 from zero3d.zero.unit import Unit
@@ -304,7 +304,7 @@ class Hooks:
                     grad, p.grad = p.grad, None
                 else:
                     with untold():
-                        grad, p.grad = p.grad, None
+                        grad, p.grad = GRAD.__get__(p), None
                 if grad is not None:
                     hooks.take(unit, index, grad.detach())
                 elif hooks._reduces:  # a Function has none for it

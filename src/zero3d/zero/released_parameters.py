@@ -51,6 +51,7 @@ ASK = {  # what is asked most often and reads nothing: not dispatched at all
                  "untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_",
                  "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__len__", "__format__")
 }  # fmt: skip
+GRAD: Any = Tensor.grad
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 COMPARE = (Tensor.__eq__, Tensor.__ne__)
 
@@ -95,8 +96,23 @@ class ReleasedTensor(_Released, Tensor):
     """A view of a released parameter: of its placeholder, and so without values for ever."""
 
 
+def _grad(p: Any) -> Tensor | None:
+    if (tell := vars(p).get("grad_is_read")) is not None:
+        tell()
+    with untold():
+        return GRAD.__get__(p)  # type: ignore[no-any-return]
+
+
+class TellingParameter(nn.Parameter):
+    """Is the class of a plain parameter that tells when its `grad` is read, which an engine has taken."""
+
+    grad = property(_grad, GRAD.__set__)  # type: ignore[assignment]
+
+
 class ReleasedParameter(_Released, nn.Parameter):
     """Is the class of a parameter while its unit has no values."""
+
+    grad = property(_grad, GRAD.__set__)  # type: ignore[assignment]
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """Return a plain parameter."""
@@ -176,3 +192,20 @@ def gather(params: Iterable[Tensor]) -> None:
         if type(p) is ReleasedParameter:
             del p.released
             p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def tell_of_grad(params: Iterable[nn.Parameter], tell: Callable[[], None]) -> None:
+    """Call `tell` whenever one of these parameters' `grad` is read, until `tell_no_more`."""
+    for p in params:
+        if type(p) in (nn.Parameter, ReleasedParameter):
+            vars(p)["grad_is_read"] = tell
+        if type(p) is nn.Parameter:
+            p.__class__ = TellingParameter
+
+
+def tell_no_more(params: Iterable[nn.Parameter]) -> None:
+    """End what `tell_of_grad` began."""
+    for p in params:
+        vars(p).pop("grad_is_read", None)
+        if type(p) is TellingParameter:
+            p.__class__ = nn.Parameter

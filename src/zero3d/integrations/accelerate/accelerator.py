@@ -351,8 +351,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         if asked := [name for name, value in options.items() if name != "learning_rate" and value]:
             raise ConfigError(f"accelerator.backward({asked[0]}=...) is not supported: leave it out.")
-        last = self.sync_gradients
-        self.engine.backward_sum(loss / self.gradient_accumulation_steps, float(last), last)
+        last, reads = self.sync_gradients, self._optimizer.reads
+        reads.refuse()
+        weight = float(last and not self.engine.accumulation.reached)  # of several losses in a step one counts
+        self.engine.backward_sum(loss / self.gradient_accumulation_steps, weight, last)
+        reads.begin()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Have the step that follows clip the norm of all gradients, and return that norm; all ranks call it.

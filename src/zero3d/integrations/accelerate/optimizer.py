@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError
+from zero3d.integrations.accelerate.gradient_reads import GradientReads
 from zero3d.nested import map_tensors
 from zero3d.zero.optimizer import APPLIED, NOT_DUE
 
@@ -55,6 +56,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer.torch, device_placement=False)
         self.engine = engine
+        self.reads = GradientReads(engine)
         self._warned = False
 
     def clip(self, max_norm: float) -> Tensor:
@@ -66,6 +68,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if not self.gradient_state.sync_gradients:
             self._warn_of_window()
             return torch.full((), math.nan, device=engine.mesh.device)
+        self.reads.pause()
         engine.reshard()
         before, limit = engine.clip_norm, None if math.isinf(max_norm) else max_norm
         if before is None or (limit is not None and limit < before):
@@ -92,6 +95,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
         if not self.gradient_state.sync_gradients:
             return
+        self.reads.end()
         self.engine.reshard()
         result = self.engine.step()
         self._is_overflow = result.reason not in (APPLIED, NOT_DUE)  # without a backward Accelerate's schedules go on
@@ -100,6 +104,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients of the window so far; after a step there are none."""
         if self.gradient_state.sync_gradients:
+            self.reads.end()
             self.engine.zero_grad()
             self.engine.clip_norm = None
 

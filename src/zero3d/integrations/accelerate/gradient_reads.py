@@ -1,0 +1,53 @@
+"""Reads of `p.grad` between two backwards of a step: what adversarial training (FGM, PGD, AWP) does.
+
+An engine takes gradients as they come, so `p.grad` is None, and an attack along it would be left out in silence: the
+backward that follows such a read raises. Embeddings and the first trained parameter tell of reads: attacks are on
+embeddings, or go over all parameters.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from zero3d.engine.engine import Engine
+from zero3d.errors import ConfigError
+from zero3d.zero.released_parameters import tell_no_more, tell_of_grad
+
+
+class GradientReads:
+    """Notes reads of `p.grad` from a backward to the next one or the step."""
+
+    def __init__(self, engine: Engine) -> None:
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        embeddings = [part.weight for part in engine.module.modules() if isinstance(part, nn.Embedding)]
+        self._telling = list(dict.fromkeys([*embeddings, *trained[:1]]))
+        self._read = False
+
+    def begin(self) -> None:
+        """Note reads from now on, behind a backward."""
+        tell_of_grad(self._telling, self._note)
+
+    def _note(self) -> None:
+        self._read = True
+
+    def pause(self) -> None:
+        """Note no reads, which are the engine's own, until the next backward."""
+        tell_no_more(self._telling)
+
+    def end(self) -> None:
+        """Forget what was read in a step that is over."""
+        self.pause()
+        self._read = False
+
+    def refuse(self) -> None:
+        """Raise ConfigError, before another backward of the same step, where gradients were read after the last one."""
+        read = self._read
+        self.end()
+        if read:
+            raise ConfigError(
+                "p.grad was read between two backwards of a step, as adversarial training (FGM, PGD, AWP) does: "
+                "zero3d takes gradients as they come, so p.grad is None and what is made of it would be left out. Take "
+                "the gradient of what the model is called with instead: make its inputs_embeds a leaf "
+                "(embeddings.detach().requires_grad_()), call torch.autograd.grad(loss, inputs_embeds), and "
+                "back-propagate a second forward whose inputs_embeds are shifted along it. Or remove the read."
+            )
