@@ -229,8 +229,8 @@ def test_a_table_gives_every_row_the_keys_of_all_and_nulls_are_not_there(tmp_pat
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    tokenizer = of_words()
-    tokenizer.inner.chat_template = MARKED.replace("| tojson", "| length")
+    tokenizer = of_bytes()
+    tokenizer.inner.chat_template = MARKED
     called = [USER, ANSWER | {"tool_calls": CALLS}]
     other = [USER, ANSWER | {"tool_calls": [{"type": "function", "function": {"name": "time", "arguments": {"a": 1}}}]}]
     rows = [
@@ -239,7 +239,7 @@ def test_a_table_gives_every_row_the_keys_of_all_and_nulls_are_not_there(tmp_pat
         {"messages": [USER, ANSWER | {"weight": 1}], "id": 5},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    options = {"tokenizer": tokenizer, "packing": False, "length": 32, "streaming": streaming}
+    options = {"tokenizer": tokenizer, "packing": False, "length": 128, "streaming": streaming}
     found = opened(tmp_path, tmp_path / "a.parquet", **options)
     wanted = opened(tmp_path, write_lines(tmp_path / "a.jsonl", rows), **options)
     for at in range(3):
