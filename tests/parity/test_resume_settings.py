@@ -8,7 +8,9 @@ import pytest
 import torch
 from contracts import drawn
 from damage import edit
+from families import family
 from file_contracts import BASES, EXCUSED, KEYS, SAVED, file_of, go_on, run, save_others
+from models import hf
 from training import save_model, save_rows
 
 from zero3d.checkpoint.resume_contract import Change
@@ -17,7 +19,7 @@ from zero3d.config import Config, load
 from zero3d.config.keys import KEYS as OF_FILES
 from zero3d.errors import CheckpointError, ConfigError
 from zero3d.train.resume import restore
-from zero3d.train.resume_settings import describe, settings_of
+from zero3d.train.resume_settings import describe, settings_of, with_groups
 from zero3d.train.start import Start
 
 
@@ -87,6 +89,39 @@ def test_the_files_settings_of_the_update_count_unless_the_checkpoints_are_asked
     assert same
     assert line == "bitwise: as if it had not been interrupted"
     assert "lr: 0.01" in written, "the next resume of the folder goes on with them"
+
+
+def of_an_older_version(folder):
+    """Records and line of a run that goes on with what older versions took for the default, and a run of that."""
+    family("gpt_oss").save_pretrained(Path(folder) / "stacked")
+    made = file_of(folder, "plain", "whole")
+    made["model"] = {"path": str(Path(folder) / "stacked")}
+    made["data"]["packing"] = False
+    made["optimizer"] |= {"weight_decay": 5.0, "no_decay": None}
+    wanted, _ = run(made)
+    del made["optimizer"]["no_decay"]
+    checkpoint = Path(made["output"], "checkpoints", f"step-{SAVED}")
+    _, told = with_groups(load(made), family("gpt_oss"), checkpoint)
+    records, line = run(made, str(checkpoint))
+    return records == wanted, line, told, Path(made["output"], "config.yaml").read_text()
+
+
+def test_a_run_that_an_older_version_began_keeps_its_groups(ranks, folder):
+    same, line, told, written = ranks(1, of_an_older_version, str(folder))[0]
+    assert same
+    assert line == "bitwise: as if it had not been interrupted"
+    assert told.startswith(
+        "optimizer.no_decay=null: an older version began this run and gave weight decay to 4 norms and biases of two "
+        "dimensions, such as model.layers.0.mlp.experts.gate_up_proj_bias; it keeps them."
+    )
+    assert "no_decay: null" in written, "the next resume of the folder goes on with them"
+
+
+def test_where_no_group_differs_a_run_goes_on_with_the_default(folder):
+    assert with_groups(load({}), hf("llama"), None) == (load({}), None)
+    damaged = folder / "step-1"
+    damaged.mkdir()
+    assert with_groups(load({}), hf("llama"), damaged) == (load({}), None)  # refused when it is loaded
 
 
 def described(then, now, changed, was=None, batches=None, done=2, ranks=1, resumed="not bitwise: as it happens"):

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from families import CONFIGS, family
+from torch import nn
 
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.optim.eight_bit import AdamW8bit
 from zero3d.optim.muon_optimizer import MuonRule
-from zero3d.setup.optimizer import optimizer_of
+from zero3d.setup.optimizer import norms_and_biases, of_one_dimension, optimizer_of, parameter_groups
 
 RUN = {"model": {"path": "demo"}, "data": {"train": "stdlib", "tokenizer": "bytes"}}
 
@@ -77,3 +79,80 @@ def test_what_cannot_be_is_one_line(case):
 def test_moments_in_8_bits_are_on_the_device_and_of_fp32_masters(more, words):
     with pytest.raises(ConfigError, match=words):
         load(RUN | {"optimizer": {"name": "adamw8bit"}} | more)
+
+
+# --- weight decay ---------------------------------------------------------------------------------
+
+# Beside those of tests/families.py: norms per head, marked relative positions, a base named like a norm.
+MORE = {
+    "cohere": {"use_qk_norm": True},
+    "stablelm": {"qk_layernorm": True},
+    "roberta-prelayernorm": {"is_decoder": True},
+}
+WITH_TWO = {
+    "gpt_oss": ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"],
+    "cohere": ["self_attn.q_norm.weight", "self_attn.k_norm.weight"],
+}
+
+
+def of_trainer(model):
+    """The parameters that transformers' Trainer does not decay."""
+    from transformers import Trainer
+
+    return {name for name, _ in model.named_parameters()} - set(Trainer.get_decay_parameter_names(None, model))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS | MORE))
+def test_what_transformers_does_not_decay_has_no_decay_by_default(name):
+    with torch.device("meta"):
+        model = family(name, **MORE.get(name, {}))
+    named, theirs, ours = dict(model.named_parameters()), of_trainer(model), norms_and_biases(model)
+    if name == "roberta-prelayernorm":
+        assert named.keys() - theirs == {"lm_head.dense.weight"}, "all of the base is named so"
+        assert ours == of_one_dimension(model)
+        return
+    assert theirs <= ours
+    assert all(named[each].dim() < 2 or each.endswith("A_log") for each in ours - theirs)
+    own = {each.split(".", 3)[-1] for each in ours if named[each].dim() == 2 and not each.endswith("A_log")}
+    assert sorted(WITH_TWO.get(name, [])) == sorted(own - {"mamba.A_log"})
+
+
+def test_relative_positions_are_biases():
+    import transformers as t
+
+    config = t.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with torch.device("meta"):
+        model = t.T5ForConditionalGeneration(config)
+    relative = {name for name, p in model.named_parameters() if p.dim() == 2 and name in norms_and_biases(model)}
+    assert relative == {
+        f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")
+    }
+
+
+class HeadNorm(nn.Module):
+    """A norm of a user's own, with a weight for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+
+class NormedLinear(nn.Linear):
+    """A matrix, whatever it is called."""
+
+
+def test_the_class_of_a_module_and_its_own_mark_tell_norms_from_matrices():
+    model = nn.ModuleDict({"scale": HeadNorm(), "up": NormedLinear(4, 4), "marked": nn.Linear(4, 4, bias=False)})
+    model["marked"].weight._no_weight_decay = True
+    assert norms_and_biases(model) == {"scale.weight", "up.bias", "marked.weight"}
+
+
+@pytest.mark.parametrize(("no_decay", "groups"), [
+    ("auto", [["scale.weight", "up.bias"]]), (None, [["up.bias"]]), ("*.weight", [["scale.weight", "up.weight"]]),
+])  # fmt: skip
+def test_the_default_a_pattern_and_dimensions_alone_choose_what_has_no_decay(no_decay, groups):
+    model = nn.ModuleDict({"scale": HeadNorm(), "up": NormedLinear(4, 4)})
+    assert section().no_decay == "auto"
+    found = parameter_groups(model, section(no_decay=no_decay))
+    assert [group["match"].split("|") for group in found] == groups
+    assert [group["weight_decay"] for group in found] == [0.0]

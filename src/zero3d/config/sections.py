@@ -255,8 +255,9 @@ class Optimizer:
         0.1, "decay of weights per step, multiplied by the learning rate", bits=FACTS["options"], least=0
     )
     no_decay: str | None = key(
-        None,
-        "parameters without weight decay, as name patterns; by default one-dimensional ones: norms and biases",
+        "auto",
+        "parameters without weight decay, as name patterns; auto: norms and biases, and all of one dimension; null: "
+        "those of one dimension alone, the default of older versions",
         bits=FACTS["groups"],
     )
     groups: tuple[Mapping[str, str | float], ...] | None = key(

@@ -30,6 +30,7 @@ from zero3d.models.quantised_experts import stacks_of
 from zero3d.optim.find import find_matrices
 from zero3d.optim.matrices import Form
 from zero3d.plan.spec import Unit, Weight
+from zero3d.setup.optimizer import norms_and_biases
 from zero3d.shards.cuts import Cut
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.tensor_parallel.parallelize import read_styles
@@ -122,7 +123,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
     }
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     matrices = _matrices(model)
-    drops = any(p.dim() < 2 for p in model.parameters())  # those without weight decay are the first group
+    exempt = {model.get_parameter(name) for name in norms_and_biases(model)}  # without weight decay: the first group
     parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
     for spec in specs:
@@ -130,7 +131,7 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
         for name, p in spec.params.items():
             cut = cuts.get(name)
             dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
-            group = int(drops and p.requires_grad and p.dim() >= 2)
+            group = int(bool(exempt) and p.requires_grad and p not in exempt)
             form = matrices.get(name)
             of_run = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked, form)
             weight = replace(of_run, matrix=packed.get(p))

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.folders import MANIFEST
 from zero3d.checkpoint.manifest_parser import open_manifest
@@ -26,6 +28,7 @@ from zero3d.config.keys import KEYS, value_of
 from zero3d.distributed.degrees import AXES
 from zero3d.engine.engine import Engine
 from zero3d.errors import CheckpointError
+from zero3d.setup.optimizer import BY_NAME, norms_and_biases, of_one_dimension
 from zero3d.setup.schedule import rate
 from zero3d.spec.bits import SAVED
 from zero3d.spec.declaring import as_noted, noted_as
@@ -35,6 +38,7 @@ RATES = ("scheduler", "factors", "schedule_state")  # what is noted of a schedul
 NOT_TYPED = ("model", "data")  # facts of keys that a run refuses to change
 OF_BATCHES = ("batch", "micro_batch", "tokenization")  # facts among batches
 OPTION = "--resume-settings"
+NO_DECAY = "optimizer.no_decay"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -95,6 +99,29 @@ def with_saved(config: Config, choice: str, checkpoint: Path | None) -> Config:
             value = _read(name, settings.entry(name))
             config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     return config
+
+
+def with_groups(config: Config, model: nn.Module, checkpoint: Path | None) -> tuple[Config, str | None]:
+    """Return a configuration whose parameters have weight decay as in the run that goes on, and a line that says so.
+
+    A run that an older version began notes null for optimizer.no_decay, its default, under which norms and biases of
+    two dimensions had weight decay. A manifest that cannot be read is refused when it is loaded.
+    """
+    if checkpoint is None or config.optimizer.no_decay != BY_NAME:
+        return config, None
+    try:
+        settings = (open_manifest(checkpoint).value("loop") or {}).get("settings") or {}
+    except CheckpointError:
+        return config, None
+    exempt = norms_and_biases(model) - of_one_dimension(model)
+    decayed = [name for name, p in model.named_parameters() if p.requires_grad and name in exempt]
+    if settings.get(NO_DECAY, BY_NAME) is not None or not decayed:
+        return config, None
+    kept = replace(config, optimizer=replace(config.optimizer, no_decay=None))
+    return kept, (
+        f"{NO_DECAY}=null: an older version began this run and gave weight decay to {len(decayed)} norms and biases of "
+        f"two dimensions, such as {decayed[0]}; it keeps them. A new run leaves them out."
+    )
 
 
 def describe(config: Config, offers: bool, engine: Engine, saved: Mapping[str, Any], batches: Mapping[str, int]) -> str:

@@ -52,7 +52,7 @@ from zero3d.train.plan_check import CHECKED_STEP, PlanCheck, plan_again, plan_ru
 from zero3d.train.post_mortem import PostMortem
 from zero3d.train.progress import Progress
 from zero3d.train.resume import choose_slots, find_checkpoint, restore
-from zero3d.train.resume_settings import batches_of, describe, settings_of, with_saved
+from zero3d.train.resume_settings import batches_of, describe, settings_of, with_groups, with_saved
 from zero3d.train.sample import sample
 from zero3d.train.start import Start, check_start
 from zero3d.train.traffic import SessionCounts, TrafficRow, traffic_rows
@@ -142,6 +142,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
         everyone = Comm(axis, Arena(torch.device("cpu")), Ledger())
         checkpoint = find_checkpoint(config, start, everyone)
         config = agree(everyone, partial(with_saved, config, start.settings, checkpoint))
+        config, groups = agree(everyone, partial(with_groups, config, module, checkpoint))
         plan = plan_run(config, module, inputs.mesh, inputs.steps)
         built, chosen = choose(config, inputs.mesh, everyone, checkpoint, plan)
         fresh = _first_free(start, everyone) if config.output is None and may_use_folder(built) else None
@@ -170,6 +171,7 @@ def _run(config: Config, start: Start, progress: Progress, lock: FolderLock, pos
     notes = (
         *inputs.opened.notes,
         loss.why or None,
+        groups,
         *inputs.data.notes,
         plan if isinstance(plan, str) else None,
         lock.note,
