@@ -173,14 +173,17 @@ def _as_table(families: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _families() -> Iterator[tuple[str, Any]]:
-    """Yield each type that AutoModelForCausalLM builds, and its answers or why it cannot be built."""
+    """Yield each type that AutoModelForCausalLM builds, and the answers of what it builds, or why it cannot be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
+    from zero3d.models.build import build
     from zero3d.setup.support import support_of
 
     for number, kind in enumerate(sorted(NAMES), 1):
         print(f"{number} of {len(NAMES)}: {kind}", file=sys.stderr, flush=True)
         try:
-            yield kind, _as_json(support_of(_bare(kind)))
+            config = usual_config(kind)
+            config.architectures = None
+            yield kind, _as_json(support_of(build(config)))
         except ConfigError as error:
             yield kind, str(error)

@@ -102,4 +102,7 @@ def older_run(config: Config, parameters: Collection[str]) -> str:
     """Return what to type where a checkpoint is of the language model alone, and the configuration's is whole."""
     if part_of(config, parameters) == config.model.part:
         return ""
-    return f"It is of the language model alone, as which {config.model.path} opened: type model.part={TEXT} to go on."
+    return (
+        f"These are of the language model of {config.model.path} alone, as which such a folder used to open: type "
+        f"model.part={TEXT} to go on."
+    )
