@@ -529,9 +529,11 @@ def accelerated(draw, ours):
             outputs = [accelerator.gather_for_metrics(_logits(model(**batch)).float()) for batch in held_out]
         found.evaluated = [float(output.double().abs().sum()) for output in outputs]
         if draw.sgd:
-            state = accelerator.get_state_dict(model)
+            whole = accelerator.get_state_dict(model)  # of DistributedDataParallel with its prefix
+            state = {name.removeprefix("module."): tensor for name, tensor in whole.items()}
             names = [name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad]
-            found.weights = {name: state[name].float().clone() for name in names if name in state}
+            if state:  # on rank 0 alone, of ours
+                found.weights = {name: state[name].float().clone() for name in names}
         return found
 
 
