@@ -14,6 +14,9 @@ REFUSED = {
     "llava_next": "image_newline is a parameter of LlavaNextModel itself",
     "qwen2_vl": "its blocks get different masks or positions",
     "qwen2_5_vl": "its blocks get different masks or positions",
+    "qwen3_5": "its blocks get different masks or positions",
+    "qwen3_vl": "something happens to the hidden state between blocks 0 and 1",
+    "qwen3_vl_moe": "something happens to the hidden state between blocks 0 and 1",
 }
 CUT = [name for name in EVERY if name not in REFUSED]
 IMAGES = [[True] * 4, [True, False, False, True], [False] * 4]  # by step, of each micro-batch

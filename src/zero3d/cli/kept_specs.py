@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 
 def _digest(path: str, length: int | None, settings: dict[str, Any]) -> str:
-    asked = {key: asdict(value) if isinstance(value, Lora) else value for key, value in settings.items()}
+    asked = {key: asdict(value) if isinstance(value, (Lora, Model)) else value for key, value in settings.items()}
     config = PRESETS[path] if not os.path.exists(path) else config_file(Path(path)).read_text(errors="replace")
     files = sorted((str(file.relative_to(ROOT)), *_stamp(file)) for file in ROOT.rglob("*.py"))
     versions = [platform.python_version(), *map(_version, LIBRARIES)]

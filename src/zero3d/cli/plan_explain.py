@@ -90,12 +90,11 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     model = open_spec(
         config.model.path,
         config.data.length,
-        attn=config.model.attn,
+        chosen=config.model,
         lora=lora,
         packed=bool(config.data.packing),
         freeze=config.freeze,
         quantize=config.model.quantize,
-        part=config.model.part,
     )
     try:
         check(model, plan, cluster)

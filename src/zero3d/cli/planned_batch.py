@@ -83,12 +83,11 @@ def model_of(config: Config) -> ModelSpec:
     return open_spec(
         config.model.path,
         config.data.length,
-        config.model.attn,
+        config.model,
         config.lora,
         bool(config.data.packing),
         config.freeze,
         quantize=config.model.quantize,
-        part=config.model.part,
     )
 
 

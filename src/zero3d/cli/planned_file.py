@@ -57,12 +57,11 @@ class RunFile(NamedTuple):
         model = open_spec(
             config.model.path,
             length or config.data.length,
-            attn=config.model.attn,
+            chosen=config.model,
             lora=lora or config.lora,
             packed=bool(config.data.packing),
             freeze=config.freeze,
             quantize=config.model.quantize,
-            part=config.model.part,
         )
         return replace(model, tiles=model.tiles and config.train.tiled_loss is not False)
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from zero3d.activations.targets import attentions_in
 from zero3d.config import Config, Lora, Model
-from zero3d.config.sections import WHOLE
 from zero3d.errors import ConfigError
 from zero3d.models.bases import config_number, decoder_of, sees_images
 from zero3d.models.quantised_folders import stored_format
@@ -118,23 +117,21 @@ def _setting(config: Any, name: str) -> int:
 def open_spec(
     path: str,
     length: int | None = LENGTH,
-    attn: str | None = None,
+    chosen: Model | None = None,
     lora: Lora | None = None,
     packed: bool | None = False,
     freeze: tuple[str, ...] | None = None,
     beyond: bool = False,
     quantize: str | None = None,
-    part: str = WHOLE,
 ) -> ModelSpec:
     """Make the spec of a preset, a config.json, a folder with one, or module:function.
 
     length None: the model's positions, at most MOST
-    attn   attention implementation, as `model.attn` of a configuration
+    chosen attention and part of the model, as a configuration has them
     lora   adapters, everything else frozen but what it names
     freeze names or patterns of what is not trained
     packed sequences are of several documents each, as data.packing makes them; None: where the model takes no images
     quantize  the format of frozen linear layers, as model.quantize; None: that of a folder which has them in one
-    part   of the model, as model.part
     beyond long sequences may have more tokens than the model has positions, where it computes these
     Errors: nothing of this name, a model that cannot be built or run, names that fit nothing, more tokens than
     positions (ConfigError).
@@ -142,7 +139,7 @@ def open_spec(
     if quantize is None and (freeze or (lora is not None and lora.rank is not None)):
         quantize = stored_format(Path(path))
     settings = Config(
-        model=Model(path=path, init="random", part=part, attn=attn, quantize=quantize),
+        model=replace(chosen or Model(), path=path, init="random", linear=None, quantize=quantize),
         lora=lora or Lora(),
         freeze=freeze,
     )
