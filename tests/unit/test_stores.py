@@ -127,6 +127,29 @@ def test_objects_are_written_listed_read_copied_and_removed(url, tmp_path):
     assert {name: stored.size for name, stored in Store(f"{url}/best/").objects().items()} == {"": 6}
 
 
+def test_a_folder_goes_with_its_last_object_and_the_url_itself_stays(tmp_path):
+    made = filled(f"file://{tmp_path}/run", {"step-1/a/x": b"1", "step-1/y": b"2", "step-2/x": b"3"})
+    made.remove(["step-1/a/x"])
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == ["step-1", "step-2", "x", "y"]
+    made.remove(["step-1/y", "step-2/x", "step-3/never"])
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_object_arrives_whose_folder_another_process_removes_on_the_way(tmp_path, monkeypatch):
+    made, makedirs, removed = filled(f"file://{tmp_path}/run", {}), os.makedirs, []
+
+    def makes(path, *given, **named):
+        makedirs(path, *given, **named)
+        if not removed:
+            removed.append(path)
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "makedirs", makes)
+    made.write("step-1/x", b"1")
+    assert removed
+    assert made.read("step-1/x") == b"1"
+
+
 def test_an_object_that_was_written_again_is_told_from_the_one_before(url):
     made = filled(url, {"a": b"1"})
     before = made.objects()["a"]

@@ -10,10 +10,10 @@ anything else of the store            ConnectionError, without a number
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from errno import EACCES, ENOENT
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from zero3d.stores.urls import protocol_of
@@ -55,6 +55,7 @@ class Store:
         with _errors(self.url):
             self._fs, root = url_to_fs(self.url, **OPTIONS.get(protocol_of(url), {}))
         self._root = root.rstrip("/")
+        self._has_folders = protocol_of(url) in OPTIONS
 
     def objects(self) -> dict[str, Stored]:
         """Return all objects below the URL by name, "" for one that is there itself; nothing where none is.
@@ -78,7 +79,7 @@ class Store:
     def upload(self, path: Path, name: str) -> None:
         """Write a file of this host as an object."""
         with _errors(self._url_of(name)):
-            self._fs.put_file(str(path), self._path(name))
+            self._placed(lambda: self._fs.put_file(str(path), self._path(name)))
 
     def download(self, name: str, path: Path) -> None:
         """Write an object to a file of this host."""
@@ -88,7 +89,7 @@ class Store:
     def write(self, name: str, data: bytes) -> None:
         """Write a small object."""
         with _errors(self._url_of(name)):
-            self._fs.pipe_file(self._path(name), data)
+            self._placed(lambda: self._fs.pipe_file(self._path(name), data))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a small object."""
@@ -98,16 +99,33 @@ class Store:
     def copy(self, name: str, target: str) -> None:
         """Copy an object within the store; its bytes do not come here."""
         with _errors(self._url_of(name)):
-            self._fs.cp_file(self._path(name), self._path(target))
+            self._placed(lambda: self._fs.cp_file(self._path(name), self._path(target)))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; none of them need be there."""
+        """Remove objects; none of them need be there. A store that has folders loses those that are empty then."""
         for name in names:
             with _errors(self._url_of(name)):
-                try:
+                with suppress(FileNotFoundError):
                     self._fs.rm_file(self._path(name))
-                except FileNotFoundError:
-                    continue
+                if self._has_folders:
+                    self._remove_empty(PurePosixPath(name).parents)
+
+    def _remove_empty(self, folders: Iterable[PurePosixPath]) -> None:
+        """Remove folders below the URL, the innermost first, up to one that has something in it."""
+        with suppress(OSError):  # it is not empty: the system looks and removes at once
+            for folder in folders:
+                if folder.parts:
+                    os.rmdir(self._path(str(folder)))
+
+    def _placed(self, write: Callable[[], object]) -> None:
+        """Write an object, again where another process has removed its folder, still empty, on the way."""
+        for attempts_left in (2, 1, 0):
+            try:
+                write()
+                return
+            except FileNotFoundError:
+                if not self._has_folders or not attempts_left:
+                    raise
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
