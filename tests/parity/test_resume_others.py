@@ -13,7 +13,7 @@ import torch
 from models import hf
 from safetensors.torch import load_file
 from test_accelerator import CLOSE, loop
-from trainers import keep_only, logged
+from trainers import keep_only, logged, train
 
 from zero3d.errors import CheckpointError
 
@@ -219,3 +219,16 @@ def test_an_accelerate_loop_goes_on_from_what_accelerate_saved(ranks, tmp_path, 
     wanted = ranks(2, loop, "plain", None, tmp_path / "state", True)[0][0]
     for found, _ in ranks(2, loop, "ours", stage, tmp_path / "state", True):
         assert found == [pytest.approx(log, **CLOSE) for log in wanted]
+
+
+def resumed(folder, options):
+    """What an engine says of a resume from step 3."""
+    return train(2, folder, options, None, "llama", str(folder / FIRST))[0].accelerator.engine.resumed
+
+
+def test_another_norm_to_clip_at_is_said_of_a_resume(ranks, tmp_path):
+    ranks(1, logged, 2, tmp_path, SAVED | {"max_steps": STEP})
+    assert ranks(1, resumed, tmp_path, {})[0].startswith("bitwise")
+    changed = ranks(1, resumed, tmp_path, {"max_grad_norm": 5.0})[0]
+    assert changed.startswith("not bitwise: ")
+    assert "clip_norm 0.5 -> 5.0" in changed

@@ -34,8 +34,9 @@ from zero3d.integrations.transformers.arguments import json_of, sequence_ranks
 from zero3d.integrations.transformers.callbacks import let_read
 from zero3d.setup.optimizer import optimizer_of
 from zero3d.setup.schedule import scheduler
+from zero3d.spec.declaring import as_noted
 
-SCHEDULE = "lr_scheduler"  # where its state is in what the engine's checkpoint keeps for loops
+SCHEDULE, NORM = "lr_scheduler", "max_grad_norm"  # of a trainer, in what the engine's checkpoint keeps for loops
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def _save_optimizer_and_scheduler(original: Callable[..., None], trainer: Traine
     engine = engine_of(trainer)
     if engine is None:
         return original(output_dir)
-    save_engine(engine, Path(output_dir), {SCHEDULE: to_json(trainer.lr_scheduler.state_dict())})
+    loop = {SCHEDULE: to_json(trainer.lr_scheduler.state_dict()), NORM: _norm(trainer)}
+    save_engine(engine, Path(output_dir), loop)
 
 
 def _load_from_checkpoint(original: Callable[..., None], trainer: Trainer, folder: str, model: Any = None) -> None:
@@ -192,7 +194,9 @@ def _load_optimizer_and_scheduler(original: Callable[..., None], trainer: Traine
         return original(folder)
     place, schedule = Path(folder), None
     if states_in(place) is not None:
-        schedule = (load_engine(engine, place) or {}).get(SCHEDULE)
+        loop = load_engine(engine, place) or {}
+        _compare_norms(trainer, engine, loop)
+        schedule = loop.get(SCHEDULE)
         schedule = None if schedule is None else from_json(schedule, trainer.lr_scheduler.state_dict())
     elif not trainer.accelerator.go_on_from_others(place, _adapter(trainer)):
         _say(trainer, f"{place} has weights alone: moments begin at zero, and the schedule at its first step.")
@@ -210,6 +214,20 @@ def _load_optimizer_and_scheduler(original: Callable[..., None], trainer: Traine
                 trainer.lr_scheduler.step()
     if states_in(place) is None:
         take_rates(engine, trainer.lr_scheduler)
+
+
+def _norm(trainer: Trainer) -> float | None:
+    """Return the norm at which the trainer clips, which it tells the engine only in a step."""
+    return float(trainer.args.max_grad_norm) if trainer.args.max_grad_norm else None
+
+
+def _compare_norms(trainer: Trainer, engine: Engine, loop: Mapping[str, Any]) -> None:
+    """Have `engine.resumed` say where the trainer that saved has clipped at another norm."""
+    checkpoints = engine.checkpoints
+    if NORM in loop and loop[NORM] != _norm(trainer) and checkpoints.loaded is not None:
+        checkpoints.loaded = {**checkpoints.loaded, "clip_norm": as_noted(loop[NORM])}
+        with _replaced(engine, "clip_norm", _norm(trainer)):
+            checkpoints.compare({}, {})
 
 
 def _adapter(trainer: Trainer) -> str | None:
