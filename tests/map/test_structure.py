@@ -89,7 +89,8 @@ WITH_TORCH = {
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.keywords", "integrations.accelerate.optimizer",
     "integrations.accelerate.world",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
-    "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
+    "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.checkpoints.plain",
+    "integrations.accelerate.others", "integrations.transformers",
     "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.everywhere", "integrations.verl", "integrations.vllm",
 }  # fmt: skip
 

@@ -149,6 +149,22 @@ def test_a_trainer_has_the_curve_of_the_one_that_wrote_the_checkpoint(ranks, pla
     assert sorted(path.name for path in (folder / FIRST).iterdir()) == before, "nothing is left there"
 
 
+def adapters():
+    """A model with LoRA, the same at every call."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(hf("llama"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.long
+def test_adapters_go_on_over_a_base_that_their_checkpoint_does_not_have(ranks, tmp_path):
+    wanted = ranks(1, logged, "plain", tmp_path, SAVED, None, adapters)[0][0]
+    keep_only(tmp_path, STEP)
+    steps = ranks(2, logged, 3, tmp_path, {}, None, adapters, str(tmp_path / FIRST))[0][0]
+    assert steps[STEP:] == [pytest.approx(step, **CLOSE) for step in wanted[STEP:]]
+
+
 def told_of(folder):
     """What a Trainer of ours raises that resumes a folder, or warns of."""
     import warnings
