@@ -24,8 +24,8 @@ from zero3d.nested import tensors_in
 
 RELEASED = (
     "at stage 3 it is gathered while its module runs, and here it is not. Put `with engine.full_params():` around "
-    "this, on all ranks (of a Trainer trainer.accelerator.engine.full_params()); for files use engine.export(FOLDER) or "
-    "accelerator.get_state_dict(model). Or pass stage=2."
+    "this, on all ranks (of a Trainer trainer.accelerator.engine.full_params()); for files use engine.export(FOLDER), "
+    "or accelerator.get_state_dict(model). Or pass stage=2."
 )
 untold = torch._C.DisableTorchFunctionSubclass  # a context in which the engine itself asks released parameters
 
