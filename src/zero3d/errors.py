@@ -122,7 +122,7 @@ class OrderError(Zero3dError, RuntimeError):
 
 
 class ReleasedParameterError(Zero3dError, RuntimeError):
-    """A weight was copied or serialised while only its shard is held."""
+    """A weight was read, written, copied or serialised while only its shard is held."""
 
 
 class OutOfBudget(Zero3dError, MemoryError):

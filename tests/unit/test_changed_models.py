@@ -361,9 +361,7 @@ def test_a_regulariser_over_released_weights_is_refused_by_name():
     def loss():
         return engine(ids).float().pow(2).mean() + sum(p.float().pow(2).sum() for p in engine.module.parameters())
 
-    with pytest.raises(
-        zero3d.ReleasedParameterError, match=r"pow\(\) of parameter '.*'.*full_params\(\)"
-    ):
+    with pytest.raises(zero3d.ReleasedParameterError, match=r"pow\(\) of parameter '.*'.*full_params\(\)"):
         engine.backward(loss())
     with engine.full_params():
         engine.backward(loss())

@@ -1,7 +1,7 @@
 """Refuse what would go wrong in silence: copies of weights that are not there, clipping and steps without gradients.
 
-At stage 3 a parameter outside its forward is one NaN in the shape of the weight. Saving or
-copying it would succeed and be worthless, so `state_dict`, `load_state_dict`, `deepcopy` and
+At stage 3 a parameter outside its forward is one NaN in the shape of the weight, and refuses to be
+read (zero/released_parameters.py). Of whole modules `state_dict`, `load_state_dict`, `deepcopy` and
 pickling raise instead. No class is patched: torch's own hooks and an instance attribute
 `__reduce_ex__`, which copy and pickle look up, are enough.
 

@@ -5,6 +5,7 @@ policy, weights, gradients, unit   what units share; the parameters gathered, re
 wires                              what travels when weights are gathered, and over which ranks
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
+pending_parameters, released_parameters  operations on parameters whose values are on their way, or not here
 buckets, masters                   a unit's states wherever they are placed; what the optimizer updates
 state_spans, updates               where which states are; a torch optimizer's step over all pieces or bucket by bucket
 arrivals                           which gradients of a unit have come in a backward, and whether more will

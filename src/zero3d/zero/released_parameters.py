@@ -24,7 +24,7 @@ from zero3d.nested import tensors_in
 
 RELEASED = (
     "at stage 3 it is gathered while its module runs, and here it is not. Put `with engine.full_params():` around "
-    "this, on all ranks (of a Trainer trainer.accelerator.engine.full_params()); for files use engine.export(directory) "
+    "this, on all ranks (of a Trainer trainer.accelerator.engine.full_params()); for files use engine.export(FOLDER), "
     "or accelerator.get_state_dict(model). Or pass stage=2."
 )
 untold = torch._C.DisableTorchFunctionSubclass  # a context in which the engine itself asks released parameters
@@ -32,9 +32,10 @@ untold = torch._C.DisableTorchFunctionSubclass  # a context in which the engine 
 MAKE_OTHERS = {  # operations that ask for a shape alone
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
     "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size", "_has_same_storage_numel",
-    "_has_compatible_shallow_copy_type", "detach_", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+    "_has_compatible_shallow_copy_type", "detach_", "is_pinned", "dense_dim",
+    "sparse_dim", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 }  # fmt: skip
-COPY = {  # copies that torch makes of the memory itself, and cpu(), which is none on a CPU alone
+REFUSED = {  # what torch does with the memory itself, undispatched; and cpu(), which is no copy on a CPU alone
     getattr(Tensor, name)
     for name in (
         "numpy", "__array__", "tolist", "__dlpack__", "__deepcopy__", "__reduce_ex__", "cpu", "apply_", "map_", "map2_",
@@ -74,6 +75,8 @@ class _Released:
         if func in ASK:
             with untold():
                 return func(*args, **kwargs or {})
+        if torch.compiler.is_compiling():  # else torch's compiler, which takes seconds to import, is not needed
+            return _looked_at_untraced(func, args, kwargs or {})
         return _looked_at(func, args, kwargs or {})
 
     def __hash__(self) -> int:
@@ -92,7 +95,7 @@ class _Released:
         _refuse(self, "a copy or pickle")
 
 
-class ReleasedTensor(_Released, Tensor):
+class ReleasedTensor(_Released, Tensor):  # type: ignore[misc]
     """A view of a released parameter: of its placeholder, and so without values for ever."""
 
 
@@ -106,13 +109,13 @@ def _grad(p: Any) -> Tensor | None:
 class TellingParameter(nn.Parameter):
     """Is the class of a plain parameter that tells when its `grad` is read, which an engine has taken."""
 
-    grad = property(_grad, GRAD.__set__)  # type: ignore[assignment]
+    grad = property(_grad, GRAD.__set__)
 
 
-class ReleasedParameter(_Released, nn.Parameter):
+class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
     """Is the class of a parameter while its unit has no values."""
 
-    grad = property(_grad, GRAD.__set__)  # type: ignore[assignment]
+    grad = property(_grad, GRAD.__set__)
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """Return a plain parameter."""
@@ -125,6 +128,10 @@ def _refuse(released: Any, what: str) -> NoReturn:
 
 
 @_disable_dynamo
+def _looked_at_untraced(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _looked_at(func, args, kwargs)
+
+
 def _looked_at(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     released = [t for t in tensors_in((args, kwargs)) if isinstance(t, _Released)]
     if func in COMPARE and not isinstance(args[1], Tensor | int | float | complex):
@@ -135,7 +142,7 @@ def _looked_at(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         with untold():
             return func(*args, **kwargs)
     what = f"{getattr(func, '__name__', func)}()"
-    if func in COPY:
+    if func in REFUSED:
         _refuse(released[0], what)
     with untold():
         own = {storage: t for t in released if (storage := _storage(t)) is not None}
@@ -143,18 +150,18 @@ def _looked_at(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             result = func(*args, **kwargs)
         given = {id(t) for t in tensors_in((args, kwargs))}
         for t in tensors_in(result):
-            of = own.get(_storage(t))
+            of = own.get(_storage(t) or 0)
             if of is not None and id(t) not in given and type(t) in (Tensor, nn.Parameter):
                 t.__class__ = ReleasedTensor
                 t.released = of.released  # type: ignore[attr-defined]
     return result
 
 
-class _Look(TorchDispatchMode):
+class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what is dispatched inside and reads or writes the memory of released parameters, by their storages."""
 
-    def __init__(self, own: Mapping[int | None, Any], what: str) -> None:
-        super().__init__()
+    def __init__(self, own: Mapping[int, Any], what: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own, self._what = own, what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,14 +170,14 @@ class _Look(TorchDispatchMode):
         makes_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not makes_view and name not in MAKE_OTHERS:
             for t in tensors_in((args, kwargs)):
-                if (of := self._own.get(_storage(t))) is not None:
+                if (of := self._own.get(_storage(t) or 0)) is not None:
                     _refuse(of, self._what)
         return func(*args, **kwargs)
 
 
 def _storage(t: Tensor) -> int | None:
     try:
-        return t.untyped_storage()._cdata
+        return int(t.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have none
         return None
 
@@ -208,4 +215,4 @@ def tell_no_more(params: Iterable[nn.Parameter]) -> None:
     for p in params:
         vars(p).pop("grad_is_read", None)
         if type(p) is TellingParameter:
-            p.__class__ = nn.Parameter
+            p.__class__ = nn.Parameter  # type: ignore[assignment]

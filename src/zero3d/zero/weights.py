@@ -5,7 +5,8 @@
     masters            fp32            of what this rank updates (masters.py)
 
 Note 1, placeholders. While SHARDED a parameter's data is one NaN expanded to its shape: reading
-a view of a freed storage is a segmentation fault, reading a NaN is not. Each parameter has its
+a view of a freed storage is a segmentation fault, reading a NaN is not. Before that its class refuses a read
+(released_parameters.py). Each parameter has its
 own, so that a write which lands on it is noticed at the next gather.
 
 Note 2, one storage per unit for ever. Autograd saves views of `full`; freeing and refilling that

@@ -275,6 +275,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     "it with engine.export(FOLDER), and train what from_pretrained loads from there."
                 )
             module = engine.module
+            for one in self._optimizers:
+                if isinstance(one, EngineOptimizer) and one.engine is engine:
+                    one.reads.end()
             engine.close()
             models: list[Any] = self._models  # type: ignore[has-type]
             optimizers: list[Any] = self._optimizers

@@ -19,7 +19,8 @@ class GradientReads:
 
     def __init__(self, engine: Engine) -> None:
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        embeddings = [part.weight for part in engine.module.modules() if isinstance(part, nn.Embedding)]
+        weights = [part.weight for part in engine.module.modules() if isinstance(part, nn.Embedding)]
+        embeddings = [weight for weight in weights if isinstance(weight, nn.Parameter)]
         self._telling = list(dict.fromkeys([*embeddings, *trained[:1]]))
         self._read = False
 

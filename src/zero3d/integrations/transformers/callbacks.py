@@ -1,7 +1,7 @@
 """Callbacks of TRL that read all weights after a step: at stage 3 these are whole while they do.
 
-They know of DeepSpeed's shards alone. A callback of the user's own says `with trainer.accelerator.engine.full_params():`
-itself: without it the read is an error that names it.
+They know of DeepSpeed's shards alone. A callback of the user's own says
+`with trainer.accelerator.engine.full_params():` itself: without it the read is an error that names it.
 """
 
 from __future__ import annotations
