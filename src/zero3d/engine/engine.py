@@ -35,10 +35,10 @@ from zero3d.engine.averages import Averages
 from zero3d.engine.checkpoints import Checkpoints, open_saves
 from zero3d.engine.checks import bind_scheduler, check_step
 from zero3d.engine.counts import Counts, refuse_none
-from zero3d.engine.execution import evaluating
+from zero3d.engine.execution import Pipelined, evaluating
 from zero3d.engine.expert_bias import ExpertBias
 from zero3d.engine.features import find, required
-from zero3d.engine.generation import Ending, check_options, generate
+from zero3d.engine.generation import Ending, check_names, check_options, generate
 from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
 from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
@@ -50,6 +50,8 @@ from zero3d.engine.streaming import Sender, Sent, WeightStreams
 from zero3d.engine.unshard import Unsharded
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.memory.threads import unwaited
+from zero3d.models.bases import model_of
+from zero3d.models.packing import inner_model
 from zero3d.nested import map_tensors
 from zero3d.precision import Precision
 from zero3d.weights.buckets import Bucket
@@ -485,8 +487,9 @@ class Engine:
         keep_full  keep units gathered until training goes on, so that ranks may generate different
                    lengths; False gathers per use, and ranks must then stay in lockstep, as with ep in any case
         Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
-        A model's own generate (Hugging Face) takes its other options, too, such as pixel_values of images; a pipeline
-        has these three.
+        A model's own generate (Hugging Face) takes its other options, too, such as attention_mask, repetition_penalty
+        or pixel_values of images, and follows its generation_config; in a pipeline as well, where what needs a cache or
+        another model is refused by name. Any other model has these three.
         """
         ids = input_ids.to(self.mesh.device)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))
@@ -504,8 +507,14 @@ class Engine:
                 synced = {} if alone else {"synced_gpus": True}
                 out: Tensor = of_model(ids, max_new_tokens=max_new_tokens, **{"do_sample": False} | options | synced)
                 return out
+            chunk = next(iter(self.chunks.values()))
+            model: Any = inner_model(model_of(chunk))
+            if isinstance(execution, Pipelined) and hasattr(model, "generate"):
+                synced = {} if alone else {"synced_gpus": True}
+                return execution.generate(model, ids, max_new_tokens, options | synced)
+            check_names(options)
             check_options(options, execution.vocabulary)
-            ending = Ending.of(next(iter(self.chunks.values())), early=alone)
+            ending = Ending.of(chunk, early=alone)
             return generate(execution.next_logits, self.model_group.sum, ids, max_new_tokens, ending, **options)
 
     def _evaluating(self, keep_full: bool) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zero3d.engine.features import having
 from zero3d.engine.foundation import Foundation
-from zero3d.engine.generation import next_logits
+from zero3d.engine.generation import check_options, check_supported, generate_as_whole, next_logits
 from zero3d.engine.losses import Losses, check_loss, checked_weight
 from zero3d.engine.replay.recordings import Again
 from zero3d.engine.runtime import Runtime
@@ -19,6 +19,7 @@ from zero3d.engine.step import Stepper
 from zero3d.errors import ConfigError
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.precision import at_least_fp32
+from zero3d.rng import set_torch_rng, share_torch_rng, torch_rng
 from zero3d.zero.accumulation import Contribution
 from zero3d.zero.gathers import STEP, Gathers
 from zero3d.zero.hooks import Hooks
@@ -202,6 +203,29 @@ class Pipelined:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         output = self._pipeline.output({"input_ids": ids, **self._only})
         return None if output is None else next_logits(output)
+
+    def generate(self, model: Any, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
+        """Continue `ids` by the generate of a Hugging Face model that is cut, on all ranks alike. Raises ConfigError.
+
+        Sends the logits of a token to each other rank, in fp32, beside the hidden states of its prefix.
+        """
+        options = {"do_sample": False} | options
+        check_supported(model, options)
+        check_options(options, self.vocabulary)
+
+        def logits_of(batch: dict[str, Any]) -> Tensor:
+            output = self._pipeline.output({**batch, **self._only})
+            return self._pipeline.logits(None if output is None else next_logits(output), len(batch["input_ids"]))
+
+        if not options["do_sample"]:
+            return generate_as_whole(model, logits_of, ids, max_new_tokens, **options)
+        own = torch_rng(ids.device)
+        share_torch_rng(ids.device, self._pipeline.spread)
+        try:
+            return generate_as_whole(model, logits_of, ids, max_new_tokens, **options)
+        finally:
+            if not self._pipeline.has_output:
+                set_torch_rng(ids.device, own)
 
     def _told(self, batch: Any) -> Any:
         return self._with_length(self._losses.checked(batch))

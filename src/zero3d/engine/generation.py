@@ -2,12 +2,18 @@
 
     prefix -> logits of the next token (on the rank of the last model chunk) -> token -> all ranks -> longer prefix
 
+Hugging Face's models choose tokens by their own `generate` in a pipeline, too, on every rank: each is given the logits,
+and masks, positions, penalties, ends and samples are those of one process. Ranks draw alike: all have the random state
+of the rank that has the output.
+
 The prefix is computed again for every token: there is no cache.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,19 +26,36 @@ from zero3d.nested import tensors_in
 
 LAST = "logits_to_keep"
 OPTIONS = ("do_sample", "temperature", "top_k")
+OF_A_CALL = ("use_cache", "return_dict", "past_key_values", "output_attentions", "output_hidden_states")
+NOT_IN_A_PIPELINE = {
+    "assistant_model": "which needs a cache",
+    "prompt_lookup_num_tokens": "which needs a cache",
+    "past_key_values": "which are a cache",
+    "penalty_alpha": "contrastive search, which needs a cache",
+    "dola_layers": "which needs the logits of all layers",
+    "guidance_scale": "which needs a cache",
+    "inputs_embeds": "where a prompt must be token ids",
+    "output_attentions": "which are on several ranks",
+    "output_hidden_states": "which are on several ranks",
+    "custom_generate": "which is code of its own",
+}
 
 
-def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> None:
-    """Raise ConfigError for options that a pipeline's `generate` does not have, and for values that cannot work.
-
-    All ranks check before anything is sent: only one of them picks tokens, and it would fail alone.
-    """
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that `generate` does not have where a model has none of its own."""
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
         raise ConfigError(
-            f"generate in a pipeline has no option {unknown[0]!r}: pass {', '.join(OPTIONS)}, or export the model and "
-            "generate with pp=1."
+            f"generate in a pipeline has no option {unknown[0]!r} for a model without a generate of its own: pass "
+            f"{', '.join(OPTIONS)}, or export the model and generate with pp=1."
         )
+
+
+def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> None:
+    """Raise ConfigError for values that cannot work.
+
+    All ranks check before anything is sent: where only one of them picks tokens, it would fail alone.
+    """
     if not options.get("do_sample", False):
         return
     temperature, top_k = options.get("temperature", 1.0), options.get("top_k")
@@ -46,6 +69,42 @@ def check_options(options: Mapping[str, Any], vocabulary: int | None = None) -> 
             f"top_k={top_k!r} must be a whole number from 1 to the vocabulary's {vocabulary or 'size'}: pass one of "
             "them, or top_k=None for all tokens."
         )
+
+
+def check_supported(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what transformers' generate needs a cache, another model or a model's inside for."""
+    configs = options.get("generation_config"), getattr(model, "generation_config", None)
+    for name, why in NOT_IN_A_PIPELINE.items():
+        values = [options.get(name), *(getattr(config, name, None) for config in configs)]
+        idle = (1.0,) if name == "guidance_scale" else ()
+        if any(value is not None and value is not False and value not in idle for value in values):
+            raise ConfigError(
+                f"generate in a pipeline cannot do {name!r}, {why}: leave it out, or export the model and generate "
+                "with pp=1."
+            )
+
+
+def generate_as_whole(
+    model: Any, logits_of: Callable[[dict[str, Any]], Tensor], ids: Tensor, max_new_tokens: int, **options: Any
+) -> Tensor:
+    """Continue `ids` by a Hugging Face model's own generate, of a model that this rank has a part of.
+
+    logits_of  what the model's forward is given -> logits of the next token [batch, vocabulary], on every rank
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    stand_in = copy.copy(model)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        vars(stand_in)[hooks] = OrderedDict()  # those of the model's forward run where its parts are
+
+    def forward(**given: Any) -> Any:
+        batch = {name: value for name, value in given.items() if value is not None and name not in OF_A_CALL}
+        return CausalLMOutputWithPast(logits=logits_of(batch)[:, None])
+
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    stand_in.forward = forward
+    out: Tensor = stand_in.generate(ids, max_new_tokens=max_new_tokens, **options, use_cache=False)
+    return out
 
 
 class Ending(NamedTuple):

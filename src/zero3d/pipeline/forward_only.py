@@ -3,7 +3,8 @@
     rank 0   chunk 0 -> send              chunk 2 -> send
     rank 1         receive -> chunk 1 -> send  receive -> chunk 3 -> output
 
-For evaluation and generation, which have no backward to make room for. Ranks go on with the next micro-batch
+For evaluation and generation, which have no backward to make room for. Where all ranks choose tokens, they are sent the
+logits of the last position. Ranks go on with the next micro-batch
 as soon as they have sent, so that a pipeline of one chunk per rank fills up by itself.
 
 Router logits (mixtures of experts with `output_router_logits`) travel behind the hidden state, after a
@@ -36,6 +37,7 @@ class ForwardOnly:
         self._axis = axis
         self._ledger = ledger
         self._chunks, self._outputs = chunks, outputs
+        self._logits: tuple[int, torch.dtype] | None = None  # their columns and what they are in
 
     def __call__(self, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the model's output on the rank of the last chunk, None on others; sends 1 hidden state per cut."""
@@ -46,6 +48,32 @@ class ForwardOnly:
                 return output
             passed = self._pass_on(chunk, output if isinstance(output, tuple) else (output,), ids.shape)
         return None
+
+    def spread(self, tensor: Tensor) -> None:
+        """Give all ranks the values that the rank of the last chunk has, in place; it sends them to each other rank."""
+        source, here = self._owners[-1], self._axis.rank
+        if here != source:
+            messages(self._axis, "receive", "logits", {}, {source: tensor})
+            return
+        for target in range(self._axis.size):
+            if target != here:
+                self._ledger.record("send", self._axis.name, "logits", tensor.numel(), tensor.dtype.itemsize)
+                messages(self._axis, "send", "logits", {target: tensor.contiguous()}, {})
+
+    def everywhere(self, logits: Tensor | None, batch: int) -> Tensor:
+        """Return logits [batch, vocabulary] of the rank of the last chunk on all ranks; their form is told once."""
+        device = self._outputs.device
+        if self._logits is None:
+            form = (0, 0) if logits is None else (logits.shape[-1], DTYPES.index(logits.dtype))
+            header = torch.tensor(form, device=device)
+            self.spread(header)
+            columns, dtype = (int(value) for value in header)
+            self._logits = columns, DTYPES[dtype]
+        if logits is None:
+            columns, of = self._logits
+            logits = torch.empty(batch, columns, dtype=of, device=device)
+        self.spread(logits)
+        return logits
 
     def _pass_on(self, chunk: int, tensors: tuple[Any, ...], shape: Sequence[int]) -> tuple[Any, ...]:
         """Return what enters the next chunk, if that is on this rank; `tensors` left `chunk`, if that is."""

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
 from zero3d.account.traffic import Moved
@@ -143,6 +144,19 @@ class Pipeline:
     def output(self, batch: Any) -> Any:
         """Return the model's output for one micro-batch on the rank of the last chunk, None on others."""
         return self._forward_only(*self._chunks.split_batch(batch))
+
+    def logits(self, logits: Tensor | None, batch: int) -> Tensor:
+        """Return on all ranks the logits [batch, vocabulary] that the rank of the last chunk has."""
+        return self._forward_only.everywhere(logits, batch)
+
+    def spread(self, tensor: Tensor) -> None:
+        """Give all ranks the values that the rank of the last chunk has, in place."""
+        self._forward_only.spread(tensor)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank has the last chunk."""
+        return self._chunks.last in self._chunks.modules
 
     def learn_shapes(self) -> None:
         """Learn how many router logits leave each chunk, which schedules must know, by a forward of two tokens."""

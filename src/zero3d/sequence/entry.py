@@ -60,7 +60,8 @@ class Entry:
         self._passes_on = inspect.Parameter.VAR_KEYWORD in kinds
         self._implementation = implementation
         self._rank = rank
-        self._sharing, self._fallback, self._positions = sharing, fallback, positions
+        self._sharing, self._fallback = sharing, fallback
+        self._positions = positions
         self._tell = tell
         self.open = True  # False: sequences go through whole
         self.inside = False  # a decoder has its rows
