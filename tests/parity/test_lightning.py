@@ -100,8 +100,8 @@ def test_a_run_resumes_at_another_stage(ranks, tmp_path):
         assert ours == pytest.approx(theirs, **CLOSE)
 
 
-def test_manual_optimization_is_refused(ranks, tmp_path):
-    with pytest.raises(RankFailure, match="ConfigError: manual optimization is not supported"):
+def test_two_optimizers_are_refused(ranks, tmp_path):
+    with pytest.raises(RankFailure, match="ConfigError: configure_optimizers gave 2 optimizers: an engine has one"):
         ranks(2, fitted, "zero3d_2", tmp_path, 1, None, False, 2)
 
 

@@ -162,6 +162,25 @@ def test_ranks_that_decide_differently_are_told(ranks, what, words):
         ranks(2, unlike, what)
 
 
+def run_by_caller(precision):
+    """Weights where the caller back-propagates what it is given, and where the engine does."""
+    found = []
+    for run in (None, torch.Tensor.backward, lambda total: (total * 0.5 + total * 0.5).backward()):
+        engine = zero3d.Engine(build("net"), stage=2, precision=precision, optimizer=adamw)
+        for step in range(2):
+            engine.backward_sum(loss_of(engine, batch(step, dist.get_rank())), run=run)
+            engine.step()
+        with engine.full_params():
+            found.append((engine.steps, bits(engine.module.parameters())))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("fp32", marks=pytest.mark.long)])
+def test_a_caller_may_run_the_backward_itself(ranks, precision):
+    for of_engine, *of_caller in ranks(2, run_by_caller, precision):
+        assert of_caller == [of_engine, of_engine]
+
+
 def logs_alone():
     """Weights, and what was moved, where rank 0 alone asks for the norm, and where nobody does."""
     found = []

@@ -359,13 +359,20 @@ class Engine:
         self._assembly.execution.backward(loss, weight, last)
 
     @notes_memory
-    def backward_sum(self, total: Tensor, weight: float | Tensor = 1.0, last: bool | None = None) -> None:
+    def backward_sum(
+        self,
+        total: Tensor,
+        weight: float | Tensor = 1.0,
+        last: bool | None = None,
+        run: Callable[[Tensor], object] | None = None,
+    ) -> None:
         """Back-propagate a sum of losses over `weight` targets, where `backward` takes their mean.
 
         The step's gradient is that of all sums divided by all weights. With weight 1 for the last micro-batch of every
         rank and 0 for those before, sums are added up on a rank and averaged over ranks: DistributedDataParallel's.
+        `run` is called with the sum, in fp16 times the loss scale, in the place of its `backward()`.
         """
-        self._assembly.execution.backward_sum(total, weight, last)
+        self._assembly.execution.backward_sum(total, weight, last, run)
 
     def zero_grad(self) -> None:
         """Forget the gradients and micro-batches of this step so far. All ranks call it, or none.

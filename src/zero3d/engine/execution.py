@@ -27,6 +27,8 @@ from zero3d.zero.hooks import Hooks
 if TYPE_CHECKING:
     from zero3d.pipeline.runner import Pipeline
 
+Run = Callable[[Tensor], object]  # back-propagates a loss, which is scaled already
+
 
 class Execution(Protocol):
     """What an engine asks of its way through the model.
@@ -43,7 +45,7 @@ class Execution(Protocol):
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> None:
         """Back-propagate a mean loss over `weight` targets. Raises ConfigError where this rank has a part of it."""
 
-    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None, run: Run | None = None) -> None:
         """Back-propagate a sum of losses over `weight` targets. Raises ConfigError like `backward`."""
 
     def train(self, micro_batches: Sequence[Any]) -> list[SumAndWeight]:
@@ -90,11 +92,11 @@ class Direct:
             loss = at_least_fp32(loss) * weight
         self._backward(loss, weight, last)
 
-    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None, run: Run | None = None) -> None:
         check_loss("engine.backward_sum", total)
-        self._backward(total, checked_weight(weight), last)
+        self._backward(total, checked_weight(weight), last, run)
 
-    def _backward(self, total: Tensor, weight: float | Tensor, last: bool | None) -> None:
+    def _backward(self, total: Tensor, weight: float | Tensor, last: bool | None, run: Run | None = None) -> None:
         self._heartbeat.work(b"a backward")
         total = self._scaled(total)
         nan = self._accumulation.note_loss(total, weight)
@@ -103,7 +105,7 @@ class Direct:
             if on_host and nan.tolist():
                 self._hooks.refuse_released(total)
             with self._accumulation.counting(Contribution(weight, last)):
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward() if run is None else run(total)  # type: ignore[no-untyped-call]
         except BaseException as error:
             self._stepper.abandon()
             self._hooks.refuse_unsaved(total, error)
@@ -175,7 +177,9 @@ class Pipelined:
     def backward(self, loss: Tensor, weight: float | Tensor | None, last: bool | None) -> NoReturn:
         self._refuse("engine.backward")
 
-    def backward_sum(self, total: Tensor, weight: float | Tensor, last: bool | None) -> NoReturn:
+    def backward_sum(
+        self, total: Tensor, weight: float | Tensor, last: bool | None, run: Run | None = None
+    ) -> NoReturn:
         self._refuse("engine.backward_sum")
 
     def _refuse(self, what: str) -> NoReturn:

@@ -67,8 +67,8 @@ def guard(model: nn.Module, unit_of: Mapping[nn.Parameter, Unit], opened: Callab
         raise ReleasedParameterError(
             "this model belongs to an Engine: a copy or pickle would hold shards or placeholders, and its hooks would "
             "drive the original's engine. Use engine.export(directory) for the weights, engine.save(directory) for "
-            "everything, or engine.close() when training is over (of a Trainer: trainer.accelerator.close_engine()), "
-            "which makes the model a plain one."
+            "everything, or engine.close() when training is over, which makes the model a plain one (of a Trainer: "
+            "trainer.accelerator.close_engine(), of Lightning's: trainer.strategy.close_engine())."
         )
 
     for module in model.modules():
@@ -109,7 +109,8 @@ def _refuse_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
         raise ConfigError(
             f"this {type(stepped).__name__} has the parameters of an Engine, which takes their gradients (`grad` is "
             "None): it would train nothing. Pass it to Engine(optimizer=...), and call engine.step() instead. If the "
-            "program is to train without an engine, close that first: engine.close()."
+            "program is to train without an engine, close that first: engine.close(), of a Trainer "
+            "trainer.accelerator.close_engine(), of Lightning's trainer.strategy.close_engine()."
         )
 
 
