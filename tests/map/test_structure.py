@@ -87,7 +87,7 @@ WITH_TORCH = {
     "integrations.deepspeed.zero",
     "integrations.lightning", "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.keywords", "integrations.accelerate.optimizer",
-    "integrations.accelerate.world",
+    "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.transformers",
     "integrations.transformers.arguments", "integrations.transformers.seams", "integrations.transformers.trainer", "integrations.everywhere", "integrations.verl", "integrations.vllm",
@@ -306,7 +306,7 @@ def test_only_few_modules_read_the_environment():
                 "distributed.determinism",
                 "doctor",
                 "cli",
-                "integrations.accelerate.world",
+                "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
                 "stores.cache",
                 "watchdog.flight_recorder",  # torch's own variables
             )
