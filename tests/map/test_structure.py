@@ -88,7 +88,7 @@ WITH_TORCH = {
     "integrations.lightning", "integrations.lightning.averaging", "integrations.lightning.checkpoints",
     "integrations.lightning.strategy", "integrations.axolotl", "integrations.axolotl.plugin",
     "integrations.accelerate", "integrations.accelerate.accelerator", "integrations.accelerate.keywords", "integrations.accelerate.optimizer",
-    "integrations.accelerate.world",
+    "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
     "integrations.checkpoints.dcp", "integrations.checkpoints.deepspeed", "integrations.checkpoints.foreign",
     "integrations.checkpoints.archives", "integrations.checkpoints.restricted", "integrations.checkpoints.plain",
     "integrations.accelerate.others", "integrations.transformers",
@@ -308,7 +308,7 @@ def test_only_few_modules_read_the_environment():
                 "distributed.determinism",
                 "doctor",
                 "cli",
-                "integrations.accelerate.world",
+                "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
                 "stores.cache",
                 "watchdog.flight_recorder",  # torch's own variables
             )
