@@ -18,7 +18,7 @@ import zero3d
 from zero3d.activations.recomputation import recompute
 from zero3d.config import Lora, load
 from zero3d.distributed.ledger import Ledger
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, ReleasedParameterError
 from zero3d.models.codecs import CODECS, packed_of
 from zero3d.models.load import FileWeights
 from zero3d.models.quantised import QuantisedLinear, find_layers
@@ -514,11 +514,12 @@ def test_layers_with_hooks_stay_as_they_are(hook):
     assert find_layers(model).keys() == layers.keys() - {name}
 
 
-def test_a_released_layer_reads_as_nan(folder):
+def test_a_read_of_a_released_layers_weight_is_an_error_that_names_what_it_is_packed_in(folder):
     opened = opened_of(folder)
     engine_of(opened, stage=3)
     layer = next(module for module in opened.module.modules() if isinstance(module, QuantisedLinear))
-    assert layer.weight.isnan().all()
+    with pytest.raises(ReleasedParameterError, match=r"parameter 'model\.layers\.0\..*\.packed', which has no values"):
+        _ = layer.weight
 
 
 @pytest.mark.parametrize(("settings", "words"), [
