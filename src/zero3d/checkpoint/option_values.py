@@ -170,8 +170,12 @@ def _fault(
     try:
         twin = kind([{"params": [p], **options}], **arguments)
         flat = {name for name, value in states.items() if isinstance(value, Tensor) and value.dim() == 1}
-        twin.state[p] = {name: torch.zeros_like(p) if name in flat else deepcopy(states[name]) for name in states}
+        twin.state[p] = {name: torch.zeros_like(p) if name in flat else _copy(states[name]) for name in states}
         twin.step()
     except Exception as error:  # noqa: BLE001  # torch raises many kinds
         return error
     return None
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else deepcopy(value)

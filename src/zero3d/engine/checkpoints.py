@@ -168,9 +168,9 @@ class Checkpoints:
         with self._mesh.heartbeat.phase("save"):
             self._saves.wait()
         state = self._state()
+        self._assembly.runtime.optimizer.flush()  # the check reads what updates write, and masters may be what is sent
         checked = restore.check(directory, state, options=settings != GIVEN)
         own = self._given(checked.manifest) if settings == GIVEN else None
-        self._assembly.runtime.optimizer.flush()  # it writes masters, which may be what is sent
         self._assembly.stepper.reset()
         step, loop, saved = restore.load(checked, state)
         if own is not None:
