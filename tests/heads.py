@@ -58,8 +58,11 @@ def head(name):
 
     kind, sizes, _ = HEADS[name]
     torch.manual_seed(5)
-    config = getattr(t, kind).config_class(**sizes)
-    return getattr(t, kind)(config).train()
+    model = getattr(t, kind)(getattr(t, kind).config_class(**sizes))
+    with torch.no_grad():  # rows must have unlike losses, or any weights would do
+        for p in model.parameters():
+            p.mul_(8.0 if p.dim() > 1 else 1.0)
+    return model.train()
 
 
 def rows(labels, number, rows=2):

@@ -29,6 +29,9 @@ def assert_weighed(model, batch):
     total = sum(output.loss * n for output, n in zip(outputs, counts, strict=True) if n)
     assert float(targets.count(batch, whole)) == sum(counts) > 0
     torch.testing.assert_close(total / sum(counts), whole.loss, rtol=1e-5, atol=1e-6)
+    if len({*counts} - {0.0}) > 1:
+        alike = sum(output.loss for output, n in zip(outputs, counts, strict=True) if n) / sum(n > 0 for n in counts)
+        assert abs(alike - whole.loss) > 1e-4, "rows whose losses are alike tell nothing of weights"
 
 
 @pytest.mark.parametrize("name", HEADS)
