@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from families import CONFIGS, family
+from families import family
 from models import batch
 
 from zero3d.activations.recomputation import recompute
@@ -20,14 +20,12 @@ LAYERS = 2
 def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
     """A model of vocabulary 64, width 32, 4 heads and 2 layers, in training mode.
 
-    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe; or one of `families`
+    name    llama, qwen3 and gemma2 (tied), gpt2 (tied), apertus, mla, next, llama4 or moe; or a type, as of `families`
     lora    True, or options of it
     sizes   other than that, as configs call them (not GPT-2's)
     """
     import transformers as t
 
-    if name in CONFIGS:
-        return family(name, **sizes)
     torch.manual_seed(7)
     common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     common |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 64}
@@ -57,6 +55,8 @@ def tiny(name, dropout=0.0, kv_heads=2, lora=False, layers=LAYERS, **sizes):
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**experts | common, output_router_logits=True))
         model.set_experts_implementation("eager")
+    elif name != "gpt2":
+        return family(name, **sizes)
     else:
         shape = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "use_cache": False}
         drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}

@@ -143,6 +143,34 @@ def test_a_loop_that_clips_one_step_clips_no_other():
     assert all(torch.equal(tensor, plain_weights[name]) for name, tensor in weights.items())
 
 
+def clipped_by(kind, limits):
+    """Norms that clip_grad_norm_ has returned for these limits in one step, and the weights behind it."""
+    import accelerate
+
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        fresh()
+        accelerator = accelerate.Accelerator(cpu=True) if kind == "plain" else Accelerator(cpu=True, stage=0)
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.backward(model(torch.ones(2, 4)).square().sum())
+        norms = []
+        for limit in limits:
+            norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+            norms.append(float(norm))
+            norm.zero_()  # it is the caller's own
+        optimizer.step()
+        return norms, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("limits", [(0.5, 0.1), (0.1, 0.5), (float("inf"), 0.1), (0.1, float("inf"))])
+def test_of_several_limits_the_least_counts_and_each_norm_is_that_of_what_is_left(limits):
+    (wanted, plain), (found, weights) = clipped_by("plain", limits), clipped_by("ours", limits)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    torch.testing.assert_close(weights, plain, rtol=1e-4, atol=1e-6)
+
+
 def one_epoch(kind, folder):
     """What this rank read of one epoch, and how many processes the program sees. Nobody says that there is no GPU."""
     from transformers import TrainingArguments

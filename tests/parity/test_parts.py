@@ -14,6 +14,7 @@ from zero3d.errors import ConfigError
 from zero3d.models.chain import find_chain
 from zero3d.models.open import open_bare, open_model
 from zero3d.models.packing import check_packing
+from zero3d.models.parts import choose, key_in_text
 from zero3d.setup.text_part import naming_text_part, older_run, part_of
 from zero3d.shards.boxes import whole
 
@@ -89,6 +90,25 @@ def test_part_text_opens_the_language_model_alone_which_computes_what_the_whole_
     again = t.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(again).__name__ == TEXTS[name]
     assert torch.equal(again.eval()(**batch, use_cache=False).logits, made(**batch, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_whole_models_config_says_whether_the_head_of_its_text_is_tied(tied):
+    import transformers as t
+
+    config = t.LlavaConfig(text_config=t.LlamaConfig(tie_word_embeddings=not tied))
+    config.tie_word_embeddings = tied
+    assert choose(config, "text").config.tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize(("key", "wanted"), [
+    ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("language_model.model.norm.weight", "model.norm.weight"), ("language_model.lm_head.weight", "lm_head.weight"),
+    ("model.text_model.embed_tokens.weight", "model.embed_tokens.weight"), ("lm_head.weight", "lm_head.weight"),
+    ("model.vision_tower.language_model.weight", "model.vision_tower.language_model.weight"),
+])  # fmt: skip
+def test_keys_of_a_text_model_are_known_in_folders_of_whole_models_of_any_age(key, wanted):
+    assert key_in_text(key) == wanted
 
 
 def test_a_type_without_a_class_for_its_language_model_says_so(tmp_path):

@@ -313,3 +313,35 @@ def test_two_losses_of_a_step_count_as_torch_adds_them_and_an_attack_between_the
     for ours, theirs in zip(alone(learnt, stage, False), alone(learnt, None, False), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
     assert re.match(r"p\.grad was read between two backwards of a step.*inputs_embeds", alone(learnt, stage, True))
+
+
+class Looking(nn.Linear):
+    """Asks for its gradient in a forward, as a compiler does of all that it compiles."""
+
+    def forward(self, x):
+        assert self.weight.grad is None
+        return super().forward(x)
+
+
+def windows_of_what_looks():
+    """Losses of two windows of two micro-batches each."""
+    from zero3d.integrations.accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(stage=0, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = Looking(*SHAPE)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = []
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                losses.append(model(VALUES).square().mean())
+                accelerator.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+
+def test_a_forward_that_looks_at_gradients_as_a_compiler_does_is_no_attack(alone):
+    first, second, third, fourth = alone(windows_of_what_looks)
+    assert first == second > third == fourth

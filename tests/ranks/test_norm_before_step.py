@@ -138,6 +138,15 @@ def test_the_norm_is_nan_where_no_step_is_due_and_gradients_after_it_are_refused
     assert engine.step().applied
 
 
+def test_gradients_of_a_submodule_after_the_norm_are_refused():
+    engine = zero3d.Engine(build("net"), stage=2, precision="fp32", optimizer=adamw)
+    engine.backward(loss_of(engine, batch(0)))
+    engine.grad_norm()
+    engine.module.layers[0](torch.ones(2, 24)).sum().backward()
+    with pytest.raises(zero3d.ConfigError, match="gradients of a submodule have come after the gradient norm"):
+        engine.step()
+
+
 def unlike(what):
     """What rank 1 does otherwise than rank 0: clip, or take a step that rank 0 leaves out."""
     engine = zero3d.Engine(build("net"), stage=3, precision="fp32", optimizer=adamw, clip_norm=None)
@@ -146,6 +155,8 @@ def unlike(what):
         if what == "clips" and dist.get_rank() == 0:
             engine.clip_norm = 0.1
             engine.grad_norm()
+        if what == "clips once the norm is known" and engine.grad_norm() and dist.get_rank() == 0:
+            engine.clip_norm = 0.1
         if what == "leaves out" and engine.grad_norm() and dist.get_rank() == 0 and step == 1:
             engine.zero_grad()
         else:
@@ -154,7 +165,8 @@ def unlike(what):
 
 
 @pytest.mark.parametrize(("what", "words"), [
-    ("clips", "clip the norm of one step not at all and at 0.1.*clip_grad_norm_ where one does"),
+    *((what, "clip the norm of one step not at all and at 0.1.*clip_grad_norm_ where one does")
+      for what in ("clips", "clips once the norm is known")),
     ("leaves out", "some ranks have left out 0 steps whose norm was known and others 1.*decide by that norm"),
 ])  # fmt: skip
 def test_ranks_that_decide_differently_are_told(ranks, what, words):

@@ -84,6 +84,7 @@ DOORS = VERBS | {
     "freeze": lambda engine, folder: engine.freeze("*norm*"),
     "unfreeze": lambda engine, folder: engine.unfreeze("*norm*"),
     "averaged": lambda engine, folder: engine.averaged().__enter__(),
+    "grad_norm": lambda engine, folder: engine.grad_norm(),
     "whole_state_dict": lambda engine, folder: engine.whole_state_dict(),
     "stream_weights": lambda engine, folder: next(engine.stream_weights()),
     "send_weights": lambda engine, folder: engine.send_weights(Sender()),

@@ -144,11 +144,13 @@ class NormedLinear(nn.Linear):
 def test_the_class_of_a_module_and_its_own_mark_tell_norms_from_matrices():
     model = nn.ModuleDict({"scale": HeadNorm(), "up": NormedLinear(4, 4), "marked": nn.Linear(4, 4, bias=False)})
     model["marked"].weight._no_weight_decay = True
-    assert norms_and_biases(model) == {"scale.weight", "up.bias", "marked.weight"}
+    model["mixer"] = nn.ParameterDict({"A_log": torch.ones(4, 2), "mix": torch.ones(4, 2), "gate": torch.ones(4)})
+    assert norms_and_biases(model) == {"scale.weight", "up.bias", "marked.weight", "mixer.A_log", "mixer.gate"}
 
 
 @pytest.mark.parametrize(("no_decay", "groups"), [
     ("auto", [["scale.weight", "up.bias"]]), (None, [["up.bias"]]), ("*.weight", [["scale.weight", "up.weight"]]),
+    ("scale.* | up.weight", [["scale.weight", "up.weight"]]),
 ])  # fmt: skip
 def test_the_default_a_pattern_and_dimensions_alone_choose_what_has_no_decay(no_decay, groups):
     model = nn.ModuleDict({"scale": HeadNorm(), "up": NormedLinear(4, 4)})

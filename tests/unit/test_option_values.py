@@ -6,6 +6,7 @@ of one into an engine that nobody has tried to load into.
 
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -144,3 +145,17 @@ def test_options_that_torch_takes_only_until_it_steps_are_refused_before_and_nam
     live.load(folder, settings="given")
     train(live, 2)
     assert live.steps == 2
+
+
+@pytest.mark.parametrize(("at", "value"), [
+    (("scalars", "step"), GONE), (("scalars", "step"), 1e300), (("scalars", "other"), -1e39),
+    (("scalars", "exp_avg"), 0.0), (("scalars", "step of 0.weight"), 0.5), (("scalars", "step of 0.weight"), 2.0),
+])  # fmt: skip
+def test_numbers_that_the_optimizer_keeps_of_no_parameter_are_refused(tmp_path, at, value):
+    live = engine_of("AdamW", None)
+    train(live, 1)
+    folder, before = live.save(tmp_path), snapshot(live)
+    forge(folder, ("optimizer", *at), value)
+    with pytest.raises(CheckpointError, match=re.escape(at[-1])):
+        live.load(folder)
+    assert snapshot(live) == before

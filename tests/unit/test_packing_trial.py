@@ -152,6 +152,50 @@ def test_a_module_of_one_s_own_is_tried_too():
     assert "Scalar keeps documents of a sequence apart was not tried (what its forward returns has no row" in said
 
 
+class Places(Mean):
+    """A module whose output tells positions, and nothing of tokens."""
+
+    def forward(self, input_ids, position_ids=None):
+        place = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        return self.embed(place) + 0 * self.embed(input_ids)
+
+
+def test_a_module_in_which_tokens_change_nothing_counts_as_not_tried():
+    assert "was not tried (another token changes nothing in its own document" in check_packing(Places(heeds=True))
+
+
+class Heeds(nn.Module):
+    """A block as in `Mean`, alike in its modules and parameters whether or not it heeds positions."""
+
+    def __init__(self, heeds):
+        super().__init__()
+        self.mix, self.heeds = nn.Linear(8, 8), heeds
+
+    def forward(self, x, position_ids):
+        place = torch.arange(x.shape[1])
+        begins = place - position_ids if self.heeds else place * 0
+        sees = (place[:, None] >= place) & (begins[..., None] <= place)
+        return x + self.mix((sees.float() / sees.sum(-1, keepdim=True)) @ x)
+
+
+class Stack(nn.Module):
+    def __init__(self, *heeds):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, 8), nn.ModuleList(map(Heeds, heeds))
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, torch.arange(x.shape[1])[None] if position_ids is None else position_ids)
+        return x
+
+
+def test_a_block_that_only_its_flag_tells_from_the_others_is_tried_too():
+    assert check_packing(Stack(True, True, True)) is None
+    with pytest.raises(ConfigError, match="Stack lets documents see each other"):
+        check_packing(Stack(True, False, True))
+
+
 def test_a_trial_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(packing, "_found", {})
     model = hf("qwen3")
@@ -206,6 +250,8 @@ def test_a_model_in_groups_of_bits_is_tried_as_a_plain_one(monkeypatch):
 
 def test_a_micro_batch_of_four_rows_of_positions_is_one_row_of_documents_too():
     assert document_ends(POSITIONS.expand(4, 2, 6)).tolist() == document_ends(POSITIONS).tolist() == [0, 3, 5, 6, 8, 12]
+    of_text = torch.cat([POSITIONS[None], torch.zeros(3, 2, 6, dtype=torch.long)])
+    assert torch.equal(document_ends(of_text), document_ends(POSITIONS))
     batch = {"input_ids": POSITIONS + 5, "position_ids": POSITIONS}
     four = with_position_rows(batch, 4)
     assert four["position_ids"].shape == (4, 2, 6)

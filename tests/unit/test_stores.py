@@ -133,6 +133,8 @@ def test_a_folder_goes_with_its_last_object_and_the_url_itself_stays(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == ["step-1", "step-2", "x", "y"]
     made.remove(["step-1/y", "step-2/x", "step-3/never"])
     assert list((tmp_path / "run").iterdir()) == []
+    filled(f"file://{tmp_path}/run", {"step-4/a/x": b"1"}).remove(["step-4/a/x"])
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_an_object_arrives_whose_folder_another_process_removes_on_the_way(tmp_path, monkeypatch):
@@ -148,6 +150,13 @@ def test_an_object_arrives_whose_folder_another_process_removes_on_the_way(tmp_p
     made.write("step-1/x", b"1")
     assert removed
     assert made.read("step-1/x") == b"1"
+
+
+def test_an_object_whose_folder_is_removed_again_and_again_is_an_error(tmp_path, monkeypatch):
+    made, makedirs = filled(f"file://{tmp_path}/run", {}), os.makedirs
+    monkeypatch.setattr(os, "makedirs", lambda path, *given, **named: (makedirs(path, *given, **named), os.rmdir(path)))
+    with pytest.raises(FileNotFoundError):
+        made.write("step-1/x", b"1")
 
 
 def test_an_object_that_was_written_again_is_told_from_the_one_before(url):

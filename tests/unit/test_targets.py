@@ -10,6 +10,7 @@ import torch
 from heads import HEADS, Around, OwnLanguageModel, Said, head, rows
 
 import zero3d
+from zero3d.engine.losses import Losses
 from zero3d.errors import ConfigError
 from zero3d.models.targets import Targets
 from zero3d.sequence.group import _refuse_labels
@@ -29,6 +30,9 @@ def assert_weighed(model, batch):
     total = sum(output.loss * n for output, n in zip(outputs, counts, strict=True) if n)
     assert float(targets.count(batch, whole)) == sum(counts) > 0
     torch.testing.assert_close(total / sum(counts), whole.loss, rtol=1e-5, atol=1e-6)
+    if len({*counts} - {0.0}) > 1:
+        alike = sum(output.loss for output, n in zip(outputs, counts, strict=True) if n) / sum(n > 0 for n in counts)
+        assert abs(alike - whole.loss) > 1e-4, "rows whose losses are alike tell nothing of weights"
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -37,10 +41,24 @@ def test_the_loss_of_a_micro_batch_is_that_of_its_rows_weighed_by_their_targets(
         assert_weighed(head(name), rows(HEADS[name][2], number))
 
 
-def test_tokens_that_nobody_attends_to_do_not_count_where_the_model_leaves_them_out():
+@pytest.mark.parametrize("name", ["attended tokens classified", "tokens classified"])
+def test_tokens_that_nobody_attends_to_do_not_count_where_the_model_leaves_them_out(name):
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
-    assert_weighed(head("attended tokens classified"), rows("kinds", 1) | {"attention_mask": mask})
+    assert_weighed(head(name), rows("kinds", 1) | {"attention_mask": mask})
+
+
+def test_a_number_that_is_no_target_elsewhere_is_one_where_labels_are_numbers():
+    batch = rows("whole numbers", 1)
+    batch["labels"][0] = -100
+    assert_weighed(head("whole rewards"), batch)
+
+
+def test_a_micro_batch_without_targets_adds_nothing():
+    model, batch = head("next tokens"), rows("tokens", 1)
+    batch["labels"][:] = -100
+    total, weight = Losses(model, None, Targets.of(model)).sum_and_weight(model(**batch), batch)
+    assert float(total) == float(weight) == 0.0
 
 
 @pytest.mark.parametrize("way", OWN)
@@ -60,10 +78,9 @@ def test_adapters_do_not_change_the_targets_of_a_model(name, task, labels):
     assert_weighed(peft.get_peft_model(head(name), peft.LoraConfig(task_type=task)).train(), rows(labels, 1))
 
 
-def test_behind_virtual_tokens_the_first_token_is_a_target_too():
-    model = peft.get_peft_model(
-        head("next tokens"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_behind_virtual_tokens_the_first_token_is_a_target_too_and_behind_virtual_keys_it_is_none(kind):
+    model = peft.get_peft_model(head("next tokens"), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert_weighed(model.train(), rows("tokens", 1))
 
 
@@ -208,7 +225,9 @@ def test_steps_of_ranks_and_micro_batches_are_those_of_all_examples_together(ran
         torch.testing.assert_close(own, weights, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sequences classified", pytest.param("masked", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [
+    "next tokens", *(pytest.param(name, marks=pytest.mark.long) for name in ("sequences classified", "masked")),
+])  # fmt: skip
 def test_a_pipeline_weighs_micro_batches_alike(ranks, name):
     want, _ = train_plain(name, 2)
     for found in ranks(2, train_pipeline, name, 3):

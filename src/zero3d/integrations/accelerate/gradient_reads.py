@@ -2,10 +2,12 @@
 
 An engine takes gradients as they come, so `p.grad` is None, and an attack along it would be left out in silence: the
 backward that follows such a read raises. Embeddings and the first trained parameter tell of reads: attacks are on
-embeddings, or go over all parameters.
+embeddings, or go over all parameters. A read inside a forward is none of theirs: a compiler looks at all it compiles.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +24,20 @@ class GradientReads:
         weights = [part.weight for part in engine.module.modules() if isinstance(part, nn.Embedding)]
         embeddings = [weight for weight in weights if isinstance(weight, nn.Parameter)]
         self._telling = list(dict.fromkeys([*embeddings, *trained[:1]]))
+        self._module = engine.module
+        self._hooks: list[Any] = []
         self._read = False
 
     def begin(self) -> None:
-        """Note reads from now on, behind a backward."""
+        """Note reads from now on, behind a backward, but for those of forwards."""
+        self._tell()
+        if not self._hooks:
+            self._hooks = [
+                self._module.register_forward_pre_hook(lambda *_: tell_no_more(self._telling)),
+                self._module.register_forward_hook(lambda *_: self._tell(), always_call=True),
+            ]
+
+    def _tell(self) -> None:
         tell_of_grad(self._telling, self._note)
 
     def _note(self) -> None:
@@ -33,6 +45,9 @@ class GradientReads:
 
     def pause(self) -> None:
         """Note no reads, which are the engine's own, until the next backward."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         tell_no_more(self._telling)
 
     def end(self) -> None:
