@@ -308,7 +308,9 @@ def test_only_few_modules_read_the_environment():
                 "distributed.determinism",
                 "doctor",
                 "cli",
-                "integrations.accelerate.world", "integrations.accelerate.gradient_reads", "integrations.transformers.callbacks",
+                "integrations.accelerate.world",
+                "integrations.accelerate.gradient_reads",
+                "integrations.transformers.callbacks",
                 "stores.cache",
                 "watchdog.flight_recorder",  # torch's own variables
             )

@@ -13,6 +13,7 @@ from training import save_model, save_rows, told, train, tree
 from zero3d.config import load
 from zero3d.errors import ConfigError
 from zero3d.models.build import build
+from zero3d.models.parts import Choice
 from zero3d.setup import attention
 from zero3d.setup.attention import KERNELS, Kernel, check_alike, check_kernel, choose_attention, hub_kernel
 
@@ -104,7 +105,7 @@ def test_models_are_built_offline(monkeypatch):
             raise ValueError(f"offline is {constants.HF_HUB_OFFLINE}")
 
     before = constants.HF_HUB_OFFLINE
-    monkeypatch.setattr("zero3d.models.build.auto_class", lambda config: Seen)
+    monkeypatch.setattr("zero3d.models.build.choose", lambda config, part: Choice(config, Seen, "Seen"))
     with pytest.raises(ConfigError, match="LlamaConfig cannot be built: offline is True"):
         build(AutoConfig.for_model("llama"))
     assert constants.HF_HUB_OFFLINE is before
