@@ -279,23 +279,49 @@ def test_a_reference_model_follows_by_trls_callback_and_by_ones_own_with_whole_w
         assert "trainer.accelerator.engine.full_params()" in said
 
 
-def in_two_losses(accelerator, attacks):
-    """What a loop of two backwards a step has learnt. attacks: shift the embedding along its gradient between them."""
+class Behind(nn.Module):
+    """An embedding that is not the first of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.embed = nn.Linear(4, 4), nn.Embedding(8, 4)
+
+    def forward(self, ids):
+        return self.up(self.embed(ids))
+
+
+class Without(nn.Sequential):
+    """A module without an embedding."""
+
+    def forward(self, ids):
+        return super().forward(VALUES[ids % 4])
+
+
+ATTACKED = {  # what makes a model, and which of its parameters an attack is on
+    "embedding": (lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), lambda model: [model[0].weight]),
+    "embedding behind": (Behind, lambda model: [model.embed.weight]),
+    "all": (lambda: Without(nn.Linear(4, 4), nn.Linear(4, 4)), lambda model: [*model.parameters()]),
+}
+
+
+def in_two_losses(accelerator, attacks, on):
+    """What a loop of two backwards a step has learnt. attacks: shift parameters along their gradients between them."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    make, attacked = ATTACKED[on]
+    model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     for step in range(3):
         for part in range(2):
-            weight = model[0].weight
-            if attacks and part and weight.grad is not None:
-                weight.data.add_(weight.grad)
+            for p in attacked(model) if attacks and part else ():
+                if p.grad is not None:
+                    p.data.add_(p.grad)
             accelerator.backward(model(torch.arange(4) + step + part).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-def learnt(stage, attacks):
+def learnt(stage, attacks, on="embedding"):
     import accelerate
 
     from zero3d.integrations.accelerate import Accelerator
@@ -303,7 +329,7 @@ def learnt(stage, attacks):
     with launched():
         own = accelerate.Accelerator(cpu=True) if stage is None else Accelerator(stage=stage)
         try:
-            return in_two_losses(own, attacks)
+            return in_two_losses(own, attacks, on)
         except zero3d.ConfigError as error:
             return str(error)
 
@@ -312,7 +338,9 @@ def learnt(stage, attacks):
 def test_two_losses_of_a_step_count_as_torch_adds_them_and_an_attack_between_them_is_refused(alone, stage):
     for ours, theirs in zip(alone(learnt, stage, False), alone(learnt, None, False), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
-    assert re.match(r"p\.grad was read between two backwards of a step.*inputs_embeds", alone(learnt, stage, True))
+    for on in ATTACKED:
+        said = alone(learnt, stage, True, on)
+        assert re.match(r"p\.grad was read between two backwards of a step.*inputs_embeds", said), on
 
 
 class Looking(nn.Linear):

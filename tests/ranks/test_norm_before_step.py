@@ -174,6 +174,21 @@ def test_ranks_that_decide_differently_are_told(ranks, what, words):
         ranks(2, unlike, what)
 
 
+def stages_unlike():
+    """What the stages of a pipeline do that clip at unlike norms."""
+    engine = zero3d.Engine(
+        build("llama"), mesh=zero3d.Mesh(pp=2), stage=1, precision="fp32", optimizer=adamw,
+        clip_norm=0.1 if dist.get_rank() else 1.0,
+    )  # fmt: skip
+    ids = torch.arange(8)[None]
+    engine.train_batch([{"input_ids": ids, "labels": ids}] * 2)
+
+
+def test_stages_of_a_pipeline_that_clip_differently_are_told(ranks):
+    with pytest.raises(Exception, match=r"clip the norm of one step at 0\.1 and at 1: every rank must"):
+        ranks(2, stages_unlike)
+
+
 def run_by_caller(precision):
     """Weights where the caller back-propagates what it is given, and where the engine does."""
     found = []

@@ -121,6 +121,12 @@ def test_a_token_that_an_answer_begins_within_is_counted_where_prefixes_tell_ans
         learnt = [token for token, on in zip(tokenizer.inner.convert_ids_to_tokens(ids), targets, strict=True) if on]
         assert across
         assert learnt[0] in ("Ġis", "▁is")
+        marked = template.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+                                  "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")  # fmt: skip
+        ids, targets, across = ChatTemplate(tokenizer, marked).encode(messages)
+        learnt = [token for token, on in zip(tokenizer.inner.convert_ids_to_tokens(ids), targets, strict=True) if on]
+        assert not across, "marks learn it, as transformers' masks do"
+        assert learnt[0] in ("ĠRome", "▁Rome")
     clean = ChatTemplate(of_marks(), template.replace("assistant: {%", "assistant:{%"))
     ids, targets, across = clean.encode(messages)
     assert not across
@@ -136,6 +142,7 @@ ASKED = "<user>one<end>"
     ({"tools": json.dumps(TOOLS)}, f"<system>weather <end>{ASKED}<assistant>is<end>", 1),
     ({"tools": [json.dumps(TOOLS[0])]}, f"<system>weather <end>{ASKED}<assistant>is<end>", 1),
     ({"functions": [TOOLS[0]["function"]]}, f"<system>weather <end>{ASKED}<assistant>is<end>", 1),
+    ({"functions": [TOOLS[0]["function"]], "tools": TOOLS}, f"<system>weather weather <end>{ASKED}<assistant>is<end>", 1),
     ({"chat_template_kwargs": json.dumps({"tools": TOOLS})}, f"<system>weather <end>{ASKED}<assistant>is<end>", 1),
     ({"tools": "", "chat_template_kwargs": "", "system": "", "documents": None}, f"{ASKED}<assistant>is<end>", 1),
     ({"chat_template_kwargs": {"enable_thinking": False}}, f"{ASKED}<assistant>is<end>", 1),
@@ -242,9 +249,14 @@ def test_a_table_gives_every_row_the_keys_of_all_and_nulls_are_not_there(tmp_pat
     options = {"tokenizer": tokenizer, "packing": False, "length": 128, "streaming": streaming}
     found = opened(tmp_path, tmp_path / "a.parquet", **options)
     wanted = opened(tmp_path, write_lines(tmp_path / "a.jsonl", rows), **options)
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        with pyarrow.ipc.new_stream(sink, (table := pyarrow.Table.from_pylist(rows)).schema) as writer:
+            writer.write_table(table)
+    again = opened(tmp_path, tmp_path / "a.arrow", **options)
     for at in range(3):
-        assert found.train[at]["input_ids"].equal(wanted.train[at]["input_ids"])
-        assert found.train[at]["labels"].equal(wanted.train[at]["labels"])
+        for made in (found, again):
+            assert made.train[at]["input_ids"].equal(wanted.train[at]["input_ids"])
+            assert made.train[at]["labels"].equal(wanted.train[at]["labels"])
     assert "not used: the key id (3 records)" in found.notes[-1]
 
 

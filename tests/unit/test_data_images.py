@@ -287,8 +287,12 @@ def test_chats_with_images_keep_all_that_chats_of_texts_keep(tmp_path):
     asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what", "cached": True}]}
     messages = [asked, {"role": "assistant", "content": None, "tool_calls": [call], "id": 1},
                 {"role": "tool", "content": "red"}, {"role": "assistant", "content": "it", "reasoning_content": "a"}]  # fmt: skip
-    made = record_of({"messages": messages, "images": ["a.png"], "tools": [call], "source": "x"}, "here")
+    record = {"messages": messages, "images": ["a.png"], "tools": [call], "source": "x"}
+    made = record_of(record, "here")
     assert isinstance(made, Pictured)
+    assert record_of(record | {"system": "circle"}, "here").messages == [
+        {"role": "system", "content": [{"type": "text", "text": "circle"}]}, *made.messages
+    ]  # fmt: skip
     assert made.unused == ("source", "messages[].content[].cached")
     (ids, targets, _), _ = images.encode(made.messages, made.images, made.options)
     words = tokenizer.inner.convert_ids_to_tokens(ids)
