@@ -31,7 +31,9 @@ class Tied(nn.Module):
 def written(folder, make):
     """Train a model, and write what Trainer writes of it, its weights under the other name of the tied one."""
     model = Tied()
-    optimizer = make([{"params": [model.mix.weight, model.above.weight]}, {"params": [model.embed.weight], "weight_decay": 0.5}])
+    optimizer = make(
+        [{"params": [model.mix.weight, model.above.weight]}, {"params": [model.embed.weight], "weight_decay": 0.5}]
+    )
     for step in range(STEPS):
         model(torch.ones(2, 4) + step).pow(2).mean().backward()
         optimizer.step()
