@@ -133,6 +133,10 @@ def refused():
         with pytest.raises(ConfigError) as error:
             engine.generate(prompts()[0], NEW, **{name: value})
         said.append(str(error.value))
+    from transformers import GenerationConfig
+
+    with pytest.raises(ConfigError, match="cannot do 'penalty_alpha'"):
+        engine.generate(prompts()[0], NEW, generation_config=GenerationConfig(penalty_alpha=0.6))
     return said, engine.generate(prompts()[0], NEW).tolist()
 
 
