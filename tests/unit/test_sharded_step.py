@@ -1,5 +1,6 @@
 """The step's own rules, on one process: whose orders are compared, what is clipped, how much is under way."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,12 @@ from zero3d.zero.optimizer import NO_NORM, ShardedOptimizer
 
 
 def exchanged(kind, dp_differences, other_row):
-    """Weight of the first of two rows of dp ranks, and whether orders agree: dp ranks differ by so much, a row found that."""
+    """Weight of the first of two rows of dp ranks, and whether orders agree: dp ranks differ by so much, a row found that.
+
+    A row of ranks finds the hash of what it has decided about the step, which is 5 here, or NaN where orders differ.
+    """
     comm = SimpleNamespace(
-        size=2, order_values=lambda: [7.0, 9.0],
+        size=2, order_values=lambda: [7.0, 9.0], note_step=lambda decided: 5.0,
         exchange=lambda mine: torch.stack([mine, mine + torch.tensor(dp_differences, dtype=torch.float64)]),
     )  # fmt: skip
     model_group = SimpleNamespace(
@@ -26,6 +30,7 @@ def exchanged(kind, dp_differences, other_row):
     optimizer = object.__new__(kind)
     optimizer._comm, optimizer._model_group, optimizer._arena = comm, model_group, Arena(torch.device("cpu"))
     optimizer._comms = [comm]
+    optimizer.clip_norm, optimizer._clipped, optimizer._left_out = None, NO_NORM, 0
     optimizer._summands = SimpleNamespace(total=torch.sum)
     total, in_order = optimizer._exchange(torch.tensor([3.0], dtype=torch.float64))
     return float(total), bool(in_order)
@@ -33,10 +38,15 @@ def exchanged(kind, dp_differences, other_row):
 
 @pytest.mark.parametrize("kind", [ShardedOptimizer, ExactOptimizer])
 def test_orders_of_gathers_and_of_reductions_are_compared_on_all_ranks(kind):
-    assert exchanged(kind, [2.0, 0.0, 0.0], [4.0, 0.0]) == (3.0 + 5.0, True)
-    assert exchanged(kind, [0.0, 1.0, 0.0], [4.0, 0.0]) == (6.0, False)
-    assert exchanged(kind, [0.0, 0.0, 1.0], [4.0, 0.0]) == (6.0, False)
-    assert exchanged(kind, [0.0, 0.0, 0.0], [4.0, 1.0]) == (6.0, False)
+    assert exchanged(kind, [2.0, 0.0, 0.0], [4.0, 5.0]) == (3.0 + 5.0, True)
+    assert exchanged(kind, [0.0, 1.0, 0.0], [4.0, 5.0]) == (6.0, False)
+    assert exchanged(kind, [0.0, 0.0, 1.0], [4.0, 5.0]) == (6.0, False)
+    assert exchanged(kind, [0.0, 0.0, 0.0], [4.0, math.nan]) == (6.0, False)
+
+
+@pytest.mark.parametrize("kind", [ShardedOptimizer, ExactOptimizer])
+def test_what_other_stages_have_decided_about_a_step_is_compared(kind):
+    assert exchanged(kind, [0.0, 0.0, 0.0], [4.0, 6.0]) == (6.0, False)
 
 
 @pytest.mark.parametrize("kind", [ShardedOptimizer, ExactOptimizer])
