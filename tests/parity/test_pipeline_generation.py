@@ -71,7 +71,7 @@ def drawn(seed):
 
 def chosen():
     ids, padded, mask = prompts()
-    yield {"ids": ids}
+    yield {"ids": ids, "use_cache": True}
     yield {"ids": padded}
     yield {"ids": padded, "attention_mask": mask}
     yield {"ids": ids, "num_beams": 3, "num_return_sequences": 2}

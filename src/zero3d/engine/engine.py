@@ -495,8 +495,9 @@ class Engine:
                    lengths; False gathers per use, and ranks must then stay in lockstep, as with ep in any case
         Sequences end at the end-of-sequence token that the model's generation_config names, and are padded.
         A model's own generate (Hugging Face) takes its other options, too, such as attention_mask, repetition_penalty
-        or pixel_values of images, and follows its generation_config; in a pipeline as well, where what needs a cache or
-        another model is refused by name. Any other model has these three.
+        or pixel_values of images, and follows its generation_config but for `max_new_tokens` and `do_sample`, which are
+        the call's; in a pipeline as well, where nothing is cached, and what needs a cache or another model is refused
+        by name. Any other model has these three.
         """
         ids = input_ids.to(self.mesh.device)
         options = map_tensors(options, lambda t: t.to(self.mesh.device))

@@ -103,7 +103,7 @@ def generate_as_whole(
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     stand_in.forward = forward
-    out: Tensor = stand_in.generate(ids, max_new_tokens=max_new_tokens, **options, use_cache=False)
+    out: Tensor = stand_in.generate(ids, max_new_tokens=max_new_tokens, **options | {"use_cache": False})
     return out
 
 
