@@ -35,7 +35,7 @@ Check = Callable[[nn.Module], object]
 
 @contextmanager
 def naming_text_part(config: Config) -> Iterator[None]:
-    """Add model.part=text to a ConfigError that a model gets as a whole, and its language model alone would not."""
+    """Add model.part=text to a ConfigError that the whole model gets, and its language model alone would not."""
     try:
         yield
     except ConfigError as error:
@@ -46,38 +46,42 @@ def naming_text_part(config: Config) -> Iterator[None]:
 
 def _remedy(config: Config, error: str) -> str:
     """Return what to type where the language model alone passes the check that an error is of; else ""."""
-    checks = [check for word, check in _checks(config) if word in error]
-    text = _text_model(config) if checks else None
-    if text is None or not all(_passes(check, text) for check in checks):
+    both = _text_and_whole(config)
+    if both is None:
+        return ""
+    text, whole = both
+    failed = [check for check in _checks(config) if (words := _refusal(check, whole)) and words in error]
+    if not failed or any(_refusal(check, text) for check in failed):
         return ""
     return f"For training on text alone type model.part={TEXT}: it opens {type(text).__name__}, which can."
 
 
-def _checks(config: Config) -> Iterator[tuple[str, Check]]:
-    """Yield a word of each refusal that depends on what a model is made of, and the check that it is of."""
+def _checks(config: Config) -> Iterator[Check]:
+    """Yield the checks of what is asked that depend on what a model is made of."""
     mesh = config.mesh
     tp = mesh.tp or 1
     if (mesh.pp or 1) > 1:
-        yield "pp=1", lambda model: find_chain(model, mesh.blocks)
+        yield lambda model: find_chain(model, mesh.blocks)
     if (sp := mesh.sp or 1) > 1:
-        yield "mesh.sp", lambda model: check_sequence(model, sp, tp, mesh.sp_kind)
+        yield lambda model: check_sequence(model, sp, tp, mesh.sp_kind)
     if tp > 1:
-        yield "tp", lambda model: parallelize(copy.deepcopy(model).to("meta"), Axis("tp", 0, tp), Ledger())
+        yield lambda model: parallelize(copy.deepcopy(model).to("meta"), Axis("tp", 0, tp), Ledger())
     if config.data.packing:
-        yield "data.packing", check_packing
-    yield "blank image", check_blank_image
+        yield check_packing
+    yield check_blank_image
 
 
-def _passes(check: Check, model: nn.Module) -> bool:
+def _refusal(check: Check, model: nn.Module) -> str:
+    """Return what a check says of a model that does not pass it; "" of one that does."""
     try:
         check(model)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
-def _text_model(config: Config) -> nn.Module | None:
-    """Return the language model alone of a configuration's whole model, on meta; None where that is no other."""
+def _text_and_whole(config: Config) -> tuple[nn.Module, nn.Module] | None:
+    """Return a configuration's language model alone and its whole model, on meta; None where they are no two."""
     if config.model.part != WHOLE or is_called(config.model):
         return None
     bare = replace(config.model, init="random")
@@ -85,13 +89,12 @@ def _text_model(config: Config) -> nn.Module | None:
         text, whole = open_bare(replace(bare, part=TEXT)).module, open_bare(bare).module
     except ConfigError:
         return None
-    return text if type(text) is not type(whole) else None
+    return (text, whole) if type(text) is not type(whole) else None
 
 
 def part_of(config: Config, parameters: Collection[str]) -> str:
     """Return the part of a configuration's model that has these parameters: its own, or text of an older run's."""
-    text = _text_model(config)
-    if text is None:
+    if _text_and_whole(config) is None:
         return config.model.part
     model = replace(config.model, init="random", part=TEXT)
     names = {name for name, _ in as_trained(open_bare(model), config).module.named_parameters()}
