@@ -142,6 +142,15 @@ def test_modules_without_parameters_and_buffers_of_forwards_may_change():
         registry.check()
 
 
+def test_a_parameter_that_moves_to_the_module_behind_its_own_is_seen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    registry = Registry(model)
+    registry.check()
+    model[1]._parameters = {"moved": model[0]._parameters.pop("bias"), **model[1]._parameters}  # in the same order
+    with pytest.raises(LayoutError, match=r"added: 1\.moved; removed: 0\.bias"):
+        registry.check()
+
+
 def test_a_half_window_is_not_saved(tmp_path):
     engine = engine_of(accumulate=3)
     backward(engine)
