@@ -89,7 +89,7 @@ def functions():
     return {name: function for name, function in named.items() if name and not re.search(r"empty|Tensor\.set_$", name)}
 
 
-MEMORY = re.compile(r"data_ptr|_cdata|storage|dim_order|is_contiguous|__repr__|contiguous_format")
+MEMORY = re.compile(r"data_ptr|_cdata|_storage|storage_|dim_order|is_contiguous|__repr__|contiguous_format")
 COPIES_GAPS = re.compile(r"ravel$|reshape|flatten$|contiguous$")  # views of what has no gaps
 
 
@@ -131,6 +131,7 @@ FREE = {
     ),
     "hash": lambda p: hash(p) == id(p) and p in {p} and {p: 1}[p],
     "is": lambda p: p is not None and isinstance(p, nn.Parameter) and isinstance(p.data, torch.Tensor),
+    "its own data": lambda p: (setattr(p, "data", p.data), type(p) is not nn.Parameter)[1],
     "no parameter": lambda p: not isinstance(p.view(-1), nn.Parameter),
     "None": lambda p: p != None and (p == None) is False,  # noqa: E711
     "gradient": lambda p: p.grad is None and p.requires_grad and p.is_leaf,
@@ -161,6 +162,16 @@ REFUSED = {
     "init": lambda p: nn.init.normal_(p), "item set": lambda p: p.data.__setitem__(0, 1.0),
     "out": lambda p: torch.add(torch.zeros(SHAPE), 1, out=p.data), "autograd": lambda p: (p * 2).sum(),
     "linear": lambda p: nn.functional.linear(torch.zeros(1, 4), p), "equal": lambda p: torch.equal(p, torch.zeros(SHAPE)),
+}  # fmt: skip
+
+
+REFUSED |= {
+    "Parameter": nn.Parameter, "Parameter of data": lambda p: nn.Parameter(p.data), "storage": lambda p: p.storage(),
+    "set_": lambda p: torch.zeros(SHAPE).set_(p.data), "tensor": lambda p: torch.tensor(p.detach()),
+    "vmap": lambda p: torch.vmap(lambda row: row.unsqueeze(0).sum())(p.data),
+    "vmap's own": lambda p: torch.vmap(lambda row: row @ p)(torch.zeros(SHAPE)),
+    "of a gradient": lambda p: torch.func.grad(lambda own: own.square().sum())(p.data),
+    "another class": lambda p: p.data.as_subclass(torch.Tensor).sum(),
 }  # fmt: skip
 
 
