@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,23 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 COMPARE = (Tensor.__eq__, Tensor.__ne__)
 
 
+class Told(NamedTuple):
+    """Holds what an error says of a released parameter.
+
+    remedy  what to do
+    first   is called before: may raise an error that says more
+    """
+
+    name: str
+    remedy: str
+    first: Sequence[Callable[[], None]] = ()
+
+
 class _Released:
-    """What released parameters and their views share. released: the parameter's name, and what to do."""
+    """What released parameters and their views share."""
 
     __slots__ = ()
-    released: tuple[str, str]
+    released: Told
 
     @classmethod
     def __torch_function__(
@@ -107,7 +119,7 @@ class ReleasedTensor(_Released, Tensor):  # type: ignore[misc]
     """
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run what makes a view, or asks for a shape alone. Raises ReleasedParameterError."""
@@ -145,7 +157,9 @@ class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
 
 
 def _refuse(released: Any, what: str) -> NoReturn:
-    name, remedy = released.released
+    name, remedy, first = released.released
+    for check in first:
+        check()
     raise ReleasedParameterError(f"{what} of parameter {name!r}, which has no values: {remedy}")
 
 
@@ -209,7 +223,7 @@ def _is_free(func: Any) -> bool:
     return _makes_view(func) or _name(func) in MAKE_OTHERS
 
 
-def _view(t: Tensor, words: tuple[str, str]) -> Tensor:
+def _view(t: Tensor, words: Told) -> Tensor:
     with undispatched():  # what is made of one that looks would ask it again
         view = Tensor._make_subclass(ReleasedTensor, t)
     view.released = words
@@ -223,8 +237,8 @@ def _storage(t: Tensor) -> int | None:
         return None
 
 
-def release(params: Iterable[nn.Parameter], told: Iterable[tuple[str, str]]) -> None:
-    """Refuse operations on these parameters' values: told, of each, is its name and what to do.
+def release(params: Iterable[nn.Parameter], told: Iterable[Told]) -> None:
+    """Refuse operations on these parameters' values: told is what is said of each.
 
     Those of a class of their own stay as they are.
     """

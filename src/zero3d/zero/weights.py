@@ -32,7 +32,7 @@ from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views
-from zero3d.zero.released_parameters import RELEASED, gather, release, untold
+from zero3d.zero.released_parameters import RELEASED, Told, gather, release, untold
 from zero3d.zero.streams import compute_stream, wait_on
 from zero3d.zero.wires import Wire
 
@@ -82,7 +82,8 @@ class Weights:
         self.views = parameter_views(self.full, layout)
         self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
-        self._told = [(slot.name, RELEASED) for slot in layout.slots]
+        self.before_refusing: list[Callable[[], None]] = []  # checks that may say more of a read of released parameters
+        self._told = [Told(slot.name, RELEASED, self.before_refusing) for slot in layout.slots]
         self._adopt(fill)
         self._point_at(self.views)
         self._versions = [p._version for p in self.params]
