@@ -247,6 +247,32 @@ def test_parameters_are_plain_ones_while_they_are_gathered_and_after_the_close(r
     assert len({round(value, 2) for value in found[0]}) == 1
 
 
+def views_beyond_a_block(precision):
+    """Sums of a view that is kept beyond full_params(): there, after a step; and memory that is kept with and without."""
+    engine = zero3d.Engine(build("net"), stage=3, precision=precision, optimizer=adamw)
+    full = [unit.weights.full.untyped_storage() for unit in engine._assembly.runtime.units]
+    for each in range(2):
+        with engine.full_params():
+            view = engine.module.layers[0].up.weight.data
+            assert view.isfinite().all()
+        sums = [view.float().sum().item()]
+        engine.backward(loss_of(engine, batch(each)))
+        assert engine.step().applied
+        sums.append(view.float().sum().item())
+        kept = sum(storage.nbytes() > 0 for storage in full)
+    del view
+    engine.backward(loss_of(engine, batch(2)))
+    engine.step()
+    return sums, kept, sum(storage.nbytes() for storage in full)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_view_that_is_kept_beyond_full_params_is_nan_and_ends_no_process(ranks, precision):
+    for sums, kept, left in ranks(2, views_beyond_a_block, precision):
+        assert all(value != value for value in sums)
+        assert (kept, left) == (1, 0)
+
+
 def a_callback_of_trls(follows):
     """TRL's callback in short: it knows no engine."""
     from transformers import TrainerCallback
