@@ -458,7 +458,7 @@ class Weights:
 
 def _holders(buffer: Tensor) -> int:
     """Return how many tensors have a buffer's memory."""
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
 
 
 def is_placeholder(p: Tensor) -> bool:
