@@ -89,7 +89,7 @@ def functions():
     return {name: function for name, function in named.items() if name and not re.search(r"empty|Tensor\.set_$", name)}
 
 
-MEMORY = re.compile(r"data_ptr|_cdata|storage|dim_order|is_contiguous|__repr__|contiguous_format")
+MEMORY = re.compile(r"data_ptr|_cdata|_storage|storage_|dim_order|is_contiguous|__repr__|contiguous_format")
 COPIES_GAPS = re.compile(r"ravel$|reshape|flatten$|contiguous$")  # views of what has no gaps
 
 
@@ -131,6 +131,7 @@ FREE = {
     ),
     "hash": lambda p: hash(p) == id(p) and p in {p} and {p: 1}[p],
     "is": lambda p: p is not None and isinstance(p, nn.Parameter) and isinstance(p.data, torch.Tensor),
+    "its own data": lambda p: (setattr(p, "data", p.data), type(p) is not nn.Parameter)[1],
     "no parameter": lambda p: not isinstance(p.view(-1), nn.Parameter),
     "None": lambda p: p != None and (p == None) is False,  # noqa: E711
     "gradient": lambda p: p.grad is None and p.requires_grad and p.is_leaf,
@@ -161,6 +162,16 @@ REFUSED = {
     "init": lambda p: nn.init.normal_(p), "item set": lambda p: p.data.__setitem__(0, 1.0),
     "out": lambda p: torch.add(torch.zeros(SHAPE), 1, out=p.data), "autograd": lambda p: (p * 2).sum(),
     "linear": lambda p: nn.functional.linear(torch.zeros(1, 4), p), "equal": lambda p: torch.equal(p, torch.zeros(SHAPE)),
+}  # fmt: skip
+
+
+REFUSED |= {
+    "Parameter": nn.Parameter, "Parameter of data": lambda p: nn.Parameter(p.data), "storage": lambda p: p.storage(),
+    "set_": lambda p: torch.zeros(SHAPE).set_(p.data), "tensor": lambda p: torch.tensor(p.detach()),
+    "vmap": lambda p: torch.vmap(lambda row: row.unsqueeze(0).sum())(p.data),
+    "vmap's own": lambda p: torch.vmap(lambda row: row @ p)(torch.zeros(SHAPE)),
+    "of a gradient": lambda p: torch.func.grad(lambda own: own.square().sum())(p.data),
+    "another class": lambda p: p.data.as_subclass(torch.Tensor).sum(),
 }  # fmt: skip
 
 
@@ -234,6 +245,32 @@ def test_parameters_are_plain_ones_while_they_are_gathered_and_after_the_close(r
     found = ranks(2, around_a_gather, 3)
     assert found[0] == found[1]
     assert len({round(value, 2) for value in found[0]}) == 1
+
+
+def views_beyond_a_block(precision):
+    """Sums of a view that is kept beyond full_params(): there, after a step; and memory that is kept with and without."""
+    engine = zero3d.Engine(build("net"), stage=3, precision=precision, optimizer=adamw)
+    full = [unit.weights.full.untyped_storage() for unit in engine._assembly.runtime.units]
+    for each in range(2):
+        with engine.full_params():
+            view = engine.module.layers[0].up.weight.data
+            assert view.isfinite().all()
+        sums = [view.float().sum().item()]
+        engine.backward(loss_of(engine, batch(each)))
+        assert engine.step().applied
+        sums.append(view.float().sum().item())
+        kept = sum(storage.nbytes() > 0 for storage in full)
+    del view
+    engine.backward(loss_of(engine, batch(2)))
+    engine.step()
+    return sums, kept, sum(storage.nbytes() for storage in full)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_view_that_is_kept_beyond_full_params_is_nan_and_ends_no_process(ranks, precision):
+    for sums, kept, left in ranks(2, views_beyond_a_block, precision):
+        assert all(value != value for value in sums)
+        assert (kept, left) == (1, 0)
 
 
 def a_callback_of_trls(follows):

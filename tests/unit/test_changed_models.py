@@ -110,6 +110,15 @@ def test_after_a_head_is_replaced_every_door_of_an_engine_says_so(door, stage, t
         DOORS[door](engine, tmp_path / "folder")
 
 
+@pytest.mark.parametrize("door", ["train_batch", "forward", "module"])
+def test_a_head_that_is_tied_to_released_weights_later_is_said_to_be_replaced(door):
+    engine = engine_of(stage=3, units=["layers.*"], loss=lambda out, batch: (out.sum(), 1.0))
+    engine.module.head.weight = engine.module.layers[0].up.weight
+    doors = DOORS | {"forward": lambda engine, _: engine(IDS), "module": lambda engine, _: engine.module(IDS)}
+    with pytest.raises(LayoutError, match=r"other parameters than when its Engine was built .*replaced: head\.weight"):
+        doors[door](engine, None)
+
+
 def test_every_public_method_of_an_engine_is_a_door_or_free():
     methods = {name for name, value in vars(zero3d.Engine).items() if inspect.isfunction(value) and name[0] != "_"}
     assert methods == (DOORS.keys() - {"__call__", "state_dict of its module"}) | FREE
@@ -139,6 +148,15 @@ def test_modules_without_parameters_and_buffers_of_forwards_may_change():
     registry.check()
     head(model)
     with pytest.raises(LayoutError, match=r"replaced: head\.weight"):
+        registry.check()
+
+
+def test_a_parameter_that_moves_to_the_module_behind_its_own_is_seen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    registry = Registry(model)
+    registry.check()
+    model[1]._parameters = {"moved": model[0]._parameters.pop("bias"), **model[1]._parameters}  # in the same order
+    with pytest.raises(LayoutError, match=r"added: 1\.moved; removed: 0\.bias"):
         registry.check()
 
 

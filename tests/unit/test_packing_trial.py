@@ -1,6 +1,7 @@
 """Whether a model keeps packed documents apart is tried: what passes trains on packed rows as on the documents apart."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -219,6 +220,23 @@ def test_there_is_one_trial_for_a_configuration(monkeypatch):
     monkeypatch.setattr(packing, "judge", None)  # whoever called it would fail, and read the source
     assert check_packing(hf("llama")) is None
     assert "was not tried (TypeError" in check_packing(hf("qwen3"))
+
+
+def test_a_model_with_a_patched_module_is_tried_itself(monkeypatch):
+    monkeypatch.setattr(packing, "_found", {})
+    model, patched, by_forward = hf("llama"), hf("llama"), hf("llama")
+    attention = type(model.model.layers[0].self_attn)
+
+    def blind(self, *args, **options):
+        return attention.forward(self, *args, **options | {"attention_mask": None, "position_ids": None})
+
+    check_packing(model)
+    for layer in patched.model.layers:
+        layer.self_attn.__class__ = type("Blind", (attention,), {"forward": blind})
+    with pytest.raises(ConfigError, match="lets documents see each other"):
+        check_packing(patched)
+    by_forward.model.layers[1].self_attn.forward = MethodType(blind, by_forward.model.layers[1].self_attn)
+    assert packing._key(hf("llama")) == packing._key(model) != packing._key(by_forward)
 
 
 def test_kernels_without_masks_are_tried_by_where_documents_end():

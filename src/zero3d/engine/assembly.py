@@ -204,6 +204,8 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
             pipeline.learn_shapes()
     registry = Registry(module)
     module.register_state_dict_pre_hook(lambda *_: registry.check())  # type: ignore[no-untyped-call]
+    for unit in runtime.units:
+        unit.weights.before_refusing.append(registry.check)
     axes.ledger.reset()  # it counts training; construction broadcast the model once
     axes.arena.reset_peaks()
     return Assembly(

@@ -541,7 +541,8 @@ class Engine:
         owner of each slice wins). Entering and leaving without writes changes no bit. At stage 3
         gathers the units: (N-1)/N Psi elements. What is written into a tied parameter reaches its copy
         on another pipeline stage; where both are written, the full model's name wins. With master="split" a copy of
-        this rank's weights is held inside, where they are not gathered from a shard.
+        this rank's weights is held inside, where they are not gathered from a shard. A view that is kept beyond the
+        block is NaN where stage 3 releases its memory, which stays allocated as long: keep a clone().
         """
         units = self._unsharded.open(modules)
         try:

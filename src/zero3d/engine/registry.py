@@ -8,32 +8,32 @@ updates and which differ from rank to rank.
     a new norm weight     norm.weight = nn.Parameter(...)      another parameter under a known name
     a buffer              module.register_buffer(...)          a new name
 
-Looked at in every step, so cheaply: modules hold what they register in dicts, whose values are compared by identity.
-Buffers are compared by name alone: forwards assign new ones to old names.
+Looked at in every step and every forward without grad, so cheaply: modules hold what they register in dicts, of all of
+which values are compared by identity, in one pass. Buffers are compared by name alone: forwards assign new ones to old
+names.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from zero3d.errors import LayoutError
 from zero3d.models.names import persistent_buffers
 
+REGISTERED = itemgetter("_parameters", "_modules")  # the dicts of a module whose values are compared
+
 
 class Registered(NamedTuple):
-    """Holds what a module has registered itself: identities of parameters and modules, names of buffers."""
+    """Holds what some modules have registered: parameters and modules, names of buffers, and how many of each."""
 
-    parameters: tuple[int, ...]
-    modules: tuple[int, ...]
-    buffers: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Registered:
-        """Return what a module has now."""
-        parameters, modules = map(id, module._parameters.values()), map(id, module._modules.values())
-        return cls(tuple(parameters), tuple(modules), tuple(module._buffers))
+    values: tuple[Any, ...]
+    names: list[str]
+    lengths: list[int]
 
 
 class Registry:
@@ -43,11 +43,13 @@ class Registry:
         self._module = module
         self._parameters = dict(_parameters(module))
         self._buffers = set(persistent_buffers(module))
-        self._known = _registered(module)
+        self._look()
 
     def check(self) -> None:
         """Raise LayoutError where the model has other parameters, or persistent buffers, than it had."""
-        if all(Registered.of(inner) == known for inner, known in self._known):
+        values, names, lengths = self._registered()
+        known = self._known
+        if lengths == known.lengths and names == known.names and all(map(is_, values, known.values)):
             return
         found, buffers = dict(_parameters(self._module)), set(persistent_buffers(self._module))
         replaced = [name for name, p in self._parameters.items() if name in found and found[name] is not p]
@@ -61,15 +63,24 @@ class Registry:
                 "train nor save them. Change modules first (new heads, adapters, more tokens), then build the Engine; "
                 "new values for the same parameters are written inside `with engine.full_params():`."
             )
-        self._known = _registered(self._module)  # modules without parameters came or went
+        self._look()  # modules without parameters came or went
+
+    def _look(self) -> None:
+        """Take what modules have now as what they had."""
+        self._modules = [vars(inner) for inner in self._module.modules()]
+        values, names, lengths = self._registered()
+        self._known = Registered(tuple(values), names, lengths)
+
+    def _registered(self) -> tuple[Iterator[Any], list[str], list[int]]:
+        """Return what modules have registered now, whose values are read one by one."""
+        dicts = [*chain.from_iterable(map(REGISTERED, self._modules))]
+        buffers = [attributes["_buffers"] for attributes in self._modules]
+        lengths = [*map(len, dicts), *map(len, buffers)]
+        return chain.from_iterable(map(dict.values, dicts)), [*chain.from_iterable(buffers)], lengths
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
-
-
-def _registered(module: nn.Module) -> list[tuple[nn.Module, Registered]]:
-    return [(inner, Registered.of(inner)) for inner in module.modules()]
 
 
 def _some(names: list[str]) -> str:

@@ -76,6 +76,7 @@ class WholeParameters:
         opened: list[Unit] = []
         try:
             for unit in units:
+                unit.weights.lend()
                 self._gathers.acquire(unit, OPENED)
                 unit.users.add(OPENED)
                 unit.weights.open()

@@ -129,18 +129,20 @@ class Arena:
         with self.stream:
             buffer.untyped_storage().resize_(nbytes)
 
-    def drain(self, category: str, buffer: Tensor, poison: bool = False) -> None:
+    def drain(self, category: str, buffer: Tensor, poison: bool = False, kept: bool = False) -> None:
         """Free a storage's memory and keep its identity.
 
         A storage that somebody made a numpy array of cannot be freed any more: it stays on the account.
         `poison` fills it with NaN and keeps the pages, so that a test that reads a released view
-        sees NaN where a run would crash.
+        sees NaN where a run would crash. `kept` does so, too: somebody else still has views.
         """
         if not buffer.untyped_storage().resizable():
             self._stuck.add(id(buffer))
             return
         self._account(category, -buffer.numel() * buffer.dtype.itemsize)
-        if poison and buffer.is_floating_point():
+        if kept:
+            buffer.view(torch.uint8).fill_(255)  # which is NaN, of whatever it is read as
+        elif poison and buffer.is_floating_point():
             buffer.fill_(float("nan"))
         else:
             buffer.untyped_storage().resize_(0)

@@ -43,6 +43,12 @@ M_ROPE_ROWS = 4  # of the text, of time, of height, of width
 SEEDS = (1, 2)  # of weights in a trial
 FOUR_ROWS = "position_ids.shape[0] == 4"  # in the source of a forward that takes them
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+WRAPPED = (
+    "__func__",
+    "__wrapped__",
+    "func",
+    "inner",
+)  # where methods, wrappers, partials and our own have what they call
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
@@ -61,7 +67,8 @@ class Verdict(NamedTuple):
     untried: str | None = None
 
 
-_found: dict[str, Verdict] = {}
+Key = tuple[str, frozenset[tuple[type, Any]]]
+_found: dict[Key, Verdict] = {}
 
 
 def check_packing(model: nn.Module) -> str | None:
@@ -83,7 +90,7 @@ def position_rows(model: nn.Module) -> int:
 
 
 def packing_verdict(model: nn.Module) -> Verdict:
-    """Return whether a model keeps packed documents apart, by a trial; of one configuration there is one in a process.
+    """Return whether a model keeps packed documents apart, by a trial; of models that are alike there is one.
 
     In a dry run, whose tensors have no values, source code decides.
     """
@@ -225,14 +232,25 @@ def _is_m_rope(model: nn.Module) -> bool:
     return sections or any(hasattr(type(module), "get_rope_index") for module in model.modules())
 
 
-def _key(model: nn.Module) -> str | None:
-    """Return what models that are alike in a trial share; None for one that no configuration describes."""
+def _key(model: nn.Module) -> Key | None:
+    """Return what models that are alike in a trial share; None for one that no configuration describes.
+
+    Beside the configuration these are the classes of modules, and the code of their forwards: some are patched.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "_attn_implementation"):
         return None
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     words = [kind, str(config.get_text_config()._attn_implementation), config.to_json_string(use_diff=False)]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+    codes = frozenset((type(module), _code(module.forward)) for module in model.modules())
+    return hashlib.sha256("\n".join(words).encode()).hexdigest(), codes
+
+
+def _code(forward: Any) -> Any:
+    """Return the code of a forward inside of what wraps it; a class where it has none."""
+    while (name := next((name for name in WRAPPED if hasattr(forward, name)), None)) is not None:
+        forward = getattr(forward, name)
+    return getattr(forward, "__code__", type(forward))
 
 
 def _why_at_once(model: nn.Module) -> str | None:

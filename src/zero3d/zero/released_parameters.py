@@ -11,8 +11,9 @@ parameter of a class of its own, `torch.tensor(p)`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ RELEASED = (
     "or accelerator.get_state_dict(model). Or pass stage=2."
 )
 untold = torch._C.DisableTorchFunctionSubclass  # a context in which the engine itself asks released parameters
+undispatched: Any = torch._C._DisableTorchDispatch  # and one in which their views do not look at what is dispatched
 
 MAKE_OTHERS = {  # operations that ask for a shape alone
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_empty",
@@ -39,7 +41,7 @@ REFUSED = {  # what torch does with the memory itself, undispatched; and cpu(), 
     getattr(Tensor, name)
     for name in (
         "numpy", "__array__", "tolist", "__dlpack__", "__deepcopy__", "__reduce_ex__", "cpu", "apply_", "map_", "map2_",
-        "share_memory_",
+        "share_memory_", "storage",
     )
 } | {Tensor.__cuda_array_interface__.__get__}  # fmt: skip
 ASK = {  # what is asked most often and reads nothing: not dispatched at all
@@ -57,11 +59,23 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 COMPARE = (Tensor.__eq__, Tensor.__ne__)
 
 
+class Told(NamedTuple):
+    """Holds what an error says of a released parameter.
+
+    remedy  what to do
+    first   is called before: may raise an error that says more
+    """
+
+    name: str
+    remedy: str
+    first: Sequence[Callable[[], None]] = ()
+
+
 class _Released:
-    """What released parameters and their views share. released: the parameter's name, and what to do."""
+    """What released parameters and their views share."""
 
     __slots__ = ()
-    released: tuple[str, str]
+    released: Told
 
     @classmethod
     def __torch_function__(
@@ -75,6 +89,8 @@ class _Released:
         if func in ASK:
             with untold():
                 return func(*args, **kwargs or {})
+        if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            _refuse(args[0], "nn.Parameter()")  # else it says that detach() is wrong
         if torch.compiler.is_compiling():  # else torch's compiler, which takes seconds to import, is not needed
             return _looked_at_untraced(func, args, kwargs or {})
         return _looked_at(func, args, kwargs or {})
@@ -96,7 +112,25 @@ class _Released:
 
 
 class ReleasedTensor(_Released, Tensor):  # type: ignore[misc]
-    """A view of a released parameter: of its placeholder, and so without values for ever."""
+    """A view of a released parameter: of its placeholder, and so without values for ever.
+
+    One that no gradient goes through, such as `p.data`, is asked of what torch dispatches, too: `__torch_function__` is
+    not told of `tensor.set_(p.data)`, `torch.tensor(p.data)` and what torch.vmap gives its function.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run what makes a view, or asks for a shape alone. Raises ReleasedParameterError."""
+        released = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ReleasedTensor))
+        if not _is_free(func):
+            _refuse(released, f"{_name(func)}()")
+        with undispatched():
+            result = func(*args, **kwargs or {})
+        if _makes_view(func) and isinstance(result, Tensor):
+            return _view(result, released.released)
+        return result
 
 
 def _grad(p: Any) -> Tensor | None:
@@ -123,7 +157,9 @@ class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
 
 
 def _refuse(released: Any, what: str) -> NoReturn:
-    name, remedy = released.released
+    name, remedy, first = released.released
+    for check in first:
+        check()
     raise ReleasedParameterError(f"{what} of parameter {name!r}, which has no values: {remedy}")
 
 
@@ -152,6 +188,8 @@ def _looked_at(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         for t in tensors_in(result):
             of = own.get(_storage(t) or 0)
             if of is not None and id(t) not in given and type(t) in (Tensor, nn.Parameter):
+                if t is result and not t.requires_grad:
+                    return _view(t, of.released)
                 t.__class__ = ReleasedTensor
                 t.released = of.released  # type: ignore[attr-defined]
     return result
@@ -166,13 +204,30 @@ class _Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        makes_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not makes_view and name not in MAKE_OTHERS:
+        if not _is_free(func):
             for t in tensors_in((args, kwargs)):
                 if (of := self._own.get(_storage(t) or 0)) is not None:
                     _refuse(of, self._what)
         return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
+
+
+def _makes_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _is_free(func: Any) -> bool:
+    return _makes_view(func) or _name(func) in MAKE_OTHERS
+
+
+def _view(t: Tensor, words: Told) -> Tensor:
+    with undispatched():  # what is made of one that looks would ask it again
+        view = Tensor._make_subclass(ReleasedTensor, t)
+    view.released = words
+    return view
 
 
 def _storage(t: Tensor) -> int | None:
@@ -182,8 +237,8 @@ def _storage(t: Tensor) -> int | None:
         return None
 
 
-def release(params: Iterable[nn.Parameter], told: Iterable[tuple[str, str]]) -> None:
-    """Refuse operations on these parameters' values: told, of each, is its name and what to do.
+def release(params: Iterable[nn.Parameter], told: Iterable[Told]) -> None:
+    """Refuse operations on these parameters' values: told is what is said of each.
 
     Those of a class of their own stay as they are.
     """

@@ -32,7 +32,7 @@ from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views
-from zero3d.zero.released_parameters import RELEASED, gather, release, untold
+from zero3d.zero.released_parameters import RELEASED, Told, gather, release, untold
 from zero3d.zero.streams import compute_stream, wait_on
 from zero3d.zero.wires import Wire
 
@@ -82,7 +82,9 @@ class Weights:
         self.views = parameter_views(self.full, layout)
         self.masters = self._own_masters(dtype)
         self._placeholders = [placeholder(p, dtype, self.full.device) for p in params]
-        self._told = [(slot.name, RELEASED) for slot in layout.slots]
+        self._lent: int | None = None  # how many tensors had the memory of `full` before the caller was given it
+        self.before_refusing: list[Callable[[], None]] = []  # checks that may say more of a read of released parameters
+        self._told = [Told(slot.name, RELEASED, self.before_refusing) for slot in layout.slots]
         self._adopt(fill)
         self._point_at(self.views)
         self._versions = [p._version for p in self.params]
@@ -265,8 +267,14 @@ class Weights:
     def _free(self) -> None:
         lost = self._pending_gather.failed  # of its peers one is gone, another may still write there
         if self._received is None and not self.keeps_full and not lost:
-            self._setting.arena.drain("gathered", self.full, self._setting.policy.poison)
+            self._setting.arena.drain("gathered", self.full, self._setting.policy.poison, self._views_are_kept())
         self._received = None
+
+    def _views_are_kept(self) -> bool:
+        """Return whether the caller still has views of `full`, or a graph that has: a read of them must not crash."""
+        if self._lent is not None and _holders(self.full) <= self._lent:
+            self._lent = None
+        return self._lent is not None
 
     def _point_at(self, targets: list[Tensor]) -> None:
         for p, target in zip(self.params, targets, strict=True):
@@ -374,6 +382,11 @@ class Weights:
                 self.flush()
                 wait_on(self._waiting_stream, self._pending_gather)
 
+    def lend(self) -> None:
+        """Look who has the memory of `full`, before the caller may take views of it."""
+        if self._lent is None and self.state is State.SHARDED and not self.keeps_full:
+            self._lent = _holders(self.full)
+
     def open(self) -> None:
         """Let gathered parameters be written until `absorb`."""
         if self.keeps_full:  # they are this rank's weights
@@ -441,6 +454,11 @@ class Weights:
             if stored is not None:
                 travel = stored.view(self.full.dtype) if stored.dtype == REMAINDER else stored  # no backend sends int16
                 self._setting.comm.all_gather(travel, self._setting.slot(travel), self.name).wait()
+
+
+def _holders(buffer: Tensor) -> int:
+    """Return how many tensors have a buffer's memory."""
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
 
 
 def is_placeholder(p: Tensor) -> bool:
