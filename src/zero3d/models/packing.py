@@ -43,12 +43,7 @@ M_ROPE_ROWS = 4  # of the text, of time, of height, of width
 SEEDS = (1, 2)  # of weights in a trial
 FOUR_ROWS = "position_ids.shape[0] == 4"  # in the source of a forward that takes them
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-WRAPPED = (
-    "__func__",
-    "__wrapped__",
-    "func",
-    "inner",
-)  # where methods, wrappers, partials and our own have what they call
+WRAPPED = ("__func__", "__wrapped__", "func", "inner")  # attributes of methods, wrappers and partials: what they call
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
 
