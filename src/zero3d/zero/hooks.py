@@ -47,6 +47,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from zero3d.errors import ReleasedParameterError
@@ -216,8 +217,8 @@ class Hooks:
             if torch.is_grad_enabled() and needed_in_backward and outputs:
                 register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
 
-        module.register_forward_pre_hook(begins, with_kwargs=True)
-        module.register_forward_hook(ends, always_call=True)  # Note 2
+        module.register_forward_pre_hook(untraced(begins), with_kwargs=True)
+        module.register_forward_hook(untraced(ends), always_call=True)  # Note 2
 
     def _expect_end(self, units: list[Unit], call: int, inputs: list[Tensor], given: Any) -> None:
         """Tell where backward will leave a call: recomputed ones, in a backward, may have no backward of their own.
@@ -534,3 +535,18 @@ def _latest(inputs: Iterable[Tensor]) -> Tensor | None:
 
 def _unleaf(t: Tensor) -> Tensor:
     return t.view_as(t) if t.is_leaf and t.requires_grad else t
+
+
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that torch.compile calls as it is, where it compiles a module with its hooks.
+
+    What a hook changes of parameters is no part of a graph: what is traced of it may come too late.
+    """
+    as_it_is = _disable_dynamo(hook)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():  # else torch's compiler, which takes seconds to import, is not needed
+            return as_it_is(*args)
+        return hook(*args)
+
+    return call
