@@ -1,5 +1,6 @@
 """What is read of a folder that torch's own optimizer was saved in: without a model in training, by names alone."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from zero3d.errors import CheckpointError
 from zero3d.integrations.accelerate.others import Order, _fitted, reader_of
-from zero3d.integrations.checkpoints.plain import Live
+from zero3d.integrations.checkpoints.plain import Live, states_of
 
 STEPS = 3
 
@@ -49,7 +50,8 @@ def live_of(model, optimizer):
     same = {name: ["embed.weight", "head.weight"] for name in ("embed.weight", "head.weight")}
     groups = Order.of(model, optimizer).groups
     kind = type(optimizer).__name__
-    return Live(kind, shapes, frozenset(shapes), same, groups, frozenset(["mean"]), None)
+    states = partial(states_of, optimizer)
+    return Live(kind, shapes, frozenset(shapes), same, groups, frozenset(["mean"]), None, states)
 
 
 def read(folder, live):
@@ -102,6 +104,35 @@ def test_states_that_are_not_all_there_are_refused(tmp_path, make, change, words
     edited(tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
         read(tmp_path, live).check()
+
+
+def plain_sgd(groups):
+    return torch.optim.SGD(groups, lr=0.01)
+
+
+@pytest.mark.parametrize(("wrote", "goes_on", "words"), [
+    (adamw, plain_sgd, "states exp_avg, exp_avg_sq, step, and SGD keeps none"),
+    (adamw, sgd, "states exp_avg, exp_avg_sq, step, and SGD keeps momentum_buffer"),
+    (sgd, adamw, "states momentum_buffer, and AdamW keeps exp_avg, exp_avg_sq, step"),
+    (plain_sgd, torch.optim.Adagrad, "no moments of Adagrad: they would begin at zero"),
+    (torch.optim.NAdam, adamw, "states exp_avg, exp_avg_sq, mu_product, step, and AdamW keeps"),
+])  # fmt: skip
+def test_states_of_another_optimizer_than_the_one_that_goes_on_are_refused(tmp_path, wrote, goes_on, words):
+    written(tmp_path, wrote)
+    model = Tied()
+    groups = [[model.mix.weight, model.above.weight], [model.embed.weight]]
+    with pytest.raises(CheckpointError, match=f"{words}.*Train on with the optimizer that has saved it"):
+        read(tmp_path, live_of(model, goes_on([{"params": group} for group in groups])))
+
+
+@pytest.mark.parametrize(("wrote", "goes_on"), [
+    (sgd, plain_sgd), (plain_sgd, sgd), (adamw, torch.optim.Adam), (partial(torch.optim.AdamW, amsgrad=True), adamw),
+])  # fmt: skip
+def test_states_go_on_where_they_are_those_of_the_options_that_are_saved(tmp_path, wrote, goes_on):
+    written(tmp_path, wrote)
+    model = Tied()
+    groups = [[model.mix.weight, model.above.weight], [model.embed.weight]]
+    read(tmp_path, live_of(model, goes_on([{"params": group} for group in groups]))).check()
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt_0", "rank0-of-2-optimizer.pt"])

@@ -7,6 +7,7 @@ from functools import partial
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from heads import HEADS, Around, OwnLanguageModel, Said, head, rows
 
 import zero3d
@@ -124,6 +125,106 @@ def test_a_loss_that_cannot_be_read_counts_next_tokens_and_says_so():
         assert targets.count(rows("tokens", 1)) == (rows("tokens", 1)["labels"][:, 1:] != -100).sum()
     with warnings.catch_warnings(action="error"):
         assert Targets.of(Hidden(compute=len)).count({"labels": torch.zeros(3)}) == 3.0
+
+
+PAD = 0
+
+
+def pads(head, labels):
+    return F.cross_entropy(head.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+class Own(torch.nn.Module):
+    """A module of a user's, whose losses ignore what its forward says; `me` and not self, as some write."""
+
+    def __init__(me, way, shift=False, **options):
+        super().__init__()
+        me.crit, me.way, me.shift, me.pad = torch.nn.CrossEntropyLoss(**options), way, shift, PAD
+        me.head = torch.nn.Embedding(64, 64)
+        me.forward = getattr(me, way)
+
+    def in_a_module(me, input_ids, labels):
+        return Said(me.crit(me.head(input_ids).flatten(0, 1), labels.flatten()))
+
+    def under_another_name(me, input_ids, labels):
+        mean = me.crit
+        return Said(mean(me.head(input_ids).flatten(0, 1), labels.flatten()))
+
+    def built_there(me, input_ids, labels):
+        loss_fct = torch.nn.CrossEntropyLoss(None, None, PAD)
+        return Said(loss_fct(me.head(input_ids).flatten(0, 1), labels.flatten()))
+
+    def by_an_attribute(me, input_ids, labels):
+        return Said(F.cross_entropy(me.head(input_ids).flatten(0, 1), labels.flatten(), ignore_index=me.pad))
+
+    def in_a_function(me, input_ids, labels=None):
+        return Said(pads(me.head(input_ids), labels)) if labels is not None else None
+
+    def shifts_by_an_attribute(me, input_ids, labels=None):
+        head = me.head(input_ids)
+        if labels is not None and me.shift:
+            labels, head = labels[:, 1:], head[:, :-1]
+        return Said(pads(head, labels))
+
+    def shifts_where_it_is_told(me, input_ids, labels, shift=False):
+        head = me.head(input_ids)
+        if shift:
+            labels, head = labels[:, 1:], head[:, :-1]
+        return Said(me.crit(head.flatten(0, 1), labels.flatten()))
+
+    def shifts_in_one_of_two_losses(me, input_ids, labels, short=True):
+        head = me.head(input_ids)
+        if short:
+            return Said(me.crit(head[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+        return Said(me.crit(head.flatten(0, 1), labels.flatten()))
+
+    def shifts_by_an_index(me, input_ids, labels):
+        index = torch.arange(1, labels.shape[1])
+        return Said(me.crit(me.head(input_ids)[:, :-1].flatten(0, 1), labels[:, index].flatten()))
+
+    def handed_on(me, input_ids, labels, ignored=PAD):
+        return Said(F.cross_entropy(me.head(input_ids).flatten(0, 1), labels.flatten(), ignore_index=ignored))
+
+    def of_two_kinds(me, input_ids, labels):
+        head = me.head(input_ids)
+        return Said(me.crit(head.flatten(0, 1), labels.flatten()) + pads(head, labels))
+
+    def added_up(me, input_ids, labels):
+        return Said(F.cross_entropy(me.head(input_ids).flatten(0, 1), labels.flatten(), reduction="sum"))
+
+    def of_whom_knows(me, input_ids, labels, loss_of=pads):
+        return Said(loss_of(me.head(input_ids), labels))
+
+
+def padded():
+    batch = rows("tokens", 1)
+    return batch | {"labels": torch.where(batch["labels"] < 20, PAD, batch["labels"])}
+
+
+@pytest.mark.parametrize(("way", "options"), [
+    ("in_a_module", {"ignore_index": PAD}), ("under_another_name", {"ignore_index": PAD}), ("built_there", {}),
+    ("by_an_attribute", {}), ("in_a_function", {}), ("shifts_by_an_attribute", {"shift": True}),
+    ("shifts_by_an_attribute", {}),
+])  # fmt: skip
+def test_labels_that_a_criterion_of_ones_own_ignores_do_not_count(way, options):
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        assert_weighed(Own(way, **options), padded())
+
+
+@pytest.mark.parametrize(("way", "options", "words"), [
+    ("shifts_where_it_is_told", {}, "in several ways"),
+    ("shifts_in_one_of_two_losses", {}, "in several ways"),
+    ("shifts_by_an_index", {}, "in several ways"),
+    ("handed_on", {}, "the ignore_index of cross_entropy cannot be read"),
+    ("of_two_kinds", {}, "its criteria ignore -100 and 0"),
+    ("added_up", {}, "cross_entropy has a reduction 'sum'"),
+    ("in_a_module", {"reduction": "none"}, "crit has a reduction 'none'"),
+    ("in_a_module", {"weight": torch.ones(64)}, "crit weighs labels"),
+    ("of_whom_knows", {}, r"loss_of\(\) cannot be read"),
+])  # fmt: skip
+def test_a_loss_of_ones_own_that_may_be_another_mean_is_warned_of(way, options, words):
+    with pytest.warns(UserWarning, match=rf"^Own.*{words}.*pass Engine\(loss=lambda output, batch:"):
+        Targets.of(Own(way, **options)).count(padded())
 
 
 # --- engines --------------------------------------------------------------------------------------

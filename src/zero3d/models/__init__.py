@@ -24,6 +24,7 @@ quantised.py     frozen linear layers in 8 or 4 bits, decoded where they are use
 quantised_experts.py  frozen stacks of experts in 8 or 4 bits, decoded for a layer's forward
 bitsandbytes_layers.py  layers that somebody has loaded in 8 or 4 bits
 codecs.py        weights to groups of 8 and 4 bits, and back
+loss_code.py     what a model's code says of its loss: shifts of labels, and what criteria ignore
 targets.py       what a model's own loss is the mean of: how many targets a micro-batch has
 tiled_loss.py    the loss of the next token without logits of the whole vocabulary
 """

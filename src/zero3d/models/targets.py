@@ -11,35 +11,26 @@
 Nothing declares which of the first two it is. Of transformers' classes some call their `loss_function`, whose kind
 follows from the class's name or from what its constructor says; the others compute a loss themselves, whatever that
 function would be (T5's is ForCausalLMLoss); and a module of one's own may do either. So the code is read, from
-`forward` on to each function and module that it hands labels to: targets are next tokens where labels lose their first
-one (`labels[..., 1:]`), and tokens where a loss is computed without that. Measured with transformers 5.23: 449 of its
-classes with a head that could be made tiny, and of each the loss of three rows was theirs apart, weighed so.
+`forward` on to each function and module that it hands labels to (loss_code.py): targets are next tokens where labels
+lose their first one (`labels[..., 1:]`), and tokens where a loss is computed without that. Measured with transformers
+5.23: 449 of its classes with a head that could be made tiny, and of each the loss of three rows was theirs apart,
+weighed so.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
-import re
-import textwrap
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
 
+from zero3d.models.loss_code import MAYBE, SHIFTED, YES, LossCode, forward_of
 from zero3d.models.packing import inner_model
 
 IGNORED = -100  # transformers' label of a position that is no target
-SHIFTED = "shift_labels"  # labels that have lost their first one already
-OPTIONS = {SHIFTED, "ignore_index"}  # what a micro-batch may tell transformers' losses
-LABELS = re.compile("label|target")
-LOSSES = re.compile("loss|criterion|entropy", re.IGNORECASE)
-ATTENDED = {"active_loss", "shift_attention_mask"}  # variables of forwards that leave out what nobody attends to
 AFTER_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE")  # of PEFT's prompts those that are keys and values, not tokens
 
 
@@ -54,6 +45,8 @@ class Targets:
     labels    entries of a micro-batch with labels of other kinds
     pixels    the label [batch, height, width] of a pixel that is no target
     numbers   labels [batch] are numbers, not classes
+    ignored   the label that is no target
+    unsure    why the loss may be no mean over the labels that are not ignored; "": it is one
     """
 
     kind: str
@@ -63,23 +56,33 @@ class Targets:
     labels: frozenset[str] = frozenset()
     pixels: int = IGNORED
     numbers: bool = False
+    ignored: int = IGNORED
+    unsure: str = ""
 
     @classmethod
     def of(cls, model: nn.Module) -> Targets:
         """Read a model's code, before its loss is replaced by that of several ranks or of tiles."""
         inner = inner_model(model)
-        reader = _Reader()
-        reader.read(_forward_of(inner), inner)
+        code = LossCode()
+        found = code.read(forward_of(inner), inner)
+        ignored, unsure = IGNORED, list(code.unsure)
+        if len(code.ignores) == 1:
+            (ignored,) = code.ignores
+        elif code.ignores:
+            unsure.append(f"its criteria ignore {' and '.join(map(str, sorted(code.ignores)))}")
         config = getattr(inner, "config", None)
-        pixels = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
+        pixels = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", ignored))
+        is_known = found.shifts != MAYBE and (found.shifts == YES or found.computes)
         return cls(
             kind=type(inner).__name__,
-            shifts=(reader.shifts and not _is_prompted(model)) if reader.shifts or reader.computes else None,
-            attended=reader.attended,
-            takes=frozenset(reader.takes),
+            shifts=(found.shifts == YES and not _is_prompted(model)) if is_known else None,
+            attended=code.attended,
+            takes=frozenset(code.takes),
             labels=frozenset(name for name in _parameters(inner) if "label" in name) - {"labels", SHIFTED},
-            pixels=pixels if isinstance(pixels, int) else IGNORED,
+            pixels=pixels if isinstance(pixels, int) else ignored,
             numbers=getattr(config, "num_labels", None) == 1 or getattr(config, "problem_type", None) == "regression",
+            ignored=ignored,
+            unsure="; ".join(dict.fromkeys(unsure)),
         )
 
     @classmethod
@@ -99,18 +102,28 @@ class Targets:
             return examples
         if labels.is_floating_point():
             return (labels != IGNORED).sum() if labels.dim() > 2 else examples
-        ignored = batch["ignore_index"] if "ignore_index" in batch and "ignore_index" in self.takes else IGNORED
+        ignored = batch["ignore_index"] if "ignore_index" in batch and "ignore_index" in self.takes else self.ignored
+        if self.unsure and not (labels.dim() < 2 and self.numbers):
+            self._warn_unsure(ignored)
         if labels.dim() < 2 and not self.shifts:
             return examples if self.numbers else (labels != ignored).sum()
         return self._tokens(labels, batch, self.pixels if labels.dim() == 3 else ignored)
+
+    def _warn_unsure(self, ignored: int) -> None:
+        warnings.warn(
+            f"{self.kind}'s loss may be no mean over the labels that are not {ignored}, by whose number micro-batches "
+            f"are weighed ({self.unsure}). If it is not, pass Engine(loss=lambda output, batch: (output.loss * n, n)) "
+            "with the number n that its mean is over, or (output.loss, n) where it is a sum.",
+            stacklevel=3,
+        )
 
     def _tokens(self, labels: Tensor, batch: Mapping[str, Any], ignored: int) -> Tensor:
         shifts = self.shifts
         if shifts is None:
             warnings.warn(
-                f"{self.kind} computes its loss where zero3d cannot read how: labels are counted as those of next "
-                "tokens, labels[..., 1:]. If its mean is over other targets, pass Engine(loss=lambda output, batch: "
-                "(output.loss * n, n)) with their number n.",
+                f"{self.kind} computes its loss where zero3d cannot read how, or in several ways: labels are counted "
+                "as those of next tokens, labels[..., 1:]. If its mean is over other targets, pass Engine(loss=lambda "
+                "output, batch: (output.loss * n, n)) with their number n.",
                 stacklevel=2,
             )
             shifts = True
@@ -135,106 +148,6 @@ def _is_prompted(model: Any) -> bool:
     config = getattr(model, "active_peft_config", None)
     kind = getattr(getattr(config, "peft_type", None), "value", "")
     return bool(getattr(config, "is_prompt_learning", False)) and kind not in AFTER_PROMPTS
-
-
-class _Reader:
-    """Reads functions from a model's forward on, and each that is handed labels.
-
-    shifts    labels lose their first one somewhere
-    computes  something that is called a loss is called
-    attended  what nobody attends to is left out
-    takes     which of OPTIONS are variables of what was read
-    """
-
-    def __init__(self) -> None:
-        self.shifts = self.computes = self.attended = False
-        self.takes: set[str] = set()
-        self._read: set[CodeType] = set()
-
-    def read(self, function: Any, owner: nn.Module | None) -> None:
-        """Read a function or method, with `owner` for its self."""
-        code: CodeType | None = getattr(function, "__code__", None)
-        tree = None if code in self._read or code is None or _of_torch(function) else _tree(function)
-        if tree is None:
-            return
-        assert code is not None
-        self._read.add(code)
-        self.attended |= not ATTENDED.isdisjoint(code.co_varnames)
-        self.takes |= OPTIONS & set(code.co_varnames)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Subscript):
-                self.shifts |= isinstance(node.ctx, ast.Load) and _loses_first(node.slice) and _is_label(node.value)
-            elif isinstance(node, ast.Call):
-                self._follow(node, function, owner)
-
-    def _follow(self, call: ast.Call, function: Any, owner: nn.Module | None) -> None:
-        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-        self.computes |= LOSSES.search(name) is not None
-        handed = [*call.args, *(word.value for word in call.keywords if word.arg is not None)]
-        named = any(map(_is_label, handed)) or any(LABELS.search(word.arg or "") for word in call.keywords)
-        self.shifts |= name in ("roll", "narrow") and _is_label(call)
-        if not named and all(word.arg is not None for word in call.keywords):
-            return
-        with suppress(Exception):  # of a property that only a forward under way has, and the like
-            callee = _resolve(call.func, function, owner)
-            if isinstance(callee, nn.Module):
-                owner, callee = callee, _forward_of(callee)
-            callee = _plain(callee)
-            if named or "labels" in inspect.signature(callee).parameters:
-                self.read(callee, owner)
-
-
-def _forward_of(module: nn.Module) -> Any:
-    """Return the function that a module's forward is, under what was put around it."""
-    own = _plain(vars(module).get("forward"))
-    return own if hasattr(own, "__code__") else _plain(type(module).forward)
-
-
-def _plain(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = function if function is None else inspect.unwrap(function)
-    return getattr(function, "__func__", function)
-
-
-def _resolve(node: ast.expr, function: Any, owner: nn.Module | None) -> Any:
-    """Return what an expression such as self.decoder or super().forward names; None where that is not known."""
-    if isinstance(node, ast.Name):
-        return owner if node.id == "self" else function.__globals__.get(node.id)
-    if not isinstance(node, ast.Attribute):
-        return None
-    if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
-        kinds = type(owner).__mro__
-        here = next(i for i, kind in enumerate(kinds) if _plain(vars(kind).get(function.__name__)) is function)
-        return next(vars(kind)[node.attr] for kind in kinds[here + 1 :] if node.attr in vars(kind))
-    return getattr(_resolve(node.value, function, owner), node.attr)
-
-
-def _tree(function: Any) -> ast.AST | None:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-
-
-def _of_torch(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
-
-
-def _is_label(node: ast.expr) -> bool:
-    return LABELS.search(ast.unparse(node)) is not None
-
-
-def _loses_first(index: ast.expr) -> bool:
-    """Return whether an index such as [..., 1:] leaves the first of something out."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
-    return any(
-        isinstance(part, ast.Slice)
-        and isinstance(part.lower, ast.Constant)
-        and part.lower.value == 1
-        and part.upper is None
-        for part in parts
-    )
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -1,8 +1,9 @@
-"""Reads of `p.grad` between two backwards of a step: what adversarial training (FGM, PGD, AWP) does.
+"""Reads of `p.grad` between two backwards of a step: a log's, or those of adversarial training (FGM, PGD, AWP).
 
 An engine takes gradients as they come, so `p.grad` is None, and an attack along it would be left out in silence: the
-backward that follows such a read raises. Embeddings and the first trained parameter tell of reads: attacks are on
-embeddings, or go over all parameters. A read inside a forward is none of theirs: a compiler looks at all it compiles.
+backward that follows such a read raises, also where a log has read it, which looks the same from here. Embeddings and
+the first trained parameter tell of reads: attacks are on embeddings, or go over all parameters. A read inside a forward
+is none of theirs: a compiler looks at all it compiles.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class GradientReads:
         self.end()
         if read:
             raise ConfigError(
-                "p.grad was read between two backwards of a step, as adversarial training (FGM, PGD, AWP) does: "
-                "zero3d takes gradients as they come, so p.grad is None and what is made of it would be left out. Take "
-                "the gradient of what the model is called with instead: make its inputs_embeds a leaf "
+                "p.grad was read between two backwards of a step: zero3d takes gradients as they come, so p.grad is "
+                "None, and what is made of it would be left out. If the read only looks at gradients, as a log does, "
+                "remove it; their norm is accelerator.engine.grad_norm(), or what clip_grad_norm_ returns, where the "
+                "window of accumulation ends. If it is adversarial training (FGM, PGD, AWP), take the gradient of "
+                "what the model is called with instead: make its inputs_embeds a leaf "
                 "(embeddings.detach().requires_grad_()), call torch.autograd.grad(loss, inputs_embeds), and "
-                "back-propagate a second forward whose inputs_embeds are shifted along it. Or remove the read."
+                "back-propagate a second forward whose inputs_embeds are shifted along it."
             )

@@ -161,6 +161,7 @@ def _live(engine: Engine, order: Order, adapters: str | None) -> plain.Live:
         order.groups,
         frozenset(persistent_buffers(module)),
         None if adapters is None else _saved_names(module, adapters),
+        partial(plain.states_of, engine.optimizer.torch),
     )
 
 

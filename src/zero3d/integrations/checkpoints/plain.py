@@ -11,13 +11,17 @@ it has built alike. So the groups are held to those of that optimizer, and every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zero3d.errors import CheckpointError, short
 from zero3d.integrations.checkpoints.archives import map_file, read_torch
@@ -41,6 +45,7 @@ class Live(NamedTuple):
     groups   names of the parameters in the optimizer's groups, in their order
     buffers  names of the persistent ones
     saved    name in a file of adapters -> name of the parameter; None for a model without adapters
+    states   options of a group -> names of the states that the optimizer keeps with them; None where nobody knows
     """
 
     kind: str
@@ -50,6 +55,7 @@ class Live(NamedTuple):
     groups: Sequence[Sequence[str]]
     buffers: frozenset[str]
     saved: Mapping[str, str] | None
+    states: Callable[[Mapping[str, Any]], frozenset[str] | None] = lambda options: None
 
 
 def found(folder: Path) -> Path | None:
@@ -121,6 +127,7 @@ def _add_states(foreign: Foreign, path: Path, live: Live) -> None:
         for key, name in _of_group(group["params"], names)
         if key in states
     ]
+    _check_kind(path, groups, {key for _, kept in named for key, value in kept.items() if value is not None}, live)
     numbers: dict[str, set[float]] = {}
     for name, kept in named:
         for key, value in kept.items():
@@ -144,6 +151,46 @@ def _add_states(foreign: Foreign, path: Path, live: Live) -> None:
     if live.kind in ADAMS:
         foreign.numbers.pop(STEP, None)
     foreign.groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def states_of(optimizer: Optimizer, options: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return which states an optimizer of torch's keeps with a group's options: a twin's first step makes them."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return None
+    options = {**optimizer.param_groups[0], **options, "params": None}
+    arguments = {name: options[name] for name in inspect.signature(kind).parameters if options.get(name) is not None}
+    made: set[str] = set()
+    tried = 0
+    for shape in ((1,), (1, 1)):  # some keep others of matrices, or take only these
+        p = torch.zeros(shape, requires_grad=True)
+        p.grad = torch.zeros(shape)
+        with suppress(Exception):  # torch raises many kinds, also of options that its class does not have on a CPU
+            twin = kind([p], **arguments)
+            twin.step()
+            made |= {key for key, value in twin.state[p].items() if value is not None}
+            tried += 1
+    return frozenset(made) if tried else None
+
+
+def _check_kind(path: Path, groups: Sequence[Mapping[str, Any]], saved: set[str], live: Live) -> None:
+    """Raise CheckpointError where a file has states that the live optimizer never makes, or none of those it makes."""
+    known = [live.states({key: value for key, value in group.items() if key != "params"}) for group in groups]
+    wanted = frozenset().union(*(names for names in known if names is not None))
+    if None in known or not (saved - wanted or (wanted and not saved)):
+        return
+    if saved:
+        has = f"states {_listed(saved)}, and {live.kind} keeps {_listed(wanted) or 'none'}: another has saved them"
+    else:
+        has = f"no moments of {live.kind}: they would begin at zero"
+    raise CheckpointError(
+        f"{path} has {has}. Train on with the optimizer that has saved it, such as TrainingArguments(optim=...) of "
+        "that run, or pass the folder's weights to the model and train anew."
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(short(name) for name in names))
 
 
 def _of_group(keys: Sequence[Any], names: Sequence[str]) -> Sequence[tuple[Any, str]]:
