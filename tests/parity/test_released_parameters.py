@@ -377,7 +377,10 @@ def test_two_losses_of_a_step_count_as_torch_adds_them_and_an_attack_between_the
         assert torch.allclose(ours, theirs, atol=1e-6)
     for on in ATTACKED:
         said = alone(learnt, stage, True, on)
-        assert re.match(r"p\.grad was read between two backwards of a step.*remove it.*engine\.grad_norm\(\).*FGM.*inputs_embeds", said), on
+        assert re.match(
+            r"p\.grad was read between two backwards of a step.*remove it.*engine\.grad_norm\(\).*FGM.*inputs_embeds",
+            said,
+        ), on
 
 
 class Looking(nn.Linear):

@@ -10,9 +10,11 @@ from zero3d.distributed.order_log import (
     OWN_CALL,
     REDUCTIONS,
     REMEDY,
+    STEPS,
     OrderLog,
     OwnCall,
     Post,
+    Steps,
     Wait,
     find_disagreement,
 )
@@ -46,6 +48,15 @@ def said(*posts):
 
 
 STEP = ("g embed", "g layers.0", "g head")
+
+
+def test_ranks_that_have_left_out_unlike_steps_are_told_so_and_at_which_stage_gathers_are_of_steps():
+    two = {rank: post(first)._replace(steps=Steps(2, rank)) for rank, first in enumerate(("g a", "x"))}
+    found = find_disagreement({rank: Post.unpack(each.pack()) for rank, each in two.items()}).text()
+    assert "after a backward (rank 1: 1; rank 0: 0)" in found
+    assert "At stage" not in found
+    alike = find_disagreement({rank: each._replace(steps=Steps(2, 1)) for rank, each in two.items()}).text()
+    assert alike.endswith(STEPS.format(2))
 
 
 def test_equal_orders_prove_nothing():

@@ -38,6 +38,7 @@ from zero3d.distributed.block_bytes import sum_of_copies
 from zero3d.distributed.choice import choose_algorithm
 from zero3d.distributed.coded_sums import CodedSum
 from zero3d.distributed.ledger import Ledger
+from zero3d.distributed.order_log import Steps
 from zero3d.distributed.shared_buffer import NOWHERE, SharedBuffer, attach
 from zero3d.errors import OrderError
 from zero3d.memory.arena import Arena, Number, device_values
@@ -413,6 +414,11 @@ class Comm:
         """Take the parameters that this rank's step leaves out into its hash: they must be alike on all ranks."""
         self._last = f"a step without the frozen {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
         self._hash("reduce_scatter", "\0".join(names))
+
+    def note_steps(self, stage: int | None = None, left_out: int = 0) -> None:
+        """Note for errors of order the stage of the engine, or a step more that this rank has left out."""
+        if (log := self._axis.log) is not None:
+            log.steps = Steps(log.steps.stage if stage is None else stage, log.steps.left_out + left_out)
 
     def note_step(self, decided: Sequence[float]) -> float:
         """Take what this rank has decided about a step into its hash; return a hash of that alone, exact in fp32."""

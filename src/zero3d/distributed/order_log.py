@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 GATHERS, REDUCTIONS = "gathers", "reductions"
@@ -35,6 +36,15 @@ COLLECTIVE = frozenset(
 ROOT = "root"  # the unit that a forward begins with
 AHEAD = 2  # gathers that may run ahead of their use: zero/stages.py, WINDOW
 NEVER_MEET = "ranks do not run the same units and wait for each other for ever"
+LEFT_OUT = (
+    "Some ranks have left out more steps than others after a backward ({}): decide that by the gradient norm "
+    "(clip_grad_norm_, engine.grad_norm()), which is the same on all ranks, and call zero_grad() in place of a step on "
+    "all of them or on none."
+)
+STEPS = (
+    "At stage {} weights are gathered where a step ends: all ranks must end the same steps, and run equally many "
+    "micro-batches and evaluations between them."
+)
 REMEDY = (
     "At stage 3 all ranks must use the same units in the same order, and equally often. Where a branch, an expert or a "
     "vision tower is called on some ranks only, make the block that contains it one unit (Engine(units=[...]) with "
@@ -87,15 +97,27 @@ class OwnCall(NamedTuple):
     seen: int = 0
 
 
+class Steps(NamedTuple):
+    """What is known of a rank's steps: the ZeRO stage (0: not known), and how many it has left out after a backward."""
+
+    stage: int = 0
+    left_out: int = 0
+
+
+NOTHING_KNOWN = Steps()
+
+
 class OrderLog:
     """Keeps what a rank has begun on one axis; a call of `add` takes a fraction of a microsecond.
 
     begins  called before the first operation
     blocks  a wait blocks the host, as on gloo
     wait    the call that keeps the host waiting now, as the fields of a `Wait`
+    steps   of the engine whose axis it is
     """
 
     wait: tuple[str, str, str, int, int | None] | None = None
+    steps = NOTHING_KNOWN
 
     def __init__(self, begins: Callable[[], object] | None = None, blocks: bool = False) -> None:
         self._begins, self.blocks = begins, blocks
@@ -162,6 +184,7 @@ class Post(NamedTuple):
     counts  calls that it has begun, by axis and operation
     wait    the call in which it waits, if that blocks its host; all else here is as it was inside of it
     call    the program's own collective in which it is instead
+    steps   of its engine
     """
 
     axes: Mapping[str, Sequence[int]]
@@ -170,6 +193,7 @@ class Post(NamedTuple):
     counts: Mapping[tuple[str, str], int]
     wait: Wait | None = None
     call: OwnCall | None = None
+    steps: Steps = NOTHING_KNOWN
 
     @classmethod
     def of(
@@ -179,6 +203,7 @@ class Post(NamedTuple):
         counts: Mapping[tuple[str, str], int],
         wait: Wait | None = None,
         call: OwnCall | None = None,
+        steps: Steps = NOTHING_KNOWN,
     ) -> Post:
         """Return what a rank tells, of the entries of its logs."""
         names: dict[int, tuple[str, str]] = {}
@@ -193,7 +218,7 @@ class Post(NamedTuple):
                     names[code] = about
                 numbers.append(codes[about])
             parts[key] = Part(those[0].place if those else 0, numbers.tobytes())
-        return cls(axes, parts, names, counts, wait, call)
+        return cls(axes, parts, names, counts, wait, call, steps)
 
     def pack(self) -> str:
         """Return it as text: some hundred bytes where operations repeat, as they do from step to step."""
@@ -204,6 +229,7 @@ class Post(NamedTuple):
             "counts": [[*key, count] for key, count in self.counts.items()],
             "wait": self.wait,
             "call": self.call,
+            "steps": self.steps,
         }
         return base64.b64encode(zlib.compress(json.dumps(told).encode(), 1)).decode()
 
@@ -222,6 +248,7 @@ class Post(NamedTuple):
                 {(axis, op): count for axis, op, count in told["counts"]},
                 None if told["wait"] is None else Wait(*told["wait"]),
                 None if told["call"] is None else OwnCall(*told["call"]),
+                Steps(*told["steps"]),
             )
         except (zlib.error, LookupError, TypeError) as error:
             raise ValueError("this is not what a rank tells of its order") from error
@@ -254,11 +281,13 @@ class Difference(NamedTuple):
     """The first place at which ranks of one axis have begun different operations.
 
     begun  ranks of the world by what they have begun, the rarest operation first
+    steps  of all ranks that have told
     """
 
     axis: str
     place: int
     begun: Mapping[tuple[str, str], Sequence[int]]
+    steps: Mapping[int, Steps] = MappingProxyType({})
 
     @property
     def is_forward(self) -> bool:
@@ -272,20 +301,21 @@ class Difference(NamedTuple):
             ends = "at an exchange, as ends a step or an evaluation"
             s, are = ("" if len(self.begun["all_gather", ROOT]) > 1 else "s"), _are(self.begun["exchange", "-"])
             said = f"{more} begin{s} one more forward, where {fewer} {are} {ends}"
-            return f"{NEVER_MEET}: on axis {self.axis} {said}. {MORE_FORWARDS}"
+            return f"{NEVER_MEET}: on axis {self.axis} {said}. {_left_out(self.steps) or MORE_FORWARDS}"
         ordered = sorted(self.begun.items(), key=lambda each: each[0][0] == "exchange")
         told = [f"{_ranks(ranks)} {_does(about, len(ranks) > 1)}" for about, ranks in ordered]
         said = f"{told[0]}, where {', '.join(told[1:])}"
         ops = [op for op, _ in self.begun]
         ahead = f"; units are gathered up to {AHEAD} ahead of their use" if "all_gather" in ops else ""
         place = f"(operation {self.place + 1:,} in this order{ahead})"
-        return f"{NEVER_MEET}: on axis {self.axis} {said} {place}. {_remedy(ops)}"
+        return f"{NEVER_MEET}: on axis {self.axis} {said} {place}. {_remedy(ops, self.steps)}"
 
 
 class Circle(NamedTuple):
     """Ranks each of which waits in a call that the next one, and of the last one the first, has not begun."""
 
     waits: Sequence[tuple[int, Wait | OwnCall]]
+    steps: Mapping[int, Steps] = MappingProxyType({})
 
     @property
     def calls(self) -> list[OwnCall]:
@@ -301,12 +331,13 @@ class Circle(NamedTuple):
             for (rank, wait), other in zip(self.waits, others, strict=True)
         ]
         ops = [wait.op for _, wait in self.waits]
-        return f"{NEVER_MEET}: {'; '.join(told)}. {OWN_CALL if self.calls else _remedy(ops)}"
+        return f"{NEVER_MEET}: {'; '.join(told)}. {OWN_CALL if self.calls else _remedy(ops, self.steps)}"
 
 
 def find_disagreement(posts: Mapping[int, Post]) -> Difference | Circle | None:
     """Return the proof that ranks can never meet, from what some or all of them have told; None without one."""
-    return find_difference(posts) or find_circle(posts)
+    found = find_difference(posts) or find_circle(posts)
+    return None if found is None else found._replace(steps={rank: post.steps for rank, post in posts.items()})
 
 
 def find_difference(posts: Mapping[int, Post]) -> Difference | None:
@@ -373,9 +404,22 @@ def _own(call: OwnCall) -> str:
     return f"the program's own torch.distributed.{call.op}"
 
 
-def _remedy(ops: Collection[str]) -> str:
+def _remedy(ops: Collection[str], steps: Mapping[int, Steps]) -> str:
     """Return what to change where ranks differ in these operations."""
-    return ONCE_MORE if "all_gather" not in ops and not {"reduce_scatter", "all_to_all"}.isdisjoint(ops) else REMEDY
+    if said := _left_out(steps):
+        return said
+    stage = max((each.stage for each in steps.values()), default=0)
+    of_gathers = REMEDY if stage in (0, 3) else STEPS.format(stage)
+    return ONCE_MORE if "all_gather" not in ops and not {"reduce_scatter", "all_to_all"}.isdisjoint(ops) else of_gathers
+
+
+def _left_out(steps: Mapping[int, Steps]) -> str:
+    """Return what to change where some ranks have left out more steps than others; nothing where none has."""
+    numbers: dict[int, list[int]] = {}
+    for rank, each in sorted(steps.items()):
+        numbers.setdefault(each.left_out, []).append(rank)
+    told = [f"{_ranks(ranks)}: {number:,}" for number, ranks in sorted(numbers.items(), reverse=True)]
+    return LEFT_OUT.format("; ".join(told)) if len(numbers) > 1 else ""
 
 
 def _ranks(ranks: Iterable[int]) -> str:

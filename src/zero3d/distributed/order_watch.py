@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from zero3d.distributed.order_log import GATHERS, NAMED, REDUCTIONS, OrderLog, Post, Wait
+from zero3d.distributed.order_log import GATHERS, NAMED, REDUCTIONS, OrderLog, Post, Steps, Wait
 from zero3d.distributed.own_calls import OwnCalls
 from zero3d.watchdog.flight_recorder import folder_of, record
 from zero3d.watchdog.heartbeat import Heartbeat
@@ -157,7 +157,10 @@ class OrderWatch:
         entries = {(name, kind): log.recent(kind) for name, log in logs.items() for kind in (GATHERS, REDUCTIONS)}
         after = [log.wait for log in logs.values()]
         waits = [wait for wait, still in zip(before, after, strict=True) if wait is not None and wait is still]
-        return Post.of(axes, entries, counts, Wait(*waits[0]) if waits else None, None if waits else self._own.call)
+        steps = [log.steps for log in logs.values()]
+        most = Steps(max(each.stage for each in steps), max(each.left_out for each in steps)) if steps else Steps()
+        call = None if waits else self._own.call
+        return Post.of(axes, entries, counts, Wait(*waits[0]) if waits else None, call, most)
 
     def _alive(self) -> Iterator[tuple[str, Axis, Sequence[int]]]:
         for name, (known, ranks) in list(self._axes.items()):

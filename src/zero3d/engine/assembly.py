@@ -188,6 +188,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
         warnings.warn(padded, stacklevel=3)
     frozen_base = _frozen_base(base, options.model.weights)
     whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
+    base.axes.dp.note_steps(options.zero.stage)
     stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
     features = stepper.features = open_features(Built(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None

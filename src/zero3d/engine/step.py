@@ -174,6 +174,7 @@ class Stepper:
     def leave_out(self) -> None:
         """Forget this step; one whose norm was computed, and is not finite, counts as skipped: the loss scale falls."""
         measured = self._measured
+        self.base.axes.dp.note_steps(left_out=int(measured is not None or self.runtime.accumulation.count > 0))
         self.abandon()
         if measured is None or isfinite(norm := self.runtime.optimizer.leave_out(measured)):
             return
