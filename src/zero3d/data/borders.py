@@ -1,4 +1,4 @@
-"""Which token of a text begins in which part of it: where a prompt ends, where an answer does.
+"""Finds where in a text's tokens its parts begin: a completion behind its prompt, answers in a chat.
 
     prompt   completion   tokens of both as one text, as a model sees them
     "2+2="   " 4"         "2" "+" "2" "=" | " 4"      the first that begins behind the border is the first target

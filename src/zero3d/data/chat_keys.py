@@ -84,12 +84,12 @@ def message_of(index: int, message: Mapping[str, Any]) -> Message:
 
 
 def is_learnt(message: Mapping[str, Any]) -> bool:
-    """Say whether the answer in a message of the assistant is learnt."""
+    """Return whether the answer in a message of the assistant is learnt."""
     return message.get("weight", 1) != 0 and message.get("train") is not False and message.get("loss") is not False
 
 
 def calls_tools(message: Mapping[str, Any]) -> bool:
-    """Say whether a message may have no content, as one that calls tools."""
+    """Return whether a message calls tools, and so may have no content."""
     return "tool_calls" in message or "function_call" in message
 
 

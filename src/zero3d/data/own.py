@@ -205,7 +205,7 @@ class OwnSamples:
 
     @property
     def counts(self) -> Counts:
-        """What was counted of the items that this process has read."""
+        """Return the counts of the items that this process has read."""
         return self._encoder.counts
 
     @property

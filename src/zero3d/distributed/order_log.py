@@ -98,7 +98,11 @@ class OwnCall(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is known of a rank's steps: the ZeRO stage (0: not known), and how many it has left out after a backward."""
+    """Holds what is known of a rank's steps.
+
+    stage     of ZeRO; 0: not known
+    left_out  steps that it has not taken after their backward
+    """
 
     stage: int = 0
     left_out: int = 0

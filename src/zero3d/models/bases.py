@@ -45,7 +45,7 @@ def sees_images(model: nn.Module) -> bool:
 
 
 def has_tower(model: nn.Module) -> bool:
-    """Say whether a model takes something beside text: its forward names pixels, or features of sounds."""
+    """Return whether a model takes images or sounds beside text, which its forward names."""
     takes = inspect.signature(inner_model(model_of(model)).forward).parameters
     return any(name.startswith(("pixel_values", "input_features", "image_")) for name in takes)
 

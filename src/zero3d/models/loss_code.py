@@ -1,4 +1,4 @@
-"""What a model's code says of its loss: whether labels lose their first one, and which labels its criteria ignore.
+"""Reads in a model's code how its loss counts labels: whether they lose their first one, which of them are ignored.
 
 Functions are read from a model's forward on, and each function and module that is handed labels. Code of transformers
 and PEFT has been measured (`targets.py`): a shift anywhere in it is a shift. All other code may have more than one way
@@ -42,7 +42,11 @@ Path = tuple[tuple[int, bool], ...]  # branches around a node: which if, and whi
 
 
 class Found(NamedTuple):
-    """What was read in one function: whether labels lose their first one, and whether there is a loss."""
+    """Holds what was read in one function.
+
+    shifts    whether labels lose their first one: NO, MAYBE or YES
+    computes  whether there is a loss
+    """
 
     shifts: int = NO
     computes: bool = False

@@ -1,4 +1,4 @@
-"""What a model is given beside packed documents, and whether it keeps them apart.
+"""Decides whether a model keeps packed documents apart, and what it is given beside them.
 
 A run is refused where it does not, because nobody would notice: packing_trial.py runs a copy of the model to see it.
 Source code gives the reason then, and decides where a copy does not run. Hugging Face (masking_utils, transformers
@@ -249,7 +249,7 @@ def _code(forward: Any) -> Any:
 
 
 def _why_at_once(model: nn.Module) -> str | None:
-    """Say why a model cannot be told where documents end, or has layers that are not; None where neither holds."""
+    """Return why packing is refused before a trial: no argument tells where documents end, or layers ignore it."""
     name = type(inner_model(model)).__name__
     if "position_ids" not in _parameters(model):
         return f"{name}.forward takes no position_ids, which tell documents apart"
@@ -263,7 +263,7 @@ def _why_at_once(model: nn.Module) -> str | None:
 
 
 def _why_by_reading(model: nn.Module) -> str | None:
-    """Say why documents would see each other, by source code of Hugging Face's models; None where nothing tells."""
+    """Return why documents would see each other, read in the model's source code; None where that shows no leak."""
     name = type(inner_model(model)).__name__
     config: Any = getattr(inner_model(model), "config", None)
     if not hasattr(config, "_attn_implementation"):

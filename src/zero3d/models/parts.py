@@ -1,4 +1,4 @@
-"""Which class a config opens as: the whole model, with its towers, or the language model in it alone.
+"""Chooses the class that a config opens as: the whole model, with its towers, or the language model in it alone.
 
     model.part=whole   the class that config.json names under `architectures`, where transformers' maps of language
                        models, or of models of images and text, have it for this type of config; else what these maps
