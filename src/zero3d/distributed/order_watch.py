@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from zero3d.distributed.order_log import GATHERS, NAMED, REDUCTIONS, OrderLog, Post, Steps, Wait
+from zero3d.distributed.order_log import GATHERS, NAMED, REDUCTIONS, Circle, Difference, OrderLog, Post, Steps, Wait
 from zero3d.distributed.own_calls import OwnCalls
 from zero3d.watchdog.flight_recorder import folder_of, record
 from zero3d.watchdog.heartbeat import Heartbeat
@@ -72,6 +72,7 @@ class OrderWatch:
         self._since = time.monotonic()
         self._asked: float | None = None  # when it asked the store last, in this silence
         self._ends = 0  # how often it has done something to end waits
+        self._proof: Difference | Circle | None = None  # of what some ranks have told, at the look before
         self._own = OwnCalls(store, self._key("question"), heartbeat)
 
     def add(self, axis: Axis, ranks: Sequence[int]) -> None:
@@ -120,6 +121,7 @@ class OrderWatch:
         if beats != self._beats:
             self._beats, self._since = beats, now
             self._asked = None
+            self._proof = None
             self._own.forget()
         silent, every = now - self._since, self._world / RATE
         if silent < max(PATIENCE, every):
@@ -172,7 +174,11 @@ class OrderWatch:
         """Read what ranks have told and look for a proof, where there is something new."""
         keys = {rank: self._key("post", rank) for rank in range(self._world)}
         told = {rank: self.store.get(key) for rank, key in keys.items() if self.store.check([key])}
-        if (found := self._own.judge(told)) is not None:
+        found = self._own.judge(told)
+        if found is not None and self._proof is None and len(told) < self._world:
+            self._proof = found  # the next look has all who tell by then, and names them
+            return
+        if (found := found or self._proof) is not None:
             self.store.set(self._key("verdict"), found.text())
             self._closes(found.text())
             self._hear()
