@@ -25,7 +25,7 @@ LAYERS = {
         "weights",
         "stores",
     ),
-    "core": ("zero", "account"),
+    "core": ("blueprint", "zero", "account"),
     "parallel": (
         "models",
         "activations",
@@ -73,7 +73,7 @@ def test_packages_import_each_other_in_no_cycle():
 
 # Files whose import brings no torch; a name stands for a package with all of its files.
 TORCH_FREE = (
-    "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "zero.stages", "zero.layout",
+    "errors", "reading", "config", "shards.boxes", "distributed.degrees", "distributed.ledger", "blueprint.stages", "blueprint.layout",
     "zero.tokens", "account", "activations.policy", "tensor_parallel.traffic", "pipeline.schedules", "pipeline.actions",
     "pipeline.balance", "pipeline.traffic", "pipeline.acknowledgements", "checkpoint.folders", "checkpoint.copies", "checkpoint.files", "stores",
     "checkpoint.fields", "checkpoint.manifest", "checkpoint.manifest_parser", "checkpoint.tiling", "checkpoint.frozen_base",
@@ -203,8 +203,12 @@ def test_the_core_knows_no_engine_config_or_transformers():
 
 
 def test_the_core_needs_the_ground_alone():
-    """zero/ with exact/, and what it needs from the ground."""
-    assert {"zero", "memory"} <= {package_of(name) for name in core()} <= {"zero", *LAYERS["ground"]} - {"config"}
+    """zero/ with exact/, what decides for it, and what both need from the ground."""
+    assert (
+        {"zero", "memory"}
+        <= {package_of(name) for name in core()}
+        <= {"zero", "blueprint", *LAYERS["ground"]} - {"config"}
+    )
 
 
 OF_MANY_OPTIONS = {("engine.engine", "__init__"), ("optim.muon_optimizer", "muon")}  # by name, each with a default

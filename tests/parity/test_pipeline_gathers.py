@@ -6,12 +6,12 @@ import pytest
 from pipelines import SCHEDULES, build, engine_of, micro_batches
 
 import zero3d
+from zero3d.blueprint.stages import WINDOW
 from zero3d.errors import Zero3dError
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers
 from zero3d.zero.policy import State
-from zero3d.zero.stages import WINDOW
 
 M, FEWER, EMBEDDING = 3, 2, "embed"
 

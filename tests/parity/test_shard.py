@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import zero3d
 from zero3d.account.traffic import Levels, Moved, step_traffic
 from zero3d.activations.recomputation import recompute
+from zero3d.blueprint.stages import WINDOW
 from zero3d.checkpoint.state import state_pieces
 from zero3d.config import Lora
 from zero3d.engine.state import engine_state
 from zero3d.models.adapters import add_adapters
 from zero3d.models.open import Opened
-from zero3d.zero.stages import WINDOW
 from zero3d.zero.tokens import count_gathers
 
 WORLD, STEPS = 4, 2

@@ -11,7 +11,7 @@ from training import save_model, save_rows, told, tree
 import zero3d
 from zero3d.account.traffic import step_traffic
 from zero3d.activations.recomputation import recompute
-from zero3d.zero.stages import WINDOW
+from zero3d.blueprint.stages import WINDOW
 from zero3d.zero.tokens import count_gathers
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.activations.recomputation import recompute
-from zero3d.zero.stages import WINDOW
+from zero3d.blueprint.stages import WINDOW
 
 BLOCKS, WIDTH, STEPS = 10, 96, 2
 assert BLOCKS > 2 * WINDOW + 2, "so that ranks would wait for each other"

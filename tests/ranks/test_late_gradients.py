@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.stages import WINDOW, stage_row
 from zero3d.distributed.axis import Axis, Pending
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import Policy, Setting, SlowWire
-from zero3d.zero.stages import WINDOW, stage_row
 from zero3d.zero.streams import ToHost
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

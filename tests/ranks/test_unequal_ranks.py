@@ -91,7 +91,7 @@ def holes(cases, plant=None, options=None, depth=10):
 def test_the_chains_are_deeper_than_what_runs_ahead_hides():
     from instruments import unequal
 
-    from zero3d.zero.stages import WINDOW
+    from zero3d.blueprint.stages import WINDOW
 
     assert unequal.DEPTH > 2 * WINDOW + 2
 

@@ -11,9 +11,9 @@ from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segmen
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
 from zero3d.account.traffic import Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.state_spans import Span
 from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.zero.layout import UnitLayout
-from zero3d.zero.state_spans import Span
 
 
 @pytest.mark.parametrize(("weight", "wide", "splits", "stored"), [

@@ -12,6 +12,7 @@ import pytest
 from attempts import until
 from torch.distributed import TCPStore
 
+from zero3d.blueprint.layout import CANONICAL
 from zero3d.cli import elastic, spare_ranks
 from zero3d.cli.elastic import Course, Job, Slots, is_fault, run_job
 from zero3d.cli.rank_environment import narrowed
@@ -22,7 +23,6 @@ from zero3d.errors import ConfigError, MeshError, Zero3dError
 from zero3d.plan.emit import plan_of
 from zero3d.setup.build import zero_options
 from zero3d.train.start import Start
-from zero3d.zero.layout import CANONICAL
 
 HERE = Path(__file__).parents[1]
 SHRINKS = ("health.min_ranks=1", "train.batch=8", "train.micro_batch=1")

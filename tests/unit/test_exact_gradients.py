@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.stages import counter_buffers, stage_row
 from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import Policy, Setting
-from zero3d.zero.stages import counter_buffers, stage_row
 
 N, SHAPES = 2, [("a", (3, 2), 0), ("b", (20_000,), 0)]
 NUMEL = 20_006

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from zero3d.account.states import engine_bytes
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.stages import counter_buffers
 from zero3d.checkpoint.resume_contract import resume_guarantee
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.collectives import Comm
@@ -14,8 +16,6 @@ from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.states import reduced_width
 from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.exact.sums import Counter, add_tree
-from zero3d.zero.layout import UnitLayout
-from zero3d.zero.stages import counter_buffers
 
 CPU = torch.device("cpu")
 

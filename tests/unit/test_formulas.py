@@ -7,10 +7,10 @@ import pytest
 
 from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, per_parameter
 from zero3d.account.traffic import UnitTraffic, step_traffic, traffic_elements
+from zero3d.blueprint.stages import resolve_policies, stage_row
 from zero3d.errors import ConfigError
 from zero3d.pipeline.actions import Action
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers
-from zero3d.zero.stages import resolve_policies, stage_row
 from zero3d.zero.tokens import (
     ROOT_TURN,
     TURN,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from models import hf
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.models.build import build
 from zero3d.models.load import FileWeights
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import box_shape, slices
 from zero3d.shards.cuts import Cut
 from zero3d.zero.initial_weights import from_source
-from zero3d.zero.layout import UnitLayout
 
 SHAPES = {"norm": (96,), "column": (96, 200), "row": (160, 192), "packed": (120, 144), "experts": (4, 48, 40)}
 TP = 4

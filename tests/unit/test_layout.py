@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from zero3d.blueprint.layout import ALIGN, UnitLayout, grid, padding_warning
 from zero3d.shards.boxes import box_shape, boxes, intersect
-from zero3d.zero.layout import ALIGN, UnitLayout, grid, padding_warning
 
 SHAPES = [("a", (3, 5), 0), ("b", (1,), 1), ("c", (), 0), ("d", (997,), 0), ("e", (70, 300), 1), ("f", (0, 4), 0)]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from tensors import tiny
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.errors import ConfigError
 from zero3d.optim import muon
 from zero3d.optim.find import describe, find_matrices, groups_of
 from zero3d.optim.matrices import Form, Split, adjusted, operations, ranges, read_split
 from zero3d.optim.newton_schulz import COEFFICIENTS, EPS, orthogonalize
 from zero3d.optim.owners import Owners, matrices_of, share_out
-from zero3d.zero.layout import UnitLayout
 
 
 def model_of(family, **options):

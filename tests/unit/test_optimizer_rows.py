@@ -7,10 +7,10 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
+from zero3d.blueprint.layout import ALIGN, GROUP
 from zero3d.config.sections import Optimizer
 from zero3d.setup.optimizer import optimizer_of
 from zero3d.spec.optimizer import ALL, MATRICES, NAMES, OPTIMIZERS, REST
-from zero3d.zero.layout import ALIGN, GROUP
 
 
 def after_a_step(name, matrix):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from zero3d.blueprint.layout import ROOT
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed import order_log
 from zero3d.distributed.order_log import (
     GATHERS,
@@ -18,8 +20,6 @@ from zero3d.distributed.order_log import (
     Wait,
     find_disagreement,
 )
-from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
 
 DP = {"dp": [0, 1]}
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
-from zero3d.zero.stages import WINDOW
+from zero3d.blueprint.stages import WINDOW
 from zero3d.zero.tokens import count_gathers
 from zero3d.zero.weights import is_placeholder
 

@@ -13,9 +13,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
+from zero3d.blueprint.layout import ALIGN, Piece
+from zero3d.blueprint.state_spans import Span, span_of
 from zero3d.spec.optimizer import ALL, MATRICES, OPTIMIZERS, REST
-from zero3d.zero.layout import ALIGN, Piece
-from zero3d.zero.state_spans import Span, span_of
 
 T = TypeVar("T")
 BF16 = 2

@@ -26,9 +26,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.account.optimizers import OptimizerBytes
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.stages import counter_buffers, resolve_policies, stage_row
 from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
-from zero3d.zero.layout import UnitLayout
-from zero3d.zero.stages import counter_buffers, resolve_policies, stage_row
 
 FP32 = 4
 

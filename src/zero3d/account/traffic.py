@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from zero3d.blueprint.layout import CANONICAL
+from zero3d.blueprint.stages import Stage, resolve_policies, stage_row
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
 from zero3d.spec.zero import SAME
-from zero3d.zero.layout import CANONICAL
-from zero3d.zero.stages import Stage, resolve_policies, stage_row
 
 
 class Moved(NamedTuple):

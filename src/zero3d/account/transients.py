@@ -21,12 +21,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zero3d.account.states import FP32
+from zero3d.blueprint.layout import ROOT
+from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
 from zero3d.spec.zero import SAME
-from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import LEAVING, WINDOW
 
 LOGITS_BUDGET = 4_000_000_000  # bytes; train.tiled_loss=auto makes no logits that take more. One number for all devices
 STAGED = 2  # buckets' gradients on the device that are kept on the host: one is used, one comes

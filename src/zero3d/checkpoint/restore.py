@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zero3d.blueprint.layout import Piece
 from zero3d.checkpoint.compatibility import (
     buffer_problem,
     check_compatible,
@@ -59,7 +60,6 @@ from zero3d.errors import CheckpointError
 from zero3d.precision import joined, to_compute
 from zero3d.rng import set_rng_state
 from zero3d.shards.boxes import Box, intersect, slices
-from zero3d.zero.layout import Piece
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import MasterPiece
 

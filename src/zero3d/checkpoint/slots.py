@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from zero3d.blueprint.layout import Slot
 from zero3d.checkpoint.compatibility import buffer_problem, check_run, check_streams, fill_named, number_problem
 from zero3d.checkpoint.fields import Field
 from zero3d.checkpoint.files import has_checksum
@@ -48,7 +49,6 @@ from zero3d.errors import CheckpointError
 from zero3d.offload.commit_file import sha256_of
 from zero3d.reading import Unreadable, read_object
 from zero3d.rng import set_rng_state
-from zero3d.zero.layout import Slot
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from zero3d.blueprint.layout import Piece
 from zero3d.checkpoint.frozen_base import FrozenBase
 from zero3d.checkpoint.manifest import FROZEN, MASTER
 from zero3d.distributed.collectives import Comm
@@ -19,7 +20,6 @@ from zero3d.precision import Halves, LossScale
 from zero3d.shards.boxes import Box, Shape
 from zero3d.shards.cuts import Cut, Tile, cover
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.layout import Piece
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 

@@ -34,7 +34,7 @@ COLLECTIVE = frozenset(
     ("all_gather", "reduce_scatter", "all_reduce", "all_reduced", "all_to_all", "pass_rows", "exchange", "broadcast")
 ) | {"barrier", "warm-up"}
 ROOT = "root"  # the unit that a forward begins with
-AHEAD = 2  # gathers that may run ahead of their use: zero/stages.py, WINDOW
+AHEAD = 2  # gathers that may run ahead of their use: blueprint/stages.py, WINDOW
 NEVER_MEET = "ranks do not run the same units and wait for each other for ever"
 LEFT_OUT = (
     "Some ranks have left out more steps than others after a backward ({}): decide that by the gradient norm "

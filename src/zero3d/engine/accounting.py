@@ -14,6 +14,7 @@ from zero3d.account.optimizers import OptimizerBytes
 from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.account.traffic import UnitTraffic
 from zero3d.activations.host_slots import HostSlots
+from zero3d.blueprint.state_spans import Span
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
@@ -22,7 +23,6 @@ from zero3d.spec.tiers import HOST
 from zero3d.spec.zero import SAME
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.state_spans import Span
 from zero3d.zero.unit import Unit
 
 

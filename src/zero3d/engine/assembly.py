@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zero3d.activations.compilation import compiled_note
 from zero3d.activations.host_slots import HostSlots
 from zero3d.activations.kept_inputs import KeptInputs, Partition, inputs_per_pass
+from zero3d.blueprint.layout import padding_warning
 from zero3d.checkpoint.frozen_base import FolderSource, FrozenBase
 from zero3d.distributed.agreement import agree
 from zero3d.distributed.axis import forget_note
@@ -60,7 +61,6 @@ from zero3d.pipeline.step import Callbacks
 from zero3d.spec.tiers import DEVICE
 from zero3d.tensor_parallel.channel import Channel
 from zero3d.zero.initial_weights import Source
-from zero3d.zero.layout import padding_warning
 from zero3d.zero.unit import Unit
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ import torch
 from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
 from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, second_shard_bytes, unit_bytes
 from zero3d.account.transients import coded_messages, record_scratch, ring_bytes, whole_units
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.memory.budget import host_budget
@@ -47,7 +48,6 @@ from zero3d.spec.mesh import EXACT
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
 from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, TIERS, tiers_of
-from zero3d.zero.stages import WINDOW
 
 MANY = 10**9  # parameters of which an executor is chosen
 USABLE = 0.95  # of a device's free memory: fragments, and what no formula counts, take the rest

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
+from zero3d.blueprint.layout import GROUP, UnitLayout
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
@@ -33,7 +34,6 @@ from zero3d.sequence.shares import Sharing
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.zero import SAME
 from zero3d.zero.initial_weights import hollow
-from zero3d.zero.layout import GROUP, UnitLayout
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Self
 
 from zero3d.account.traffic import Sent
+from zero3d.blueprint.layout import Slot
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.feature import Built, Feature
 from zero3d.errors import ConfigError
@@ -15,7 +16,6 @@ from zero3d.optim.matrices import Range, ranges
 from zero3d.optim.muon_optimizer import MATRICES, MOMENTUM, MuonRule, MuonWithAdamW
 from zero3d.optim.orthogonal import Orthogonal, Seen
 from zero3d.optim.owners import WIRE, Matrix, Owners, matrices_of
-from zero3d.zero.layout import Slot
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.unit import Unit
 

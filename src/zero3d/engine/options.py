@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zero3d import spec
 from zero3d.activations.compilation import compile_options
+from zero3d.blueprint.stages import resolve_policies, splits_master, stage_row
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_activations, check_experts, check_model, check_step, reduce_dtype_of
@@ -41,7 +42,6 @@ from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
 from zero3d.zero.policy import Policy
-from zero3d.zero.stages import resolve_policies, splits_master, stage_row
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
+from zero3d.blueprint.layout import UnitLayout
+from zero3d.blueprint.stages import stage_row
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
@@ -28,12 +30,10 @@ from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.gathers import Gathers
 from zero3d.zero.hooks import Hooks
 from zero3d.zero.initial_weights import Fill, Source, from_module, from_source
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.model_group import ModelGroup, TensorCuts
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.reductions import Reductions
-from zero3d.zero.stages import stage_row
 from zero3d.zero.streams import SideStream, ToHost
 from zero3d.zero.unit import Unit
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero3d.activations.compilation import is_compiled
+from zero3d.blueprint.layout import GROUP
 from zero3d.checkpoint.code_names import name_of
 from zero3d.checkpoint.resume_contract import BACKEND, LEAVES, MICRO_BATCHES, OPTIONS, SCHEDULER, USUAL
 from zero3d.checkpoint.state import EngineState
@@ -28,7 +29,6 @@ from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import Precision, dtype_name
 from zero3d.spec.declaring import as_noted, noted_as
 from zero3d.spec.tiers import HOST
-from zero3d.zero.layout import GROUP
 
 RANKS, TREE = "in rank order", "in exact mode's tree"
 

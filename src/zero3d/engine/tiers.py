@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.engine.auto_offload import decide_executor, state_kinds
 from zero3d.engine.foundation import Foundation, host_share, update_threads
 from zero3d.engine.slots import Slots
@@ -14,7 +15,6 @@ from zero3d.offload.auto_place import ExecutorChoice, MeasuredRates
 from zero3d.offload.states import Placement, StateKinds, restarts_from
 from zero3d.offload.tiers import Builder, Site, Stores, Tiers
 from zero3d.spec.tiers import DEVICE, HOST
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.optimizer import in_turn
 
 

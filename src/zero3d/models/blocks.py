@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zero3d.blueprint.layout import ROOT
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.models.tiles import LookupTile, RowTile
 from zero3d.precision import NAMES
-from zero3d.zero.layout import ROOT
 
 
 @dataclass

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.account.optimizers import cut_by_states, master_width
+from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.blueprint.state_spans import Span, span_of
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
@@ -23,11 +25,9 @@ from zero3d.precision import dtype_name
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
-from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.param_groups import OptimizerChoice
 from zero3d.zero.policy import Policy
-from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.updates import frozen_options
 
 WORDS = {OPTIMIZER: "optimizer states", PARAMETERS: "parameters", FROZEN: "frozen parameters", GRADIENTS: "gradients"}

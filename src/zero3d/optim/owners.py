@@ -21,8 +21,8 @@ from math import prod
 from typing import NamedTuple
 
 from zero3d.account.traffic import Moved, Sent
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.optim.matrices import STEPS, Form, operations
-from zero3d.zero.layout import UnitLayout
 
 ROUND = 1 << 22  # elements that an owner takes at once, or one matrix
 WIRE = 2  # bytes of an element that travels: bf16, to which Newton-Schulz rounds its input anyhow

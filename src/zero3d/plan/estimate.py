@@ -9,6 +9,7 @@ from math import inf
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import logits_bytes
+from zero3d.blueprint.layout import padding_warning
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.footprint import tiles_loss
@@ -25,7 +26,6 @@ from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.plan.time import step_seconds
 from zero3d.plan.traffic import busiest_traffic
 from zero3d.spec.tiers import TIERS
-from zero3d.zero.layout import padding_warning
 
 EAGER = "attention keeps its scores: 5 a s bytes per token and block; a flash kernel would not"
 TEXT = "text alone was traced: an image adds its tokens to the sequence, and the forward of the tower that reads it"

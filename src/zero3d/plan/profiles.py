@@ -22,12 +22,12 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from zero3d.blueprint.stages import stage_row
 from zero3d.errors import ConfigError
 from zero3d.plan.constants import VALUES, Values, constant, of_system
 from zero3d.plan.kernels import Kernels
 from zero3d.plan.spec import ParallelPlan
 from zero3d.plan.time import Cut, Pace
-from zero3d.zero.stages import stage_row
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zero3d.account.states import WIDTHS
+from zero3d.blueprint.layout import Piece, UnitLayout
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
@@ -23,7 +24,6 @@ from zero3d.pipeline.schedules import SCHEDULES, Schedule
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.zero import Zero
-from zero3d.zero.layout import Piece, UnitLayout
 
 BLOCKS = "the model's list"  # as messages name what pipelines cut
 

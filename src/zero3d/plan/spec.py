@@ -19,6 +19,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any
 
+from zero3d.blueprint.layout import ALIGN, GROUP
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
@@ -28,7 +29,6 @@ from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
 from zero3d.spec.tiers import HOST, TIERS, Figure
-from zero3d.zero.layout import ALIGN, GROUP
 
 KINDS = ("embedding", "block", "head")
 ORDER = (  # of a plan's JSON, as its readers know it; a key that is not here follows

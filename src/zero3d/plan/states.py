@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
 from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
+from zero3d.blueprint.layout import ROOT
+from zero3d.blueprint.stages import resolve_policies, splits_master, stage_row
+from zero3d.blueprint.state_spans import Span
 from zero3d.distributed.choice import NATIVE, choose_algorithm
 from zero3d.errors import ConfigError, MeshError
 from zero3d.memory.scratch import update_bucket
@@ -35,9 +38,6 @@ from zero3d.spec.rules import check
 from zero3d.spec.sections import Spec
 from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.spec.zero import Zero
-from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import resolve_policies, splits_master, stage_row
-from zero3d.zero.state_spans import Span
 
 
 class States(NamedTuple):

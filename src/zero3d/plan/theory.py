@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS, StateBytes, engine_bytes, paper_bytes
 from zero3d.account.traffic import gathered_width, traffic_elements
-from zero3d.zero.stages import STAGES, stage_row
+from zero3d.blueprint.stages import STAGES, stage_row
 
 HALF, FULL, K = WIDTHS["bf16"]  # bytes of fp16 or bf16, of fp32, of the optimizer per parameter: fp32 master, m and v
 NAMES = ("baseline", "Pos", "Pos+g", "Pos+g+p")  # the paper's names of stages 0-3

@@ -34,6 +34,7 @@ from typing import NamedTuple
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
 from zero3d.activations.policy import Policy
+from zero3d.blueprint.stages import WINDOW, resolve_policies, stage_row
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
@@ -62,7 +63,6 @@ from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
 from zero3d.spec.tiers import HOST
 from zero3d.spec.zero import SAME, Zero
-from zero3d.zero.stages import WINDOW, resolve_policies, stage_row
 
 WORKING = ("matrices", "attention", "rest", "recompute", "experts", "sp", "tp", "host", "inputs")
 Collective = Callable[[float, Group, ClusterSpec], float]

@@ -34,6 +34,7 @@ from functools import lru_cache
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import Levels, Moved, UnitTraffic, node_traffic, step_traffic
 from zero3d.activations.policy import Policy
+from zero3d.blueprint.layout import ROOT
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
@@ -47,7 +48,6 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
 from zero3d.plan.states import is_coded, neighbours_of, policies, reduced_width, states_key, wire_width
 from zero3d.spec.mesh import Mesh
 from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
-from zero3d.zero.layout import ROOT
 from zero3d.zero.tokens import backward_gathers, forward_gathers, left_by
 
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import CopySum, Reduction, arriving_bytes, sums_of_copies
+from zero3d.blueprint.layout import ROOT
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.plan.states import is_coded, policies, sends_terms, states_key, wire_width
-from zero3d.zero.layout import ROOT
-from zero3d.zero.stages import WINDOW
 
 
 class Windows(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from zero3d.blueprint.layout import CANONICAL
 from zero3d.config import Config
 from zero3d.distributed.mesh import Mesh
 from zero3d.plan.rank_model import rank_model
@@ -19,7 +20,6 @@ from zero3d.plan.spec import ModelSpec, ParallelPlan
 from zero3d.sim.model_spec import outline
 from zero3d.spec.sections import planned
 from zero3d.spec.zero import Zero
-from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import NONE, NormKey, Peers
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3d.blueprint.layout import ROOT
 from zero3d.distributed.axis import Axis
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
@@ -38,7 +39,6 @@ from zero3d.tensor_parallel.regions import Regions
 from zero3d.tensor_parallel.sequence import cut_blocks
 from zero3d.tensor_parallel.styles import StyleContext, apply_style
 from zero3d.tensor_parallel.vocabulary import Head
-from zero3d.zero.layout import ROOT
 
 RUN = torch.bfloat16
 

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
+from zero3d.blueprint.stages import resolve_policies, stage_row
 from zero3d.expert_parallel.traffic import Busiest
 from zero3d.pipeline.schedules import pipeline_policies
 from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.train.variants import Variant
-from zero3d.zero.stages import resolve_policies, stage_row
 
 CATEGORIES = ("parameters", "gradients", "optimizer states", "padding", "temporary", "activations")
 STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer states": "optimizer", "padding": "padding"}

@@ -40,6 +40,7 @@ from zero3d.account.transients import (
     sums_of_copies,
     whole_units,
 )
+from zero3d.blueprint.stages import LEAVING, WINDOW
 from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
@@ -48,7 +49,6 @@ from zero3d.memory.arena import STATES
 from zero3d.precision import NAMES, dtype_name
 from zero3d.spec.tiers import DEVICE
 from zero3d.train.device_memory import memory_bytes, reserved_bytes
-from zero3d.zero.stages import LEAVING, WINDOW
 from zero3d.zero.unit import Unit
 
 LABELS = {"optimizer": "optimizer states"}

@@ -1,13 +1,13 @@
 """The core: ZeRO stages 0-3 as one code path.
 
-stages, layout, tokens             the stage table; where parameters lie; which uses of units gather them
+tokens                             which uses of units gather them
 policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
 wires                              what travels when weights are gathered, and over which ranks
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both
 pending_parameters, released_parameters  operations on parameters whose values are on their way, or not here
 buckets, masters                   a unit's states wherever they are placed; what the optimizer updates
-state_spans, updates               where which states are; a torch optimizer's step over all pieces or bucket by bucket
+updates                            a torch optimizer's step over all pieces or bucket by bucket
 arrivals                           which gradients of a unit have come in a backward, and whether more will
 accumulation, optimizer_states     when a step is due; a torch optimizer over pieces, its states in flat buffers
 optimizer                          the step: norm, clip, update, refresh

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zero3d.blueprint.stages import WINDOW
 from zero3d.errors import ConfigError
 from zero3d.zero.policy import State
-from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import SideStream
 from zero3d.zero.tokens import ROOT_TURN, TURN, TokenEvent
 from zero3d.zero.unit import Unit

@@ -41,10 +41,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import Piece, UnitLayout
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import Comm, same_memory
 from zero3d.spec.zero import SAME
-from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import ToHost
 

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.distributed.collectives import Comm
 from zero3d.precision import to_compute
 from zero3d.shards.boxes import Box
 from zero3d.shards.cuts import Cut, Tile, cover
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import parameter_views
 
 Fill = Callable[[Tensor], None]  # writes this rank's slice [total/N], padding apart, in the tensor's dtype

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import Piece
 from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import update_bucket
 from zero3d.precision import Halves, joined, split_master, to_compute
 from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, OnDevice, Resident, ShardPlace, UnitBuckets
-from zero3d.zero.layout import Piece
 
 REMAINDER = torch.int16
 MIX = 6364136223846793005  # Knuth's multiplier, odd

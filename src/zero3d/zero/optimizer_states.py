@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.blueprint.layout import ALIGN as BLOCK
+from zero3d.blueprint.state_spans import Span, span_of
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.zero.layout import ALIGN as BLOCK
 from zero3d.zero.masters import absent
-from zero3d.zero.state_spans import Span, span_of
 from zero3d.zero.unit import Unit
 from zero3d.zero.updates import DeferredUpdates, MasterPiece
 

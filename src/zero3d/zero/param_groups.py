@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero3d.blueprint.layout import GROUP
 from zero3d.errors import ConfigError
-from zero3d.zero.layout import GROUP
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import Slot, UnitLayout
+from zero3d.blueprint.stages import Stage
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
-from zero3d.zero.layout import Slot, UnitLayout
-from zero3d.zero.stages import Stage
 from zero3d.zero.streams import ToHost
 
 if TYPE_CHECKING:

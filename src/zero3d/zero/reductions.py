@@ -36,11 +36,11 @@ from typing import Protocol
 
 import torch
 
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.axis import Pending
 from zero3d.errors import ConfigError
 from zero3d.zero.arrivals import Arrivals
 from zero3d.zero.policy import State
-from zero3d.zero.stages import WINDOW
 from zero3d.zero.streams import SideStream
 from zero3d.zero.unit import Unit
 

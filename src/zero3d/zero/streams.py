@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.stages import LEAVING
 from zero3d.distributed.axis import Pending
 from zero3d.memory.arena import Arena, GivenBack
 from zero3d.memory.threads import Threads
-from zero3d.zero.stages import LEAVING
 
 PRIORITY = -1  # high: a collective that is ready does not wait behind compute's kernels
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from zero3d.blueprint.layout import Piece, Slot, UnitLayout
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.layout import Piece, Slot, UnitLayout
 from zero3d.zero.policy import Setting
 from zero3d.zero.released_parameters import untold
 from zero3d.zero.weights import Weights

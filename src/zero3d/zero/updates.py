@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero3d.blueprint.layout import Piece
 from zero3d.distributed.collectives import same_memory
 from zero3d.memory.arena import Arena
 from zero3d.memory.scratch import cast_scratch, update_bucket
 from zero3d.precision import Halves, cast_all, join_master, rounds_away, split_master
 from zero3d.zero.buckets import MASTER, WEIGHTS, Bucket, UnitBuckets
-from zero3d.zero.layout import Piece
 from zero3d.zero.masters import REMAINDER, absent
 from zero3d.zero.released_parameters import untold
 from zero3d.zero.unit import Unit

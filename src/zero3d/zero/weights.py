@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from zero3d.blueprint.layout import Piece, UnitLayout
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import LayoutError, Zero3dError
 from zero3d.precision import joined, to_compute
 from zero3d.zero.buckets import InRecord, OnDevice, ShardPlace
-from zero3d.zero.layout import Piece, UnitLayout
 from zero3d.zero.masters import REMAINDER, Masters
 from zero3d.zero.pending_parameters import arrived, expect
 from zero3d.zero.policy import Setting, State, parameter_views

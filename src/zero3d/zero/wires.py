@@ -30,11 +30,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.distributed.axis import Pending
 from zero3d.distributed.block_bytes import coding_scratch
 from zero3d.distributed.collectives import Comm
 from zero3d.zero.buckets import OnDevice, ShardPlace
-from zero3d.zero.layout import UnitLayout
 from zero3d.zero.policy import Setting
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from zero3d.blueprint.stages import stage_row
 from zero3d.config.hints import nearest
 from zero3d.engine.engine import Engine
 from zero3d.errors import ConfigError, short
 from zero3d.spec.offload import Offload
-from zero3d.zero.stages import stage_row
 
 KEYWORDS = tuple(inspect.signature(Engine).parameters)
 OWN: Mapping[str, str] = MappingProxyType(  # what the trainer passes itself -> where it takes it from

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.stages import counter_buffers
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.policy import State
-from zero3d.zero.stages import counter_buffers
 
 
 class ExactGradients(Gradients):

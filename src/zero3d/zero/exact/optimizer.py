@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import CANONICAL
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.layout import CANONICAL
 from zero3d.zero.model_group import Norms
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.updates import MasterPiece

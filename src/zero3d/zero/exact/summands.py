@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero3d.blueprint.layout import CANONICAL
 from zero3d.distributed.collectives import Comm
 from zero3d.errors import ConfigError
 from zero3d.nested import tensors_in
-from zero3d.zero.layout import CANONICAL
 
 
 class Summands:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero3d.zero.layout import Piece
+from zero3d.blueprint.layout import Piece
 
 
 class Span(NamedTuple):
