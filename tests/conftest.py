@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,8 +155,9 @@ def benchmark_in_fork(pool, tmp_path):
 
 
 @pytest.fixture
-def poison(monkeypatch):
+def poison():
     """Released parameters are filled with NaN: an early release shows as a NaN, not by chance."""
-    import zero3d.engine.options
+    from blueprints import poisoned
 
-    monkeypatch.setattr(zero3d.engine.options, "Policy", partial(zero3d.engine.options.Policy, poison=True))
+    with poisoned():
+        yield

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zero3d.errors import ConfigError, NonFiniteError
 from zero3d.memory.scratch import cast_scratch, group_elements
+from zero3d.spec.dtypes import Dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -22,6 +23,18 @@ _LEAST = -0x7FFF7FFF  # as two 16-bit integers: a low half is at least 0x8001, a
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name as files and tables have it, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(dtype: torch.dtype) -> Dtype:
+    """Return a dtype as the blueprint has it."""
+    return Dtype(NAMES.get(dtype, dtype_name(dtype)), dtype.itemsize)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Return the dtype that the blueprint has by name."""
+    found = DTYPES[dtype.name] if dtype.name in DTYPES else getattr(torch, dtype.name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def slow_products(precision: str, device: torch.device) -> str | None:

@@ -1,7 +1,9 @@
 """Pipelines beyond a step of equal micro-batches: evaluation, generation, overflow, experts, leaks, failures, refusals."""
 
+from contextlib import nullcontext
 from functools import partial
 
+import blueprints
 import pytest
 import torch
 from models import batch
@@ -207,14 +209,8 @@ def test_bf16_in_a_pipeline_gives_the_bits_of_no_pipeline(ranks):
 
 def some_steps(schedule, release, poisoned):
     """Losses; bytes held and users after every step."""
-    if poisoned:
-        original = zero3d.engine.options.Policy
-        zero3d.engine.options.Policy = partial(original, poison=True)
-    try:
+    with blueprints.poisoned() if poisoned else nullcontext():
         engine = engine_of(build("net", 4), zero3d.Mesh(pp=2), schedule=schedule, release=release, stage=3)
-    finally:
-        if poisoned:
-            zero3d.engine.options.Policy = original
     losses, held = [], []
     for step in range(4):
         if step == 2:

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from blueprints import unit_plan
 from models import batch, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3d
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import WINDOW, stage_row
+from zero3d.blueprint.stages import WINDOW
 from zero3d.distributed.axis import Axis, Pending
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.memory.arena import Arena
+from zero3d.spec.offload import Offload
 from zero3d.zero.gradients import Gradients
-from zero3d.zero.policy import Policy, Setting, SlowWire
+from zero3d.zero.policy import Setting, SlowWire
 from zero3d.zero.streams import ToHost
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -149,7 +151,7 @@ def test_two_late_gradients_of_a_narrow_dtype_widen_for_all_steps_to_come(stage)
         engine(x.clone().requires_grad_()).float().square().mean().backward()
         assert engine.step().applied
         assert [(e.planned, e.category) for e in engine.memory if e.planned not in (None, e.measured)] == []
-    assert engine.units[0].gradients.micro_batches == 2
+    assert engine.units[0].gradients.accumulates
     with engine.full_params():
         moved = {n: p.detach().float() for n, p in engine.module.named_parameters()}
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -288,13 +290,15 @@ class Copies:
 def unit_with_copies(reduce, slow=None, device=None):
     """A unit of two parameters of two elements; on a device, sums are kept on the host."""
     arena, copies = Arena(device or torch.device("cpu")), Copies()
-    policy = Policy(stage_row(2), "every_use", reduce, 1, torch.float32, torch.float32)
+    plan = unit_plan(
+        2, 1, copies=2, reduce=reduce, precision="fp32", offload=device and Offload(optimizer="host", gradients="host")
+    )
     layout = UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 1)
-    setting = Setting(policy, Comm(Axis("dp", 0, 1), arena, Ledger()), arena, copies, slow=slow)
+    setting = Setting(plan, Comm(Axis("dp", 0, 1), arena, Ledger()), arena, copies, slow=slow)
     if device is not None:
         copies.device = device
         setting = setting._replace(kept={"unit": torch.zeros(layout.shard)}, to_host=ToHost(device, behind=True))
-    return Gradients("unit", layout, torch.float32, setting), copies, arena
+    return Gradients("unit", layout, setting), copies, arena
 
 
 def reduce_ones(gradients, times, indices=(0, 1)):
@@ -389,9 +393,8 @@ class Slots:
 def test_a_unit_that_takes_its_turn_beside_late_gradients_keeps_them():
     """Two late ones of a parameter, of which the first has landed where the sum was."""
     arena = Arena(torch.device("cpu"))
-    policy = Policy(stage_row(0), "every_use", "every_step", 1, torch.float32, torch.float32)
-    setting = Setting(policy, Slots(), arena, Comm(Axis("replica", 0, 1), arena, Ledger()))
-    gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), torch.float32, setting)
+    setting = Setting(unit_plan(0, 2, precision="fp32"), Slots(), arena, Comm(Axis("replica", 0, 1), arena, Ledger()))
+    gradients = Gradients("unit", UnitLayout([("a", (2,), 0), ("b", (2,), 0)], 2), setting)
     reduce_ones(gradients, 1)
     for _ in range(2):
         gradients.take(1, torch.ones(2))

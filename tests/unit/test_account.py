@@ -6,14 +6,17 @@ And of buffers that come and go: units that are whole, reductions, records on th
 from fractions import Fraction
 
 import pytest
+from blueprints import unit_plan
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width, states_of
-from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, per_parameter, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, per_parameter, unit_bytes
 from zero3d.account.traffic import Moved
 from zero3d.account.transients import Reduction, record_scratch, ring_bytes, whole_units
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.state_spans import Span
+from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.tiers import TIERS
 
 
 @pytest.mark.parametrize(("weight", "wide", "splits", "stored"), [
@@ -68,31 +71,32 @@ def test_states_whose_parameters_are_mixed_have_room_in_all_elements():
 
 
 def test_each_source_of_an_experts_gradients_costs_what_a_rank_keeps_whole():
-    def gradients(stage, sources, **sums):
-        return per_parameter(UnitShare(stage, 4, 2, sources=sources), Sums(**sums), 12).gradients
+    def gradients(stage, sources, accumulate=1):
+        return per_parameter(unit_plan(stage, ep=sources, accumulate=accumulate), 12).gradients
 
-    for sources in (0, 1):
-        assert gradients(1, sources) == 2 + 4 / 4
+    assert gradients(1, 1) == 2 + 4 / 4
     assert gradients(1, 3) == 3 * 2 + 4 / 4  # three in bf16, and a shard of their sum
-    assert gradients(1, 3, micro_batches=2) == 3 * 4
+    assert gradients(1, 3, accumulate=2) == 3 * 4
     assert gradients(0, 3) == 3 * 4
     assert gradients(3, 3) == gradients(3, 1) == 4 / 4
 
 
 def test_what_is_off_the_device_costs_it_nothing():
-    here = per_parameter(UnitShare(3, 4, 2), Sums(), 12)
+    here = per_parameter(unit_plan(3), 12)
     assert here == StateBytes(Fraction(1, 2), Fraction(1), Fraction(3))
-    for away in (("parameters",), ("gradients",), ("parameters", "gradients")):
-        found = per_parameter(UnitShare(3, 4, 2, away=away), Sums(), 12)
-        assert found == here._replace(**dict.fromkeys(away, 0))
+    for params, gradients in (("host", "device"), ("none", "host"), ("disk", "host")):
+        offload = Offload(optimizer="host", params=params, gradients=gradients)
+        gone = {"parameters": params, "gradients": gradients}
+        away = [category for category, place in gone.items() if place in TIERS]
+        assert per_parameter(unit_plan(3, offload=offload), 12) == here._replace(**dict.fromkeys(away, 0))
 
 
 def test_padding_costs_what_parameters_do_and_units_add_up():
-    held = unit_bytes(UnitShare(0, 1, 2), Sums(), LAYOUT, OptimizerBytes(4, 100, 7))
+    held = unit_bytes(unit_plan(0, 1), LAYOUT, OptimizerBytes(4, 100, 7))
     assert held == Held(StateBytes(*(Fraction(each) for each in (2 * 768, 4 * 768, 4 * 768 + 100))), 10 * 15_616 + 7)
     both = sum([held, held], NOTHING)
     assert both.total == 2 * held.total == sum(both.by_category.values())
-    frozen = unit_bytes(UnitShare(0, 1, 2, trainable=False), Sums(), LAYOUT, OptimizerBytes(0))
+    frozen = unit_bytes(unit_plan(0, 1, trainable=False), LAYOUT, OptimizerBytes(0))
     assert frozen.total == 2 * 16_384
 
 

@@ -4,16 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blueprints import unit_plan
 
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import counter_buffers, stage_row
+from zero3d.blueprint.stages import counter_buffers
 from zero3d.distributed.axis import Pending
 from zero3d.distributed.collectives import same_memory
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.summands import Summands
-from zero3d.zero.policy import Policy, Setting
+from zero3d.zero.policy import Setting
 
 N, SHAPES = 2, [("a", (3, 2), 0), ("b", (20_000,), 0)]
 NUMEL = 20_006
@@ -47,10 +48,10 @@ class Paired:
 class Rank:
     def __init__(self, rank, sent, stage, reduce, planned):
         self.arena, self.comm = Arena(torch.device("cpu")), Paired(rank, sent)
-        policy = Policy(stage_row(stage), "every_use", reduce, planned, WIDE, WIDE)
-        self.setting = Setting(policy, self.comm, self.arena, SimpleNamespace(size=1))
+        plan = unit_plan(stage, N, exact=True, reduce=reduce, accumulate=planned)
+        self.setting = Setting(plan, self.comm, self.arena, SimpleNamespace(size=1))
         self.summands = Summands(self.comm, reduce == "every_step", planned, 0)
-        self.grads = ExactGradients(self.summands, "unit", UnitLayout(SHAPES, N), DTYPE, self.setting)
+        self.grads = ExactGradients(self.summands, "unit", UnitLayout(SHAPES, N), self.setting)
 
 
 def halves(values):
@@ -108,7 +109,7 @@ def run(ranks, step, micro_batches):
 def check_memory(rank, most, alone):
     """As `account.states.unit_bytes` and the arena have it, and nothing on its way."""
     layout, sharded = rank.grads._layout, alone or not rank.summands.per_step
-    assert rank.grads.micro_batches == most
+    assert rank.grads.unit_plan.policy.summands == most
     assert len(rank.grads.buffers) == counter_buffers(most)
     elements = counter_buffers(most) * (layout.shard if sharded else layout.total)
     assert rank.arena.live("gradients") + rank.arena.live("padding") == 4 * elements

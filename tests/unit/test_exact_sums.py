@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from blueprints import unit_plan
 
 from zero3d.account.states import engine_bytes
 from zero3d.blueprint.layout import UnitLayout
@@ -12,8 +13,6 @@ from zero3d.distributed.collectives import Comm
 from zero3d.distributed.ledger import Ledger
 from zero3d.errors import ConfigError
 from zero3d.memory.arena import Arena
-from zero3d.plan.spec import ParallelPlan
-from zero3d.plan.states import reduced_width
 from zero3d.zero.exact.summands import Summands, check_exact
 from zero3d.zero.exact.sums import Counter, add_tree
 
@@ -167,12 +166,14 @@ def test_gradients_hold_the_counters_buffers(stage, options, gradients):
     assert engine_bytes(stage, 4, exact=True, **options).gradients == gradients
 
 
-def test_the_planner_sends_summands_narrow_and_sums_wide():
-    plan = ParallelPlan(dp=4, stage=3, accumulate=4, exact=True)
-    assert reduced_width(plan) == 2.0
-    assert reduced_width(plan.replace(stage=1)) == 4.0
-    assert reduced_width(plan.replace(stage=1, accumulate=1)) == 2.0
-    assert reduced_width(plan.replace(exact=False)) == 4.0
+def test_summands_travel_narrow_and_sums_wide():
+    def travels(**settings):
+        return unit_plan(exact=True, **settings).gradients.travels.itemsize
+
+    assert travels(stage=3, accumulate=4) == 2
+    assert travels(stage=1, accumulate=4) == 4
+    assert travels(stage=1, accumulate=1) == 2
+    assert travels(stage=1, accumulate=1, precision="fp32") == 4
 
 
 FACTS = {"stage": 3, "reduce": "every_step", "accumulate": 2, "dp": 4, "tp": 1, "pp": 1, "precision": "bf16", "wire": "float32",

@@ -4,8 +4,9 @@ from fractions import Fraction
 from random import Random
 
 import pytest
+from blueprints import unit_plan
 
-from zero3d.account.states import Sums, UnitShare, engine_bytes, paper_bytes, per_parameter
+from zero3d.account.states import engine_bytes, paper_bytes, per_parameter
 from zero3d.account.traffic import UnitTraffic, step_traffic, traffic_elements
 from zero3d.blueprint.stages import resolve_policies, stage_row
 from zero3d.errors import ConfigError
@@ -51,8 +52,8 @@ def test_engine_bytes_per_parameter(stage, arguments, expected):
 
 
 def test_frozen_parameters_cost_their_weight():
-    def held(stage, **sums):
-        return per_parameter(UnitShare(stage, 4, weight=2, trainable=False), Sums(**sums), 0).total
+    def held(stage, **settings):
+        return per_parameter(unit_plan(stage, trainable=False, **settings), 0).total
 
     assert [held(stage) for stage in range(4)] == [2, 2, 2, Fraction(1, 2)]
     assert held(3, release="every_step") == 2

@@ -27,8 +27,13 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import OptimizerBytes
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import counter_buffers, resolve_policies, stage_row
+from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.stages import stage_row
+from zero3d.blueprint.unit import GradientPlan, Kind, UnitPlan, decide
 from zero3d.distributed.block_bytes import BLOCK, CODE_BITS, block_bytes
+from zero3d.spec.dtypes import BY_NAME
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import Zero
 
 FP32 = 4
 
@@ -96,56 +101,24 @@ class Widths(NamedTuple):
 WIDTHS = {"bf16": Widths(2, 4, 12), "fp16": Widths(2, 4, 12), "fp32": Widths(4, 4, 8), "fp64": Widths(8, 8, 16)}
 
 
-class Sums(NamedTuple):
-    """When a run sums gradients and releases weights.
-
-    micro_batches  of a step
-    exact          sums of summands are kept, in a tree over the global list
-    """
-
-    release: str = "auto"
-    reduce: str = "auto"
-    micro_batches: int = 1
-    exact: bool = False
-
-
-class UnitShare(NamedTuple):
-    """Describes how a rank holds a unit.
-
-    stage    the row of the stage table that the unit follows
-    n        ranks that it is cut over
-    weight   bytes of a compute weight
-    sources  ranks whose tokens give gradients that are kept apart (experts); 0 and 1 are one
-    away     categories that are not on the device
-    second   bytes per parameter of a second shard, which stays there (`second_shard_bytes`)
-    """
-
-    stage: int
-    n: int
-    weight: int
-    trainable: bool = True
-    sources: int = 1
-    away: tuple[str, ...] = ()
-    second: Fraction = Fraction(0)
-
-
 @lru_cache(maxsize=4096)
-def per_parameter(unit: UnitShare, sums: Sums, optimizer: Fraction | int) -> StateBytes:
+def per_parameter(unit: UnitPlan, optimizer: Fraction | int) -> StateBytes:
     """Return the bytes per parameter, and per element of padding, that a rank's device holds of a unit.
 
     optimizer  k of the table
     """
-    row = stage_row(unit.stage)
-    release, reduce = resolve_policies(row, sums.release, sums.reduce)
-    share = Fraction(1, unit.n)
-    cut = row.shards_parameters and release != "every_step"
-    held = NO_BYTES._replace(parameters=unit.weight * (share if cut else Fraction(1)))
-    if unit.trainable:
-        whole, sharded = _gradient_widths(unit, sums._replace(reduce=reduce))
-        gradients = max(1, unit.sources) * whole + sharded * share
-        held = StateBytes(held.parameters, gradients, optimizer * (share if row.shards_optimizer else Fraction(1)))
-    held = held._replace(**{category: Fraction(0) for category in unit.away})
-    return held._replace(parameters=held.parameters + unit.second)
+    policy, row, width = unit.policy, unit.row, unit.kind.dtype.itemsize
+    share = Fraction(1, unit.cut.size)
+    held = NO_BYTES
+    if not policy.params:
+        cut = row.shards_parameters and policy.release != "every_step"
+        held = held._replace(parameters=width * (share if cut else Fraction(1)))
+    if unit.gradients is not None:
+        if not policy.gradients:
+            whole, sharded = _gradient_widths(unit.gradients, policy.master.itemsize)
+            held = held._replace(gradients=unit.sources * whole + sharded * share)
+        held = held._replace(optimizer=optimizer * (share if row.shards_optimizer else Fraction(1)))
+    return held._replace(parameters=held.parameters + second_shard_bytes(width, unit.coded, unit.node))
 
 
 def second_shard_bytes(weight: int, coded: bool, node: int) -> Fraction:
@@ -158,22 +131,16 @@ def second_shard_bytes(weight: int, coded: bool, node: int) -> Fraction:
     return (Fraction(block_bytes(CODE_BITS), BLOCK) if coded else Fraction(weight)) / node
 
 
-def _gradient_widths(unit: UnitShare, sums: Sums) -> tuple[int, int]:
+def _gradient_widths(plan: GradientPlan, master: int) -> tuple[int, int]:
     """Return bytes per parameter of the gradients that a rank keeps whole, and of those that it keeps a shard of."""
-    a = max(FP32, unit.weight)
-    g = unit.weight if sums.micro_batches == 1 else a
-    if sums.exact:
-        kept = counter_buffers(sums.micro_batches) * a
-        alone = sums.micro_batches == 1 and unit.stage > 0
-        return (0, kept) if sums.reduce == "every_micro_batch" or alone else (kept, 0)
-    if unit.stage == 0:
-        return a, 0
-    return (g, a if g < a else 0) if sums.reduce == "every_step" else (0, a)
+    if plan.counters:
+        return (0, plan.counters * master) if plan.shard else (plan.counters * master, 0)
+    return plan.local.itemsize if plan.kept else 0, master if plan.shard else 0
 
 
-def unit_bytes(unit: UnitShare, sums: Sums, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:
+def unit_bytes(unit: UnitPlan, layout: UnitLayout, optimizer: OptimizerBytes) -> Held:
     """Return the bytes that a rank's device holds of a unit with this layout."""
-    rate = per_parameter(unit, sums, optimizer.rate)
+    rate = per_parameter(unit, optimizer.rate)
     states = rate.times(layout.numel)
     states = states._replace(optimizer=states.optimizer + optimizer.used)
     return Held(states, rate.total * layout.padding + optimizer.padding)
@@ -209,4 +176,6 @@ def engine_bytes(
     """
     widths = WIDTHS[precision]
     k = widths.optimizer if optimizer is None else optimizer
-    return per_parameter(UnitShare(stage, n, widths.weight), Sums(release, reduce, accumulate, exact), k)
+    spec = Spec(Zero(stage, release=release, reduce=reduce, exact=exact), precision=precision, accumulate=accumulate)
+    unit = decide(Kind(BY_NAME[precision]), Policy.of(spec), Ranks(Group(n)))
+    return per_parameter(unit, k)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from zero3d.blueprint.layout import CANONICAL
 from zero3d.blueprint.stages import Stage, resolve_policies, stage_row
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes, sum_of_copies
 from zero3d.spec.zero import SAME
 
@@ -95,6 +96,24 @@ class UnitTraffic(NamedTuple):
     def gathers_across(self, gathers: int) -> int:
         """Return how many of so many gathers in a step are over all ranks: of second shards one, after an update."""
         return gathers if self.node == 1 else min(gathers, int(self.trainable))
+
+
+def traffic_of(name: str, unit: UnitPlan, elements: int, ranks: int | None) -> UnitTraffic:
+    """Return what the formulas need of a unit. ranks: over which experts are cut, that ep shares out; else None."""
+    plan = unit.gradients
+    return UnitTraffic(
+        name,
+        elements,
+        unit.kind.dtype.itemsize,
+        reduced=0 if plan is None else unit.policy.master.itemsize,
+        wire=0 if plan is None else plan.travels.itemsize,
+        trainable=plan is not None,
+        ranks=ranks,
+        coded=unit.coded,
+        node=unit.node,
+        sums=None if plan is None else plan.sums.itemsize,
+        slow=SAME if plan is None else unit.policy.slow,
+    )
 
 
 class Levels(NamedTuple):

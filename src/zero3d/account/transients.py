@@ -23,6 +23,7 @@ from typing import NamedTuple
 from zero3d.account.states import FP32
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.stages import LEAVING, WINDOW
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_bytes import BITS, CODE_BITS, all_get_terms, coding_scratch, message_bytes, term_bytes
 from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import cast_scratch, update_scratch
@@ -82,6 +83,28 @@ class Reduction(NamedTuple):
         """Return the bytes of the buffers of one reduction, to shards of `shard` elements."""
         received = self.slots if self.terms else int(not self.lands)
         return (received + self.slots * self.casts) * shard * self.travels
+
+
+def reduction_of(unit: UnitPlan, adds: bool) -> Reduction:
+    """Return how the gradients of a trained unit travel. adds: to what the shard has already."""
+    assert unit.gradients is not None
+    plan, exact, ranks = unit.gradients, unit.policy.exact, unit.cut
+    return Reduction(
+        ranks.slots,
+        plan.travels.itemsize,
+        casts=not exact and plan.travels != plan.local,
+        terms=exact or ranks.sends_terms(plan.travels),
+        lands=plan.travels == unit.policy.master and not adds,
+    )
+
+
+def sum_over_copies(unit: UnitPlan) -> CopySum:
+    """Return how shards like a trained unit's are summed over the ranks that have copies of them."""
+    assert unit.gradients is not None
+    copies, travels, wide = unit.ranks.copies, unit.gradients.sums, unit.policy.master
+    terms = copies.sends_terms(travels)
+    plain = Reduction(copies.slots, travels.itemsize, travels != wide, terms, lands=True)
+    return CopySum(copies.size, unit.policy.slow, plain, wide.itemsize)
 
 
 class CopySum(NamedTuple):

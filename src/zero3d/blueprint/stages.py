@@ -54,12 +54,16 @@ def stage_row(number: int) -> Stage:
 
 
 @cache
-def resolve_policies(stage: Stage, release: str, reduce: str) -> tuple[str, str]:
+def resolve_policies(stage: Stage, release: str, reduce: str, pp: int = 1) -> tuple[str, str]:
     """Replace "auto" and refuse what a stage cannot do.
 
     release  when gathered parameters are given back (stage 3): after every_use | every_step
     reduce   when gradients are reduced: after every_micro_batch (stages 2, 3) | every_step
+
+    In a pipeline both are every_step: parameters stay gathered, and gradients are summed, for the whole schedule.
     """
+    if pp > 1:
+        release, reduce = ("every_step" if asked == "auto" else asked for asked in (release, reduce))
     check(Spec(Zero(stage.number, release=release, reduce=reduce)))
     if reduce == "auto":
         reduce = "every_micro_batch" if stage.shards_gradients else "every_step"

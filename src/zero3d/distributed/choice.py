@@ -19,9 +19,12 @@ so terms are at most as many bytes with one or two ranks of the axis on a host, 
 
 from __future__ import annotations
 
+from typing import Protocol, TypeVar
+
 NATIVE, PAIRWISE, ALL_TO_ALL, FAKE = "native", "pairwise", "all-to-all", "fake"
 REDUCTIONS = ("auto", NATIVE, ALL_TO_ALL)
 PAIRWISE_MAX_RANKS = 8
+FP32 = 4  # bytes of a sum
 FEW = 2  # ranks of an axis on a host whose terms are no more bytes than fp32 sums
 
 
@@ -39,3 +42,33 @@ def choose_algorithm(backend: str, size: int, reduce_scatter: str = "", on_host:
         return PAIRWISE if size <= PAIRWISE_MAX_RANKS else NATIVE
     few = on_host is None or on_host >= size or on_host <= FEW
     return ALL_TO_ALL if reduce_scatter == "auto" and size > 1 and few else NATIVE
+
+
+class Width(Protocol):
+    """Has the bytes of an element, as dtypes have."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+Kind = TypeVar("Kind", bound=Width)
+
+
+def travels(algorithm: str, kept: Kind, made: Kind, wire: Kind) -> Kind:
+    """Return the dtype in which values that are to be reduced in `wire` reach their owner.
+
+    kept  dtype of the buffer that they are in
+    made  dtype that holds each of them without rounding
+
+    Native sums are rounded on the way, to `wire`. Terms are not: they travel in the narrower dtype; pairwise ones as
+    they are kept, others as they were made, however wide they are kept.
+    """
+    if algorithm in (NATIVE, FAKE):
+        return wire
+    asked = kept if algorithm == PAIRWISE else made
+    return asked if asked.itemsize < wire.itemsize else wire
+
+
+def sends_terms(algorithm: str, itemsize: int) -> bool:
+    """Return whether values of so many bytes arrive as every rank's terms, which their owner adds up."""
+    return algorithm == PAIRWISE or (algorithm == ALL_TO_ALL and itemsize < FP32)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes
-from zero3d.account.states import NOTHING, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
-from zero3d.account.traffic import UnitTraffic
+from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
+from zero3d.account.traffic import UnitTraffic, traffic_of
 from zero3d.activations.host_slots import HostSlots
 from zero3d.blueprint.state_spans import Span
 from zero3d.distributed.collectives import Comm
@@ -20,9 +20,7 @@ from zero3d.memory.arena import STATES, TRANSIENT, Arena
 from zero3d.offload.tiers import Tiers
 from zero3d.spec.sizes import decimal
 from zero3d.spec.tiers import HOST
-from zero3d.spec.zero import SAME
 from zero3d.zero.optimizer import ShardedOptimizer
-from zero3d.zero.policy import Policy
 from zero3d.zero.unit import Unit
 
 
@@ -74,7 +72,6 @@ class Accounts:
     """Computes what an engine's units should cost, and reads what its arena says they do.
 
     shard  the axis that cuts all units but experts that are shared out
-    exact  gradients are summed in the order of the global list, which keeps other buffers
     inputs of recomputed blocks on the host, if they are there
     """
 
@@ -82,22 +79,18 @@ class Accounts:
         self,
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
-        policy: Policy,
         arena: Arena,
         shard: Comm,
-        exact: bool,
         tiers: Tiers | None,
         inputs: HostSlots | None,
     ) -> None:
         self._units = units
         self._optimizer = optimizer
-        self._policy = policy
         self._arena = arena
-        self._shard, self._exact = shard, exact
+        self._shard = shard
         self._arenas = {arena.place: arena, **({} if tiers is None else tiers.arenas)}
         self._records = {} if tiers is None else tiers.planned
         self._inputs = inputs
-        self._kept = {} if tiers is None else tiers.kept
 
     @property
     def planned(self) -> StateBytes:
@@ -127,23 +120,7 @@ class Accounts:
     @property
     def traffic_units(self) -> list[UnitTraffic]:
         """The units as `traffic.step_traffic` takes them."""
-        return [self._traffic_of(unit) for unit in self._units]
-
-    def _traffic_of(self, unit: Unit) -> UnitTraffic:
-        trained, weights = unit.grads is not None, unit.weights
-        return UnitTraffic(
-            unit.name,
-            unit.layout.total,
-            unit.dtype.itemsize,
-            reduced=self._policy.master.itemsize if trained else 0,
-            wire=unit.gradients.travels.itemsize if trained else 0,
-            trainable=trained,
-            ranks=self._ranks(unit),
-            coded=weights.coded,
-            node=weights.node,
-            sums=unit.gradients.sums.itemsize if trained else None,
-            slow=unit.gradients.slow if trained else SAME,
-        )
+        return [traffic_of(unit.name, unit.plan, unit.layout.total, self._ranks(unit)) for unit in self._units]
 
     def _ranks(self, unit: Unit) -> int | None:
         """Return over how many ranks a unit of experts is cut; None for all others."""
@@ -155,15 +132,7 @@ class Accounts:
         return sum(map(self._of_unit, self._units), NOTHING)
 
     def _of_unit(self, unit: Unit) -> Held:
-        away = unit.weights.records is not None and unit.weights.records.shard is not None
-        gone = ("parameters",) * away + ("gradients",) * (unit.name in self._kept)
-        second = second_shard_bytes(unit.dtype.itemsize, unit.weights.coded, unit.weights.node)
-        trainable = unit.grads is not None
-        share = UnitShare(unit.stage, unit.comm.size, unit.dtype.itemsize, trainable, unit.sources, gone, second)
-        if unit.grads is None:
-            return unit_bytes(share, Sums(self._policy.release), unit.layout, OptimizerBytes(0))
-        sums = Sums(self._policy.release, self._policy.reduce, unit.grads.micro_batches, self._exact)
-        return unit_bytes(share, sums, unit.layout, self._optimizer_of(unit))
+        return unit_bytes(unit.plan, unit.layout, OptimizerBytes(0) if unit.grads is None else self._optimizer_of(unit))
 
     def _optimizer_of(self, unit: Unit) -> OptimizerBytes:
         """Return what is stored of a unit's masters beside weights, and its states; what is in records is apart."""

@@ -282,9 +282,9 @@ def _chosen(base: Foundation, tiers: Tiers | None, why: tuple[str, ...]) -> Offl
 
 
 def _accounts(base: Foundation, runtime: Runtime, kept: KeptInputs | None) -> Accounts:
-    policy, exact, axes = base.resolved.policy, base.options.zero.exact, base.axes
+    axes = base.axes
     inputs = None if kept is None else kept.slots
-    return Accounts(runtime.units, runtime.optimizer, policy, axes.arena, axes.shard(), exact, runtime.tiers, inputs)
+    return Accounts(runtime.units, runtime.optimizer, axes.arena, axes.shard(), runtime.tiers, inputs)
 
 
 def _open_pipeline(base: Foundation, runtime: Runtime, losses: Losses, whole: WholeParameters) -> Pipeline:

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 
 from zero3d.account.optimizers import OptimizerBytes, master_width, state_width
-from zero3d.account.states import NO_BYTES, Held, Sums, UnitShare, second_shard_bytes, unit_bytes
+from zero3d.account.states import NO_BYTES, Held, unit_bytes
 from zero3d.account.transients import coded_messages, record_scratch, ring_bytes, whole_units
 from zero3d.blueprint.stages import WINDOW
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.foundation import Foundation, lay_out
 from zero3d.memory.budget import host_budget
@@ -43,8 +44,8 @@ from zero3d.offload.auto_place import (
     choose_by_measure,
     choose_executor,
 )
-from zero3d.offload.states import StateKinds, trains
-from zero3d.spec.mesh import EXACT
+from zero3d.offload.states import StateKinds
+from zero3d.precision import torch_dtype
 from zero3d.spec.offload import AUTO, HOST_BUDGET, Offload
 from zero3d.spec.sizes import decimal, parse_size
 from zero3d.spec.tiers import DEVICE, GRADIENTS, HOST, TIERS, tiers_of
@@ -71,16 +72,16 @@ def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
     placed = _furthest(base, bytes_needed(base, specs), _room_for(base, specs))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
     offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
-    return replace(base, options=replace(base.options, offload=offload)), (why,)
+    return base.leaving(offload), (why,)
 
 
 def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundation, tuple[str, ...]]:
     """Choose where reduced gradients are, all ranks alike; return options that say so, and why in lines."""
-    offload, policy = base.options.offload, base.resolved.policy
+    offload, policy = base.options.offload, base.policy
     if offload.gradients != AUTO or offload.optimizer == "none":
         return base, ()
     place, why = DEVICE, tuple[str, ...]()
-    may_leave = policy.stage.shards_gradients and policy.reduce == "every_micro_batch" and not base.options.zero.exact
+    may_leave = policy.row.shards_gradients and policy.often and not base.options.zero.exact
     if may_leave and base.axes.arena.device.type != "cpu":
         short = gradients_short_of(bytes_needed(base, specs), _room_for(base, specs), offload.fraction)
         world = base.axes.world
@@ -89,7 +90,7 @@ def decide_gradients(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Found
         room = f"{decimal(int(abs(most)))} {'too much' if most > 0 else 'are left'} with them on the device"
         why = (f"offload.gradients=auto: {place}: {room}",)
     offload = replace(offload, gradients=place)
-    return replace(base, options=replace(base.options, offload=offload)), why
+    return base.leaving(offload), why
 
 
 def gradients_short_of(need: Need, room: Room, fraction: float) -> int:
@@ -106,7 +107,7 @@ def decide_executor(
     states   its bytes per parameter, masters apart
     measure  gives this rank's rates
     """
-    offload, policy, mesh = base.options.offload, base.resolved.policy, base.resolved.mesh
+    offload, policy, mesh = base.options.offload, base.policy, base.resolved.mesh
     if offload.executor != AUTO or offload.optimizer == "none":
         return ExecutorChoice(DEVICE if offload.optimizer == "none" else offload.executor, "")
     if not on_host:
@@ -116,7 +117,7 @@ def decide_executor(
     else:
         wide = policy.master.itemsize
         moments = states // wide * state_width(wide, offload.moments)
-        width = master_width(base.resolved.precision.dtype.itemsize, wide, policy.split_master) + moments
+        width = master_width(base.resolved.precision.dtype.itemsize, wide, policy.splits) + moments
         if TIERS[offload.optimizer].slots > 1:  # a restart from them has the same kernels, whatever else runs by then
             choice = choose_executor(width * MANY, MANY, Rates(LINK, MEMORY / (mesh.local_world or mesh.world)))
         else:
@@ -133,71 +134,59 @@ def _slowest(base: Foundation, rates: MeasuredRates) -> MeasuredRates:
 
 def state_kinds(base: Foundation) -> StateKinds:
     """Return what the engine's optimizer keeps for each element. Raises ConfigError."""
-    resolved = base.resolved
-    return StateKinds.of(resolved.groups, resolved.policy.master, base.options.offload.moments, base.axes.arena.device)
+    wide, moments = torch_dtype(base.policy.master), base.options.offload.moments
+    return StateKinds.of(base.resolved.groups, wide, moments, base.axes.arena.device)
 
 
 # --- place --------------------------------------------------------------------------------------
 
 
 def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
-    """Return what this rank is about to hold on its device, padding apart; of activations nothing is known."""
-    policy, offload = base.resolved.policy, base.options.offload
+    """Return what this rank is about to hold on its device, padding apart; of activations nothing is known.
+
+    All states are counted as if they stayed there, but for weights and gradients that are known to leave.
+    """
+    policy, device = base.policy, base.axes.arena.device.type
     states, longest, kinds = NO_BYTES, 0, state_kinds(base)
-    sizes = {spec.name: sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize for spec in specs}
-    shared = {spec.name: sizes[spec.name] for spec in specs if base.axes.shard(spec.experts).size > 1}
-    reduced = {spec.name: _sources(base, spec) * sizes[spec.name] for spec in specs}
+    gathered, reduced = dict[str, int](), dict[str, int]()
     for spec in specs:
-        held, record = _of_unit(base, spec, kinds)
+        plan, size = base.plan(spec), sum(p.numel() for p in spec.params.values()) * spec.dtype.itemsize
+        if not plan.whole:
+            gathered[spec.name] = size
+        if plan.gradients is not None and not plan.gradients.kept:
+            reduced[spec.name] = plan.sources * size
+        held, record = _of_unit(base, spec, plan, kinds)
         states, longest = states + held.states, max(longest, record)
-    coded, exact = base.options.zero.gather_wire != "same", base.options.zero.exact
-    largest = max(lay_out(base, spec).total for spec in specs) if coded else 0
-    messages = coded_messages(largest, base.axes.arena.device.type) if coded else 0
-    gathered = sizes if coded or offload.params != "none" else shared
-    if not exact and not offload.gradients_leave:  # those of units that one rank has alone add up in place
-        reduced = {spec.name: reduced[spec.name] for spec in specs if spec.name in shared or _sources(base, spec) > 1}
-    released, often = policy.stage.shards_parameters, policy.reduce == "every_micro_batch"
+    messages = coded_messages(max(lay_out(base, spec).total for spec in specs), device) if policy.coded else 0
     others = {
-        "weights": 0 if offload.params != "none" else ceil(states.parameters),
-        "gradients": 0 if offload.gradients_leave else ceil(states.gradients),
-        "gathered units": messages + whole_units(gathered.items(), ahead=0 if coded else WINDOW) if released else 0,
-        "gradients of units": whole_units(reduced.items()) if often else 0,
+        "weights": ceil(states.parameters),
+        "gradients": ceil(states.gradients),
+        "gathered units": messages + whole_units(gathered.items(), ahead=0 if policy.coded else WINDOW),
+        "gradients of units": whole_units(reduced.items()) if policy.often else 0,
     }
-    passing = passing_bytes(offload.executor, longest, base.axes.arena.device.type, policy.split_master)
+    passing = passing_bytes(base.options.offload.executor, longest, device, policy.splits)
     return Need(ceil(states.optimizer), longest, passing, others)
 
 
-def _sources(base: Foundation, spec: UnitSpec) -> int:
-    """Return from how many ranks a unit's gradients come apart."""
-    return base.axes.ep.size if spec.experts and base.options.mesh.experts == EXACT else 1
-
-
-def _of_unit(base: Foundation, spec: UnitSpec, kinds: StateKinds) -> tuple[Held, int]:
-    """Return what this rank holds of a unit, everything on the device, and the bytes of its longest record."""
-    policy, layout = base.resolved.policy, lay_out(base, spec)
-    comm = base.axes.shard(spec.experts)
-    node = None if spec.experts and base.axes.ep.size > 1 else base.axes.node
-    coded = base.options.zero.gather_wire != "same" and spec.dtype.is_floating_point
-    second = second_shard_bytes(spec.dtype.itemsize, coded, 1 if node is None else node.size)
-    width = spec.dtype.itemsize
-    share = UnitShare(policy.stage.number, comm.size, width, trains(spec), _sources(base, spec), second=second)
-    sums = Sums(policy.release, policy.reduce, policy.accumulate, base.options.zero.exact)
-    if not share.trainable:
-        return unit_bytes(share, sums, layout, OptimizerBytes(0)), 0
-    whole = not policy.stage.shards_optimizer
-    pieces = layout.whole_pieces() if whole else layout.pieces(comm.rank)
+def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:
+    """Return what this rank holds of a unit, and the bytes of its longest record."""
+    policy, layout = base.policy, lay_out(base, spec)
+    if not spec.trainable:
+        return unit_bytes(plan, layout, OptimizerBytes(0)), 0
+    whole = not policy.row.shards_optimizer
+    pieces = layout.whole_pieces() if whole else layout.pieces(base.axes.shard(spec.experts).rank)
     elements, used = (layout.total, layout.numel) if whole else (layout.shard, layout.used_per_shard)
     rounded = base.options.offload.moments
     widths = {name: state_width(dtype.itemsize, rounded) for name, dtype in kinds.states.items()}
     spans = {name: kinds.span(name, layout, pieces, elements, used) for name in widths}
-    master = master_width(spec.dtype.itemsize, policy.master.itemsize, policy.split_master)
+    master = master_width(spec.dtype.itemsize, policy.master.itemsize, policy.splits)
     states = [(span, widths[name]) for name, span in spans.items() if span is not None]
     bucket = update_bucket(base.axes.arena.device.type)
     record = max(
         (master + sum(widths[name] for name in names)) * min(stop - start, bucket, ceil(used))
         for start, stop, names in kinds.segments(layout, pieces, elements)
     )
-    return unit_bytes(share, sums, layout, OptimizerBytes.of(master, states, elements)), record
+    return unit_bytes(plan, layout, OptimizerBytes.of(master, states, elements)), record
 
 
 def passing_bytes(executor: str, record: int, device: str, splits: bool) -> int:

@@ -18,7 +18,6 @@ from zero3d.distributed.determinism import mode
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.guards import is_guarded
 from zero3d.errors import ConfigError
-from zero3d.precision import DTYPES, Precision
 from zero3d.zero.initial_weights import Source
 
 RECOMPUTE = "activations: full in a file, or zero3d.activations.recompute(model, 'full') before zero3d.Engine"
@@ -144,11 +143,6 @@ def check_replay(every: int, mesh: Mesh) -> None:
             f"health.replay={every} compares bits, and on {mesh.device.type} deterministic algorithms are {mode()}: "
             "leave train.deterministic out of the file, or call zero3d.make_deterministic() before anything else."
         )
-
-
-def reduce_dtype_of(reduce_dtype: str, precision: Precision) -> torch.dtype:
-    """Return the dtype that gradients are reduced in; fp64 runs always use fp64."""
-    return torch.float64 if precision.name == "fp64" else DTYPES[reduce_dtype]
 
 
 def bind_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

@@ -162,7 +162,7 @@ class Engine:
     stage = Exposed(lambda assembly: assembly.base.options.zero.stage)
     mesh = Exposed(lambda assembly: assembly.base.resolved.mesh)
     precision = Exposed(lambda assembly: assembly.base.resolved.precision)
-    policy = Exposed(lambda assembly: assembly.base.resolved.policy)
+    policy = Exposed(lambda assembly: assembly.base.policy)
     offload = Exposed(lambda assembly: assembly.offload.offload)
     offload_why = Exposed(lambda assembly: assembly.offload.why)
     notes = Exposed(lambda assembly: assembly.notes)

@@ -13,6 +13,8 @@ from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
 from zero3d.blueprint.layout import GROUP, UnitLayout
+from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
@@ -28,9 +30,11 @@ from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.written_numbers import numbers_in
+from zero3d.precision import dtype_of
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Sharing
+from zero3d.spec.offload import Offload
 from zero3d.spec.sizes import parse_size
 from zero3d.spec.zero import SAME
 from zero3d.zero.initial_weights import hollow
@@ -158,6 +162,28 @@ class Foundation:
             sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
         done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence, notes, numbers)
+
+    @property
+    def policy(self) -> Policy:
+        """Return how all units behave."""
+        return self.resolved.policy
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks among which units are shared out."""
+        axes = self.axes
+        shard, eshard, copies = (Group(c.size, c.algorithm) for c in (axes.shard(), axes.eshard, axes.replicate))
+        return Ranks(shard, eshard, copies, axes.ep.size, 1 if axes.node is None else axes.node.size)
+
+    def leaving(self, offload: Offload) -> Foundation:
+        """Return the same with what leaves the device settled."""
+        options = replace(self.options, offload=offload)
+        policy = Policy.of(options.settings(self.resolved.mesh, self.resolved.precision))
+        return replace(self, options=options, resolved=replace(self.resolved, policy=policy))
+
+    def plan(self, spec: UnitSpec) -> UnitPlan:
+        """Return what a unit is."""
+        return decide(Kind(dtype_of(spec.dtype), spec.trainable, spec.experts), self.policy, self.ranks)
 
 
 def _share_sequences(

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zero3d import spec
 from zero3d.activations.compilation import compile_options
-from zero3d.blueprint.stages import resolve_policies, splits_master, stage_row
+from zero3d.blueprint.policy import Policy
+from zero3d.blueprint.stages import stage_row
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.checks import check_activations, check_experts, check_model, check_step, reduce_dtype_of
+from zero3d.engine.checks import check_activations, check_experts, check_model, check_step
 from zero3d.engine.features import check_features
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
@@ -31,7 +31,7 @@ from zero3d.offload.states import check_moments
 from zero3d.optim.find import find_matrices, groups_of
 from zero3d.optim.matrices import Form
 from zero3d.optim.muon_optimizer import MuonRule
-from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.pipeline.schedules import Schedule
 from zero3d.precision import Precision
 from zero3d.sequence.group import check_sequence
 from zero3d.sequence.positions import Positions
@@ -41,7 +41,6 @@ from zero3d.spec.sections import Spec
 from zero3d.zero.exact.summands import check_exact
 from zero3d.zero.initial_weights import Source
 from zero3d.zero.param_groups import OptimizerChoice, choose_optimizer
-from zero3d.zero.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,9 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     mesh = mesh if mesh is not None else Mesh()
     check(options.settings(mesh, precision))
     schedule = Schedule.requested(mesh.pp, options.mesh.schedule, options.mesh.blocks)
-    budgeted = options.gather_budget is not None and row.shards_parameters
-    released = "every_use" if budgeted else zero.release_of(options.offload.release(zero.release))
-    release, reduce = resolve_policies(row, *pipeline_policies(mesh.pp, released, zero.reduce))
+    parse_budget(zero.gather_budget)
     check_step(step.accumulate, options.optimizer.clip_norm)
+    policy = Policy.of(options.settings(mesh, precision))
     compile_options(options.model.compile)
     check_features(model, mesh, options)
     check_model(model, options.model.weights)
@@ -168,11 +166,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
         check_moments(options.offload.moments, check_kind(optimizer))
     check_builder(optimizer)
     groups = checked(choose_optimizer(model, optimizer, param_groups))
-    wide = torch.float64 if precision.name == "fp64" else torch.float32
-    # In a pipeline exact gradients are summed apart even where a step has one micro-batch.
-    accumulate = max(2, step.accumulate) if zero.exact and mesh.pp > 1 else step.accumulate
-    wire, splits = reduce_dtype_of(zero.reduce_dtype, precision), splits_master(zero.master, precision.name)
-    policy = Policy(row, release, reduce, accumulate, wide, wire, split_master=splits)
     if zero.exact:
         check_exact(mesh.dp)
         if mesh.rank == 0:

@@ -76,7 +76,7 @@ def partition_model(
     partial = frozenset(name for one in sharded for name in one.partial)
     if options.gather_budget is not None:
         budget = Budget(options.gather_budget, resolved.precision.dtype)
-        warns = mesh.rank == 0 and resolved.policy.stage.shards_parameters
+        warns = mesh.rank == 0 and resolved.policy.row.shards_parameters
         tiles = tile_layers(chunks, budget, _tied(chunks), warns)
         full_model = full_model._replace(tiles=tiles)
         places |= {name: places[tile.owner] for name, tile in tiles.items()}

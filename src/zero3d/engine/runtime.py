@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from zero3d.activations.kept_inputs import recorders_of
 from zero3d.blueprint.layout import UnitLayout
-from zero3d.blueprint.stages import stage_row
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.engine.foundation import Foundation, lay_out
@@ -23,7 +22,6 @@ from zero3d.models.images import BlankImages
 from zero3d.offload.tiers import Tiers
 from zero3d.pipeline.ties import find_ties
 from zero3d.precision import LossScale
-from zero3d.spec.mesh import EXACT
 from zero3d.spec.zero import SAME
 from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.accumulation import Accumulation
@@ -67,42 +65,36 @@ def build_units(
     layouts = {spec.name: lay_out(base, spec) for spec in specs}
     tiers, slots = open_tiers(base, specs, layouts)
     axes = base.axes
-    setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
-    codec = BlockCodec(8) if base.options.zero.gather_wire == "int8" else None
-    zero = base.options.zero
-    slow = None if zero.slow_wire == SAME else SlowWire(zero.slow_wire, zero.slow_rounding == "stochastic")
-    setting = setting._replace(codec=codec, node=axes.node, slow=slow)
+    policy, zero = base.policy, base.options.zero
+    slow = None if policy.slow == SAME else SlowWire(policy.slow, zero.slow_rounding == "stochastic")
+    away: dict[str, Any] = {}
     if tiers is not None:
         to_host = ToHost(axes.arena.device, not tiers.stores.on_cpu, tiers.threads) if tiers.kept else None
-        setting = setting._replace(records=tiers.units, kept=tiers.kept, to_host=to_host)
-    of_experts = _setting_of_experts(base, setting)
-    settings = [of_experts if spec.experts else setting for spec in specs]
-    units = [
-        _build_unit(base, spec, layouts[spec.name], own, source) for spec, own in zip(specs, settings, strict=True)
-    ]
+        away = {"records": tiers.units, "kept": tiers.kept, "to_host": to_host}
+    units = []
+    for spec in specs:
+        plan = base.plan(spec)
+        setting = Setting(
+            plan,
+            axes.shard(spec.experts),
+            axes.arena,
+            axes.replicate,
+            base.order.gradients,
+            part=axes.ep.rank if spec.experts else 0,
+            slow=slow,
+            codec=BlockCodec(8) if policy.coded else None,
+            node=axes.node if plan.node > 1 else None,
+            **away,
+        )
+        units.append(_build_unit(base, spec, layouts[spec.name], setting, source))
     return units, tiers, slots
-
-
-def _setting_of_experts(base: Foundation, setting: Setting) -> Setting:
-    """Return what units of experts share: the ranks that have the same ones, where one alone gathers nothing.
-
-    Neighbours that share experts out have other ones each, so that these keep no second shards.
-    """
-    cut, policy = base.axes.shard(experts=True), setting.policy
-    gathers = base.options.offload.params != "none"  # from elsewhere, if not from other ranks
-    gathers = gathers or setting.codec is not None  # what is decoded, the same at every degree
-    if cut.size == 1 and base.axes.ep.size > 1 and policy.stage.shards_parameters and not gathers:
-        policy = replace(policy, stage=stage_row(2))
-    sources = base.axes.ep.size if base.options.mesh.experts == EXACT else 1
-    node = setting.node if base.axes.ep.size == 1 else None
-    return setting._replace(policy=policy, comm=cut, sources=sources, part=base.axes.ep.rank, node=node)
 
 
 def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: Setting, source: Source | None) -> Unit:
     """Give a unit's parameters their first weights: rank 0's, or those of a source."""
-    partition, policy = base.partition, base.resolved.policy
+    partition = base.partition
     owner = {name: partition.full_model.owner(name) for name in spec.params}
-    wide = policy.master if spec.dtype.is_floating_point else spec.dtype
+    wide = setting.wide if spec.dtype.is_floating_point else spec.dtype
     if source is None:
         everyone = base.axes.complements["edp"] if spec.experts else base.axes.dp
         fill = from_module(layout, spec.params, everyone, wide, setting.comm.rank)
@@ -131,7 +123,7 @@ def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.
 def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) -> Runtime:
     """Put the runtime around units, and hooks on the modules that use them."""
     resolved, axes, chunks, order = base.resolved, base.axes, base.partition.chunks, base.order
-    policy, precision = resolved.policy, resolved.precision
+    policy, precision = base.policy, resolved.precision
     pipelined = axes.pp.size > 1
     model_group = _model_group(base, units)
     optimizer = order.optimizer(
@@ -147,15 +139,15 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     if tiers is not None:
         optimizer.updates = tiers.updates(optimizer, axes.arena)
     gathers = Gathers(SideStream("gather", axes.arena), policy.release == "every_step", pipelined)
-    final = not policy.stage.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
+    final = not policy.row.shards_optimizer and axes.replicate.size == 1  # what is reduced is the sum over all of dp
     everywhere = model_group.untouched(units) if final else []
     sides = SideStream("reduce", axes.arena), SideStream("copies", axes.arena)
     shared = resolved.mesh.communicators == 1
     reductions = Reductions(units, *sides, order.closes, everywhere, shared)
-    reductions.arrivals.at_module_ends = shared and policy.stage.shards_parameters
+    reductions.arrivals.at_module_ends = shared and policy.row.shards_parameters
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
-    per_micro_batch, draw = policy.reduce == "every_micro_batch", None if pipelined else order.draw
+    per_micro_batch, draw = policy.often, None if pipelined else order.draw
     accumulation = Accumulation(base.options.step.accumulate, per_micro_batch, precision.scales_loss, draw)
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
@@ -175,7 +167,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         if (saved := hooks[-1].saved) is not None:
             for recorder in recorders_of(root):
                 recorder.revive = saved.revive
-        if policy.stage.shards_parameters and axes.dp.size > 1 and sees_images(root):
+        if policy.row.shards_parameters and axes.dp.size > 1 and sees_images(root):
             BlankImages(root)
     _connect(base, units, hooks)
     return Runtime(units, tiers, model_group, optimizer, gathers, reductions, accumulation, hooks, loss_scale)

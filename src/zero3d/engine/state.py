@@ -26,7 +26,7 @@ from zero3d.models.bases import model_of
 from zero3d.models.packing import inner_model
 from zero3d.models.written_numbers import WrittenNumber
 from zero3d.pipeline.schedules import Schedule
-from zero3d.precision import Precision, dtype_name
+from zero3d.precision import Precision, dtype_name, torch_dtype
 from zero3d.spec.declaring import as_noted, noted_as
 from zero3d.spec.tiers import HOST
 
@@ -69,12 +69,12 @@ def engine_state(
 
 def _about(assembly: Assembly) -> dict[str, Any]:
     """Return the facts and the values of keys that the bits of a run depend on (`spec/bits.py`), beside its data."""
-    base, policy, options = assembly.base, assembly.base.resolved.policy, assembly.base.options
+    base, policy, options = assembly.base, assembly.base.policy, assembly.base.options
     device, mesh = base.axes.arena.device, base.resolved.mesh
     cpu = device.type == "cpu"
     summands, optimizer = base.order.summands, assembly.runtime.optimizer
     about: dict[str, Any] = {
-        "stage": policy.stage.number,
+        "stage": policy.row.number,
         "reduce": policy.reduce,
         "accumulate": options.step.accumulate,
         MICRO_BATCHES: assembly.runtime.accumulation.usual,
@@ -82,7 +82,7 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         "chunks": _chunks(base.resolved.schedule, mesh.pp),
         "units": None if options.model.units is None else ", ".join(sorted(map(name_of, options.model.units))),
         "precision": base.resolved.precision.name,
-        "wire": dtype_name(policy.wire),
+        "wire": dtype_name(torch_dtype(policy.wire)),
         "algorithm": base.axes.dp.algorithm,
         "torch": torch.__version__,
         "kernels": capability() if cpu else torch.get_device_module(device).get_device_name(device),
@@ -183,7 +183,7 @@ def _updates(assembly: Assembly) -> str:
 def who_adds(assembly: Assembly) -> dict[str, str]:
     """Return in which order gradients are added over dp and activations over tp; the backend's order is its own."""
     axes, order, runtime = assembly.base.axes, assembly.base.order, assembly.runtime
-    each = assembly.base.resolved.policy.reduce == "every_micro_batch" or runtime.accumulation.usual == 1
+    each = assembly.base.policy.often or runtime.accumulation.usual == 1
     travel = [unit.gradients.travels for unit in runtime.units if unit.grads is not None]
     narrow = each and all(dtype.itemsize < torch.float32.itemsize for dtype in travel)
     in_rank_order = axes.dp.algorithm == Pairwise.name or (axes.dp.algorithm == AllToAll.name and narrow)

@@ -31,6 +31,7 @@ from zero3d.engine.feature import Feature
 from zero3d.engine.foundation import Foundation
 from zero3d.engine.runtime import Runtime
 from zero3d.errors import ConfigError, Zero3dError
+from zero3d.precision import torch_dtype
 from zero3d.zero.hooks import SAVE
 from zero3d.zero.optimizer import APPLIED, NAN_LOSS, NOT_DUE, OVERFLOW, Measured, Outcome, StepResult
 
@@ -215,7 +216,7 @@ class Stepper:
 
     @property
     def _no_norm(self) -> Tensor:
-        return self._constant("no norm", math.nan, self.base.resolved.policy.master)
+        return self._constant("no norm", math.nan, torch_dtype(self.base.policy.master))
 
     def _constant(self, name: str, value: float, dtype: torch.dtype) -> Tensor:
         """Return a number on the device: filled in there, which waits for nothing, and only where it has changed."""

@@ -141,7 +141,7 @@ def choose_order(
     if not exact:
         return RankOrder(dp)
     seed = broadcast_ints(world, [torch.initial_seed() % (1 << 52)])[0]
-    per_step = resolved.policy.reduce == "every_step"
+    per_step = not resolved.policy.often
     return ExactOrder(
         Summands(dp, per_step, accumulate, seed, resolved.mesh.sp),
         resolved.mesh.pp > 1,

@@ -51,23 +51,19 @@ def placement(base: Foundation, kinds: StateKinds) -> Placement:
     """Return what says where this rank's records are."""
     axes = base.axes
     return Placement(
-        base.options.offload,
-        base.resolved.policy,
-        kinds,
-        lambda spec: axes.shard(spec.experts).rank,
-        axes.arena.device.type,
+        base.options.offload, base.policy, kinds, lambda spec: axes.shard(spec.experts).rank, axes.arena.device.type
     )
 
 
 def _check(base: Foundation) -> None:
     """Refuse what cannot leave the device together with other settings of this engine."""
-    offload, policy, exact = base.options.offload, base.resolved.policy, base.options.zero.exact
+    offload, policy, exact = base.options.offload, base.policy, base.options.zero.exact
     if offload.params != "none" and policy.release == "every_step":
         raise ConfigError(
             f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered: pass "
             "release='every_use', or offload.params=none."
         )
-    if offload.gradients_leave and (policy.reduce != "every_micro_batch" or exact):
+    if offload.gradients_leave and (not policy.often or exact):
         why = "exact=True sums" if exact else "reduce='every_step' keeps"
         raise ConfigError(
             f"offload.gradients={offload.gradients}, and {why} gradients on the device until the last micro-batch: "

@@ -23,6 +23,7 @@ from zero3d.distributed.agreement import agree
 from zero3d.engine.assembly import Assembly
 from zero3d.engine.auto_offload import room_of
 from zero3d.errors import ConfigError, LayoutError, OutOfBudget
+from zero3d.precision import torch_dtype
 from zero3d.spec.sizes import decimal
 from zero3d.zero.unit import Unit
 
@@ -150,7 +151,7 @@ class Unsharded:
         Tiles of a weight stay as they are.
         """
         base, came = self._assembly.base, self._assembly.changes.dtypes
-        full_model, master = base.partition.full_model, base.resolved.policy.master
+        full_model, master = base.partition.full_model, torch_dtype(base.policy.master)
         names = {slot.name: unit for unit in self._assembly.runtime.units for slot in unit.layout.slots}
         found = {name: came.get(full_model.owner(name)) for name in names if name not in full_model.tiles}
         return {
@@ -161,7 +162,7 @@ class Unsharded:
 
     def _room_of_shown(self) -> int:
         """Return the bytes of parameters that show their masters, and of one unit's masters on the way."""
-        dtypes, master = self._shown_dtypes(), self._assembly.base.resolved.policy.master
+        dtypes, master = self._shown_dtypes(), torch_dtype(self._assembly.base.policy.master)
         layouts = [unit.layout for unit in self._assembly.runtime.units]
         shown = sum(s.numel * dtypes[s.name].itemsize for layout in layouts for s in layout.slots if s.name in dtypes)
         return shown + max(layout.total for layout in layouts) * master.itemsize if shown else 0

@@ -44,6 +44,11 @@ class UnitSpec:
     deferred: bool = False
     experts: bool = False
 
+    @property
+    def trainable(self) -> bool:
+        """Return whether its parameters get gradients."""
+        return next(iter(self.params.values())).requires_grad
+
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Find the children of every list of two or more modules that are akin, by name.

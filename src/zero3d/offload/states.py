@@ -15,19 +15,19 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from zero3d.account.optimizers import cut_by_states, master_width
 from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.blueprint.policy import Policy
 from zero3d.blueprint.state_spans import Span, span_of
 from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
 from zero3d.offload.placement import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS, PlacedRecord, UnitStates, placed_records
 from zero3d.offload.records import Record
-from zero3d.precision import dtype_name
+from zero3d.precision import dtype_name, torch_dtype
 from zero3d.spec.offload import Offload
 from zero3d.spec.tiers import TIERS
 from zero3d.zero.buckets import MASTER, WEIGHTS
 from zero3d.zero.masters import REMAINDER
 from zero3d.zero.param_groups import OptimizerChoice
-from zero3d.zero.policy import Policy
 from zero3d.zero.updates import frozen_options
 
 WORDS = {OPTIMIZER: "optimizer states", PARAMETERS: "parameters", FROZEN: "frozen parameters", GRADIENTS: "gradients"}
@@ -161,7 +161,7 @@ class Placement:
 
     def records(self, specs: Sequence[UnitSpec], layouts: Mapping[str, UnitLayout]) -> Iterator[StateRecord]:
         """Yield all records of units: of optimizer states in forward order, then of weights, then of gradients."""
-        segments = [self._segments(spec, layouts[spec.name]) if trains(spec) else [] for spec in specs]
+        segments = [self._segments(spec, layouts[spec.name]) if spec.trainable else [] for spec in specs]
         units = [self._states(spec, layouts[spec.name], own) for spec, own in zip(specs, segments, strict=True)]
         for placed in placed_records(units, self.offload, update_bucket(self.device)):
             spec, layout = specs[placed.unit], layouts[specs[placed.unit].name]
@@ -181,28 +181,28 @@ class Placement:
     @property
     def _gradient(self) -> torch.dtype:
         """The dtype in which reduced gradients wait."""
-        return torch.bfloat16 if self.offload.gradient_dtype == "bf16" else self.policy.master
+        return torch_dtype(self.policy.held)
 
     def _segments(self, spec: UnitSpec, layout: UnitLayout) -> Segments:
-        sharded = self.policy.stage.shards_optimizer
+        sharded = self.policy.row.shards_optimizer
         pieces = layout.pieces(self.rank_of(spec)) if sharded else layout.whole_pieces()
         return self.kinds.segments(layout, pieces, layout.shard if sharded else layout.total)
 
     def _states(self, spec: UnitSpec, layout: UnitLayout, segments: Segments) -> UnitStates:
         """Return what this rank updates of a unit, in bytes."""
         wide = self.policy.master
-        master = master_width(spec.dtype.itemsize, wide.itemsize, self.policy.split_master)
+        master = master_width(spec.dtype.itemsize, wide.itemsize, self.policy.splits)
         states = [(end - begin, sum(self._dtype(name).itemsize for name in names)) for begin, end, names in segments]
-        return UnitStates(layout.shard, spec.dtype.itemsize, master, states, self._gradient.itemsize, trains(spec))
+        return UnitStates(layout.shard, spec.dtype.itemsize, master, states, self._gradient.itemsize, spec.trainable)
 
     def _fields(self, spec: UnitSpec, place: str, states: Sequence[str]) -> dict[str, torch.dtype]:
         """Return the dtypes of a bucket's fields by name: 16-bit ones first, so that all are aligned."""
         fields: dict[str, torch.dtype] = {}
-        if spec.dtype != self.policy.master:
-            split = self.policy.split_master
+        if spec.dtype != torch_dtype(self.policy.master):
+            split = self.policy.splits
             if split and place in TIERS and TIERS[place].whole and self.offload.params == "none":
                 fields[WEIGHTS] = spec.dtype
-            fields[MASTER] = REMAINDER if split else self.policy.master
+            fields[MASTER] = REMAINDER if split else torch_dtype(self.policy.master)
         return fields | {name: self._dtype(name) for name in self.kinds.states if name in states}
 
     def _dtype(self, state: str) -> torch.dtype:
@@ -223,13 +223,8 @@ def restarts_from(specs: Sequence[UnitSpec], records: Sequence[StateRecord], kin
             for each in records
             if each.kind == OPTIMIZER
         )
-        and all(map(trains, specs))
+        and all(spec.trainable for spec in specs)
     )
-
-
-def trains(spec: UnitSpec) -> bool:
-    """Return whether a unit is trainable."""
-    return next(iter(spec.params.values())).requires_grad
 
 
 def planned_bytes(records: Sequence[StateRecord]) -> dict[tuple[str, str], Fraction]:

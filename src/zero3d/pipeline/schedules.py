@@ -28,16 +28,6 @@ DEFAULT = "1f1b"
 IN_A_FILE = "micro-batches (in a file train.accumulate = train.batch / (train.micro_batch x dp))"
 
 
-def pipeline_policies(pp: int, release: str, reduce: str) -> tuple[str, str]:
-    """Return `release` and `reduce` with what "auto" means in a pipeline: both every step.
-
-    Parameters then stay gathered, and gradients are summed, for the whole schedule.
-    """
-    if pp == 1:
-        return release, reduce
-    return "every_step" if release == "auto" else release, "every_step" if reduce == "auto" else reduce
-
-
 class Schedule(NamedTuple):
     """One of torch's schedules: how many model chunks a rank has, and whether they are laid out in a V."""
 

@@ -5,6 +5,7 @@
 
 spec, spec_json             models, clusters, plans, estimates as data; JSON there and back
 shapes, hardware            models by closed formulas; the GPU catalogue and cluster files
+decided                     what an engine with a plan's settings decides: its blueprint
 rank_model, states          a rank's chunks and units of a model, and the bytes of their states, exactly
 footprint, windows,         activations of a part; buffers that come and go with units; micro-batches in flight
 in_flight, inputs, memory   when a backward begins; inputs kept in parts or on the host; the fullest instant of all

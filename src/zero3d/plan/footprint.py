@@ -18,7 +18,7 @@ from zero3d.account.transients import LOGITS_BUDGET, logits_bytes
 from zero3d.activations.policy import Policy
 from zero3d.plan.constants import constant
 from zero3d.plan.inputs import share_here
-from zero3d.plan.rank_model import itemsize
+from zero3d.plan.rank_model import dtype_of
 from zero3d.plan.sequence import kept_more
 from zero3d.plan.spec import Instant, ModelSpec, Operations, ParallelPlan, Part
 from zero3d.spec.offload import AUTO
@@ -81,7 +81,7 @@ def tiles_loss(model: ModelSpec, plan: ParallelPlan, micro_batch: int | None = N
 def tied_bytes(model: ModelSpec, tp: int, precision: str) -> float:
     """Return the bytes of tied parameters' gradients of the head, which wait to be summed at the embedding."""
     weights = (w for part in model.parts for unit in part.units if unit.copy_of for w in unit.weights)
-    return float(sum(w.numel // tp * itemsize(w, precision) for w in weights if w.trainable))
+    return float(sum(w.numel // tp * dtype_of(w, precision).itemsize for w in weights if w.trainable))
 
 
 class _Run(NamedTuple):

@@ -42,7 +42,7 @@ def owners_of(model: ModelSpec, plan: ParallelPlan, stage: int) -> tuple[tuple[s
 def _on(units: Sequence[RankUnit], plan: ParallelPlan, experts: bool) -> dict[int, RankUnit]:
     """Return the units with matrices of experts that ep shares out, or of all others."""
     apart = plan.ep > 1
-    return {n: unit for n, unit in enumerate(units) if unit.forms and (apart and unit.sources > 0) == experts}
+    return {n: unit for n, unit in enumerate(units) if unit.forms and (apart and unit.kind.experts) == experts}
 
 
 def owners_key(plan: ParallelPlan) -> ParallelPlan:

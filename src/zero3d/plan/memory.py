@@ -39,6 +39,7 @@ from zero3d.memory.blocks import padded
 from zero3d.memory.scratch import update_scratch
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.constants import constant
+from zero3d.plan.decided import policy_of
 from zero3d.plan.footprint import Footprint, footprints
 from zero3d.plan.in_flight import INPUTS, WEIGHTS, Rivals, Start, first_in_flight, rivals
 from zero3d.plan.inputs import on_host, ring_here, share_here, slots_on_host
@@ -46,7 +47,7 @@ from zero3d.plan.matrices import held as matrices_held
 from zero3d.plan.rank_model import RankUnit, chunks_of_rank, first_alike, partition_key, rank_model, unlike_stages
 from zero3d.plan.saves import copy_bytes
 from zero3d.plan.spec import APART, ClusterSpec, Memory, ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import States, check_rules, policies, states, states_key
+from zero3d.plan.states import States, check_rules, states, states_key
 from zero3d.plan.windows import Backward, Windows, backwards, sums_bytes
 from zero3d.spec.offload import Offload
 from zero3d.spec.optimizer import OPTIMIZERS
@@ -380,7 +381,7 @@ class _Ranks:
         self._chunks = {stages[0]: chunks_of_rank(model, plan, stages[0])}
         self._numbers = list(self._chunks[stages[0]])
         self.shard = holding.shard
-        self._every_micro_batch = policies(plan)[1] == "every_micro_batch"
+        self._every_micro_batch = policy_of(plan).often
         tokens = plan.tokens(model.length)
         self._hidden = float(tokens * model.hidden * WIDTHS[plan.precision].weight)
         self._norm = NORM * tokens * model.hidden / (plan.tp if plan.mesh.sequence_parallel else 1)

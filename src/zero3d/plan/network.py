@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from math import log2
 
 from zero3d.plan.constants import constant
+from zero3d.plan.decided import node_of
 from zero3d.plan.spec import ClusterSpec, Link, ParallelPlan
-from zero3d.plan.states import node_of
 
 CPU = "cpu"  # in the catalogue: gloo, whose messages go in pairs
 REACHED = constant("links", "reached")  # of a data sheet's link rate, what the best collective gets

@@ -15,16 +15,19 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zero3d.account.states import WIDTHS
 from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.blueprint.unit import Kind, UnitPlan, decide
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
 from zero3d.pipeline.schedules import SCHEDULES, Schedule
+from zero3d.plan.decided import policy_of, ranks_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
+from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.zero import Zero
 
+BY_WIDTH = {1: Dtype("uint8", 1), 2: BF16, 4: FP32, 8: FP64}  # of weights in another dtype than the run's
 BLOCKS = "the model's list"  # as messages name what pipelines cut
 
 
@@ -32,37 +35,37 @@ class RankUnit(NamedTuple):
     """A unit of one rank's, as the planner needs it.
 
     owner     the module (or the root) whose parameters these are
-    itemsize  bytes per element
+    kind      what decides about it
     largest   elements of its largest parameter
-    sources   0, unless these are experts: ranks whose tokens give gradients that are kept apart
     forms     numbers of slots that are matrices, and how each is seen
     degrees   of these, over how many tp ranks each is cut
     """
 
     owner: str
     layout: UnitLayout
-    trainable: bool
-    itemsize: int
+    kind: Kind
     largest: int
-    sources: int = 0
     forms: tuple[tuple[int, Form], ...] = ()
     degrees: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        """Return whether it gets gradients."""
+        return self.kind.trainable
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element of its weights."""
+        return self.kind.dtype.itemsize
 
     @property
     def alike(self) -> tuple[Any, ...]:
         """Return what units have in common that are alike in all but names: the key of their bytes."""
         return self.layout.shape, *self[2:]
 
-    def stage_of(self, plan: ParallelPlan) -> int:
-        """Return the row of the stage table: experts that no other rank has too are never gathered."""
-        alone = self.sources > 0 and self.layout.n == 1 and plan.ep > 1 and plan.offload.params == "none"
-        alone = alone and plan.zero.gather_wire == "same"
-        return 2 if plan.zero.stage == 3 and alone else plan.zero.stage
-
-    def comes_and_goes(self, plan: ParallelPlan) -> bool:
-        """Return whether memory for its weights is allocated by each gather: not if one rank has the whole unit."""
-        whole = self.layout.n == 1 and plan.offload.params == "none" and plan.zero.gather_wire == "same"
-        return self.stage_of(plan) == 3 and not whole
+    def plan(self, plan: ParallelPlan) -> UnitPlan:
+        """Return what the unit is under a plan."""
+        return decide(self.kind, policy_of(plan), ranks_of(plan))
 
     def pieces(self, plan: ParallelPlan, dp_rank: int) -> list[Piece]:
         """Return the pieces of parameters that a rank updates; none where its shard is padding."""
@@ -138,12 +141,7 @@ def partition_key(plan: ParallelPlan) -> ParallelPlan:
     schedule = next(name for name in SCHEDULES if Schedule.of(name)[2:] == layout)
     return ParallelPlan(
         zero=Zero(exact=plan.zero.exact, gather_wire=plan.zero.gather_wire, slow_wire=plan.zero.slow_wire),
-        mesh=Mesh(
-            *(plan.dp, plan.tp, plan.pp, plan.ep),
-            shard=plan.degrees.shard,
-            experts=plan.mesh.experts,
-            schedule=schedule,
-        ),
+        mesh=Mesh(*(plan.dp, plan.tp, plan.pp, plan.ep), shard=plan.degrees.shard, schedule=schedule),
         accumulate=plan.pp,
         precision=plan.precision,
         optimizer=plan.optimizer,
@@ -208,37 +206,35 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
-    groups: dict[tuple[str, bool, int, bool], list[Weight]] = {}
+    groups: dict[tuple[str, Kind], list[Weight]] = {}
     for part in parts:
         for unit in part.units:
             if unit.copy_of not in names:
                 for weight in unit.weights:
                     apart = weight.stacked and plan.dispatches
-                    key = (unit.name.partition("/")[0], weight.trainable, itemsize(weight, plan.precision), apart)
-                    groups.setdefault(key, []).append(weight)
+                    kind = Kind(dtype_of(weight, plan.precision), weight.trainable, apart)
+                    groups.setdefault((unit.name.partition("/")[0], kind), []).append(weight)
     return [
-        _experts(owner, trainable, width, weights, plan) if apart else _unit(owner, trainable, width, weights, plan)
-        for (owner, trainable, width, apart), weights in groups.items()
+        (_experts if kind.experts else _unit)(owner, kind, weights, plan) for (owner, kind), weights in groups.items()
     ]
 
 
-def _experts(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
+def _experts(owner: str, kind: Kind, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
     for weight in weights:
         check_experts(weight, plan.ep)
     local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
     layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block, plan.replicate)
-    sources = plan.ep if plan.mesh.experts == "exact" else 1
     largest = max(slot.numel for slot in layout.slots)
-    return RankUnit(owner, layout, trainable, width, largest, sources, *_matrices(layout, weights, 1))
+    return RankUnit(owner, layout, kind, largest, *_matrices(layout, weights, 1))
 
 
-def _unit(owner: str, trainable: bool, width: int, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
+def _unit(owner: str, kind: Kind, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
     for weight in weights:
         check_cut(weight, plan.tp)
     local = [(weight.name, weight.local(plan.tp), weight.group) for weight in weights]
     layout = UnitLayout(local, plan.dp, plan.block, plan.replicate)
     largest = max(slot.numel for slot in layout.slots)
-    return RankUnit(owner, layout, trainable, width, largest, 0, *_matrices(layout, weights, plan.tp))
+    return RankUnit(owner, layout, kind, largest, *_matrices(layout, weights, plan.tp))
 
 
 def _matrices(
@@ -251,10 +247,13 @@ def _matrices(
     return forms, tuple((number, tp) for number, weight in slots if weight.form is not None and weight.cut is not None)
 
 
-def itemsize(weight: Weight, precision: str) -> int:
-    """Return the bytes per element of a weight in a run. What a 16-bit run keeps in fp32 has others' dtype."""
-    run = WIDTHS[precision].weight
-    return run if weight.itemsize is None or (weight.itemsize == 4 and run > 2) else weight.itemsize
+def dtype_of(weight: Weight, precision: str) -> Dtype:
+    """Return the dtype of a weight in a run. What a 16-bit run keeps in fp32 has others' dtype in any other."""
+    run = BY_NAME[precision]
+    width = weight.itemsize
+    if width is None or width == run.itemsize or (width == FP32.itemsize and run.itemsize > BF16.itemsize):
+        return run
+    return BY_WIDTH[width]
 
 
 def check_cut(weight: Weight, tp: int) -> None:

@@ -19,15 +19,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zero3d.account.optimizers import CODE, OptimizerBytes, master_width, segments, state_spans, state_width
-from zero3d.account.states import NOTHING, WIDTHS, Held, StateBytes, Sums, UnitShare, second_shard_bytes, unit_bytes
+from zero3d.account.states import NOTHING, Held, StateBytes, unit_bytes
 from zero3d.blueprint.layout import ROOT
-from zero3d.blueprint.stages import resolve_policies, splits_master, stage_row
 from zero3d.blueprint.state_spans import Span
-from zero3d.distributed.choice import NATIVE, choose_algorithm
-from zero3d.errors import ConfigError, MeshError
+from zero3d.distributed.choice import choose_algorithm
+from zero3d.errors import ConfigError
 from zero3d.memory.scratch import update_bucket
 from zero3d.offload.placement import UnitStates, placed_records
-from zero3d.pipeline.schedules import Schedule, pipeline_policies
+from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.decided import node_of, policy_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.spec.declaring import in_file
@@ -111,7 +111,7 @@ def _tiers(plan: ParallelPlan) -> Offload:
     """Return what leaves the device, whoever updates it. Raises ConfigError for what an engine refuses."""
     tiers = replace(plan.offload, executor="auto")
     check_rules(plan)
-    if tiers.params != "none" and policies(plan)[0] == "every_step":
+    if tiers.params != "none" and policy_of(plan).release == "every_step":
         raise ConfigError(
             f"offload.params={tiers.params} with release every_step: weights leave the device that are released after "
             "every use. Pass zero.release=every_use, or offload.params=none."
@@ -156,11 +156,11 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     device = sum((on_device(unit, plan, tiers, dp_rank).times(many) for unit, many in rank.unlike), NOTHING)
     if not tiers.states:
         return States(device)
-    if tiers.gradients_leave and (policies(plan)[1] != "every_micro_batch" or plan.zero.exact):
+    if tiers.gradients_leave and (not policy_of(plan).often or plan.zero.exact):
         raise ConfigError(
-            f"offload.gradients={tiers.gradients} with stage {plan.zero.stage}, reduce {policies(plan)[1]} and exact "
-            f"{plan.zero.exact}: those leave the device that are reduced after every micro-batch. Pass zero.stage=2 or "
-            "3 with zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
+            f"offload.gradients={tiers.gradients} with stage {plan.zero.stage}, reduce {policy_of(plan).reduce} and "
+            f"exact {plan.zero.exact}: those leave the device that are reduced after every micro-batch. Pass "
+            "zero.stage=2 or 3 with zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
         )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
@@ -194,45 +194,16 @@ def _with_records(
 
 def on_device(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> Held:
     """Return what a rank's device holds of a unit, records apart."""
-    leaves = {"parameters": tiers.params != "none", "gradients": tiers.gradients_leave and tiers.states}
-    away = tuple(category for category, left in leaves.items() if left)
-    second = second_shard_bytes(unit.itemsize, is_coded(unit, plan), neighbours_of(unit, plan))
-    share = UnitShare(unit.stage_of(plan), unit.layout.n, unit.itemsize, unit.trainable, unit.sources, away, second)
     optimizer = OptimizerBytes(0)
     if unit.trainable and not tiers.states:
-        wide = WIDTHS[plan.precision].reduced
+        wide = policy_of(plan).master.itemsize
         width = CODE if OPTIMIZERS[plan.optimizer].coded else wide
         elements, spans = updated(unit, plan, dp_rank)
         states = [(span, width) for span in spans]
         if spans:
             states += [(Span(0, elements, unit.layout.numel), wide)] * plan.averages
         optimizer = OptimizerBytes.of(master_bytes(unit, plan), states, elements)
-    return unit_bytes(share, sums_of(plan), unit.layout, optimizer)
-
-
-def is_coded(unit: RankUnit, plan: ParallelPlan) -> bool:
-    """Return whether what is gathered of a unit travels in blocks of 8 bits."""
-    return plan.zero.gather_wire != "same" and unit.stage_of(plan) == 3
-
-
-def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
-    """Return how many neighbours keep second shards together: 1 where nobody does.
-
-    per_node  ranks of a node; not needed where `with_algorithm` has made a number of them
-
-    Raises ConfigError for what does not divide dp.
-    """
-    if plan.zero.stage != 3:
-        return 1
-    try:
-        return plan.degrees.second_shard(plan.zero.second_shard, per_node)
-    except MeshError as error:
-        raise ConfigError(f"zero.{error}") from error
-
-
-def neighbours_of(unit: RankUnit, plan: ParallelPlan) -> int:
-    """Return how many neighbours keep a second shard of a unit together: of experts that ep shares out nobody does."""
-    return 1 if unit.sources and plan.ep > 1 else node_of(plan)
+    return unit_bytes(unit.plan(plan), unit.layout, optimizer)
 
 
 def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list[Span]]:
@@ -245,47 +216,17 @@ def updated(unit: RankUnit, plan: ParallelPlan, dp_rank: int) -> tuple[int, list
 
 def unit_states(unit: RankUnit, plan: ParallelPlan, tiers: Offload, dp_rank: int) -> UnitStates:
     """Return what a rank updates of a unit, and the widths of its records."""
-    wide = WIDTHS[plan.precision].reduced
-    moment = state_width(wide, tiers.moments)
+    policy = policy_of(plan)
+    moment = state_width(policy.master.itemsize, tiers.moments)
     elements, spans = updated(unit, plan, dp_rank)
     states = tuple((size, count * moment) for size, count in segments(plan.optimizer, spans, elements))
-    gradient = state_width(wide, tiers.gradient_dtype)
-    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, gradient, unit.trainable)
+    return UnitStates(elements, unit.itemsize, master_bytes(unit, plan), states, policy.held.itemsize, unit.trainable)
 
 
 def master_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
     """Return the bytes per parameter of what is stored of masters beside the weights."""
-    wide = WIDTHS[plan.precision].reduced
-    return master_width(unit.itemsize, wide, splits_master(plan.zero.master, plan.precision))
-
-
-def sums_of(plan: ParallelPlan) -> Sums:
-    """Return when gradients are summed: exact pipelines sum the first micro-batches before they know the last."""
-    summands = max(2, plan.accumulate) if plan.zero.exact and plan.pp > 1 else plan.accumulate
-    return Sums(*policies(plan), summands, plan.zero.exact)
-
-
-@lru_cache(maxsize=1 << 14)
-def policies(plan: ParallelPlan) -> tuple[str, str]:
-    """Return `release` and `reduce` as the engine resolves them."""
-    release = plan.zero.release_of(plan.offload.release(plan.zero.release))
-    return resolve_policies(stage_row(plan.zero.stage), *pipeline_policies(plan.pp, release, plan.zero.reduce))
-
-
-def reduced_width(plan: ParallelPlan, narrow: float = 2.0) -> float:
-    """Return a gradient's bytes on its way to the reduction; in exact mode that of a single micro-batch is narrow."""
-    return narrow if (plan.zero.exact and _alone(plan)) or plan.zero.reduce_dtype != "fp32" else 4.0
-
-
-def wire_width(plan: ParallelPlan, itemsize: int, summed: bool = False) -> int:
-    """Return the bytes in which gradients of weights of `itemsize` travel: as asked, unless that would round them.
-
-    Terms that are no sums yet travel as they were made, unless the backend is to sum them (`with_algorithm`: native).
-    summed  they are sums at once, of several sources
-    """
-    requested = WIDTHS[plan.zero.reduce_dtype].weight if plan.precision != "fp64" else 8
-    wire = requested if requested >= itemsize else WIDTHS[plan.precision].reduced
-    return min(wire, itemsize) if _alone(plan) and plan.zero.reduce_scatter != NATIVE and not summed else wire
+    policy = policy_of(plan)
+    return master_width(unit.itemsize, policy.master.itemsize, policy.splits)
 
 
 def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
@@ -305,13 +246,3 @@ def with_algorithm(plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
 @lru_cache(maxsize=1024)
 def _zero_with(zero: Zero, algorithm: str, ranks: int | None) -> Zero:
     return replace(zero, reduce_scatter=algorithm, second_shard=ranks)
-
-
-def sends_terms(plan: ParallelPlan, width: int) -> bool:
-    """Return whether gradients that travel in so many bytes are exchanged, and summed by their owner, on NCCL."""
-    return plan.zero.exact or (plan.zero.reduce_scatter != NATIVE and width < WIDTHS["fp32"].weight)
-
-
-def _alone(plan: ParallelPlan) -> bool:
-    """Return whether what is reduced at a time are the gradients of one micro-batch."""
-    return plan.accumulate == 1 or policies(plan)[1] == "every_micro_batch"

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
+from zero3d.account.transients import reduction_of
 from zero3d.activations.policy import Policy
 from zero3d.blueprint.stages import WINDOW, resolve_policies, stage_row
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
@@ -40,6 +41,7 @@ from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.memory.scratch import update_bucket
 from zero3d.plan.constants import constant
+from zero3d.plan.decided import policy_of, usual_unit
 from zero3d.plan.footprint import tiles_loss
 from zero3d.plan.inputs import in_parts, input_seconds
 from zero3d.plan.kernels import IMBALANCE, KERNELS, Kernels, PartWork, Shape, digest, total, works
@@ -55,7 +57,7 @@ from zero3d.plan.network import (
 )
 from zero3d.plan.sequence import exchanged
 from zero3d.plan.spec import ClusterSpec, MeasuredStep, ModelSpec, ParallelPlan, Seconds
-from zero3d.plan.states import policies, reduced_width, sends_terms, wire_width, with_algorithm
+from zero3d.plan.states import with_algorithm
 from zero3d.plan.tier_time import gradient_seconds, read_seconds, update_seconds
 from zero3d.plan.timeline import pipeline_seconds
 from zero3d.spec.mesh import Mesh
@@ -393,7 +395,9 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     if plan.dp == 1:
         return 0.0
     row = stage_row(plan.zero.stage)
-    release, reduce = policies(plan) if pace.as_zero3d else resolve_policies(row, plan.zero.release, plan.zero.reduce)
+    release, reduce = resolve_policies(row, plan.zero.release, plan.zero.reduce)  # as others have them
+    if pace.as_zero3d:
+        release, reduce = policy_of(plan).release, policy_of(plan).reduce
     known = digest(step.model)
     trained = known.trainable / known.params
     often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank
@@ -416,7 +420,7 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
                 total += units * (seconds + (pieces - 1) * hops)
         return total
 
-    wide, seconds_of = _reduction(plan, step.cluster) if pace.as_zero3d else (reduced_width(plan), gather_seconds)
+    wide, seconds_of = _reduction(plan, step.cluster) if pace.as_zero3d else (_reduced_width(plan), gather_seconds)
     buckets = max(1.0, trained * sum(share) / units / pace.bucket)
     reducing = reductions * collective(trained, wide, seconds_of, pieces=buckets)
     if pace.all_sum and row.shards_optimizer:
@@ -479,7 +483,7 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
     hashes = 4 * width * numel * known.trainable / known.params / (pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
     if (
         not stage_row(plan.zero.stage).shards_parameters
-        or policies(plan)[0] == "every_step"
+        or policy_of(plan).release == "every_step"
         or step.groups.shard.size == 1
     ):
         return hashes
@@ -495,9 +499,13 @@ def _reduction(plan: ParallelPlan, cluster: ClusterSpec) -> tuple[float, Collect
     Passes over memory beside it are left out on both sides: a cast to fp32 (6 bytes), or the sum of terms, which runs
     beside computation (2 bytes and, for each owner, 4).
     """
-    plan = with_algorithm(plan, cluster)
-    width = int(reduced_width(plan)) if plan.zero.exact else wire_width(plan, WIDTHS[plan.precision].weight)
-    return width, exchange_seconds if sends_terms(plan, width) else gather_seconds
+    reduction = reduction_of(usual_unit(with_algorithm(plan, cluster)), adds=False)
+    return reduction.travels, exchange_seconds if reduction.terms else gather_seconds
+
+
+def _reduced_width(plan: ParallelPlan) -> float:
+    """Return a gradient's bytes on its way to the reduction in another system, which sums in the dtype asked for."""
+    return 2.0 if plan.zero.reduce_dtype != "fp32" else 4.0
 
 
 def faster_reduction(model: ModelSpec, plan: ParallelPlan, cluster: ClusterSpec) -> ParallelPlan:
@@ -542,7 +550,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
             "offload": (4 * updated + 2 * updated) / cluster.host_link,
         }
     forward, both = hidden
-    gathers = 2 * plan.accumulate if policies(plan)[0] != "every_step" else 1
+    gathers = 2 * plan.accumulate if policy_of(plan).release != "every_step" else 1
     weights = (
         WIDTHS["bf16" if plan.precision == "fp8" else plan.precision].weight * owned
     )  # products alone are in 8 bits

@@ -32,20 +32,21 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zero3d.account.states import WIDTHS
-from zero3d.account.traffic import Levels, Moved, UnitTraffic, node_traffic, step_traffic
+from zero3d.account.traffic import Levels, Moved, UnitTraffic, node_traffic, step_traffic, traffic_of
 from zero3d.activations.policy import Policy
 from zero3d.blueprint.layout import ROOT
 from zero3d.distributed.degrees import EXPERT_SHARD
 from zero3d.expert_parallel.traffic import Passed, even_rows, expert_traffic
 from zero3d.pipeline.schedules import Schedule
 from zero3d.pipeline.traffic import ChunkUnits, pipeline_gathers, pipeline_traffic
+from zero3d.plan.decided import policy_of
 from zero3d.plan.in_flight import actions_of_rank
 from zero3d.plan.inputs import in_parts
 from zero3d.plan.matrices import traffic as matrix_traffic
 from zero3d.plan.rank_model import chunks_of_rank, rank_model
 from zero3d.plan.sequence import traffic as sequence_traffic
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part
-from zero3d.plan.states import is_coded, neighbours_of, policies, reduced_width, states_key, wire_width
+from zero3d.plan.states import states_key
 from zero3d.spec.mesh import Mesh
 from zero3d.tensor_parallel.traffic import Region, loss_region, partial_traffic, tensor_traffic
 from zero3d.zero.tokens import backward_gathers, forward_gathers, left_by
@@ -98,24 +99,20 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     if plan.dp == 1:
         return {}
     rank = rank_model(model, plan, stage)
-    per_use = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
+    per_use = plan.zero.stage == 3 and policy_of(plan).release != "every_step"
     alike = ParallelPlan(mesh=Mesh(1, 1, plan.pp, 1, schedule=plan.schedule), accumulate=plan.pp)
     gathers = _gathers(model, alike, stage, micro_batches, every) if per_use else None
     reductions = micro_batches * len(rank.chunks)  # a chunk's backward reduces all units of its rank
     rows: list[UnitTraffic] = []
     calls = {}
     for number, unit in ((number, unit) for number, units in rank.units.items() for unit in units):
-        wide, name = WIDTHS[plan.precision].reduced, str(len(rows))
-        several = unit.sources > 1
-        wire = int(reduced_width(plan, unit.itemsize)) if plan.zero.exact else wire_width(plan, unit.itemsize, several)
-        wire = wide if plan.zero.exact and several else wire
-        ranks, sums = unit.layout.n if unit.sources else None, wire_width(plan, unit.itemsize, summed=True)
-        others = is_coded(unit, plan), neighbours_of(unit, plan), sums, plan.zero.slow_wire
-        rows.append(UnitTraffic(name, unit.layout.total, unit.itemsize, wide, wire, unit.trainable, ranks, *others))
+        name, of = str(len(rows)), unit.plan(plan)
+        ranks = of.cut.size if unit.kind.experts else None
+        rows.append(traffic_of(name, of, unit.layout.total, ranks))
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
     levels, axis_of = Levels(plan.shard, plan.replicate), plan.degrees.group
-    moved = step_traffic(plan.zero.stage, rows, levels, calls, reductions, policies(plan)[1], plan.zero.exact)
+    moved = step_traffic(plan.zero.stage, rows, levels, calls, reductions, policy_of(plan).reduce, plan.zero.exact)
     shared = {row.name for row in rows if row.ranks is not None and plan.ep > 1}
     for (operation, name), volume in moved.items():
         if operation != "exchange":

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from zero3d.account.transients import reduction_of
 from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
+from zero3d.plan.decided import policy_of, usual_unit
 from zero3d.plan.network import Groups
 from zero3d.plan.search import ACTIVATIONS, LONG, Evaluate, Row, ep_refused, pipeline_moments, shard_refused
 from zero3d.plan.sequence import sp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
-from zero3d.plan.states import policies, wire_width, with_algorithm
+from zero3d.plan.states import with_algorithm
 from zero3d.spec.offload import AUTO
 from zero3d.spec.tiers import ACTIVATIONS as INPUTS, OPTIMIZER, PARAMS, TIERS, tiers_of
 from zero3d.spec.zero import NODE
@@ -102,10 +104,15 @@ def _knobs(plan: ParallelPlan, model: ModelSpec, cluster: ClusterSpec) -> Iterat
     if (
         plan.dp > 1
         and not plan.zero.exact
-        and wire_width(now, 2) != wire_width(plan.replace(reduce_scatter=way), 2)
+        and _travels(now) != _travels(plan.replace(reduce_scatter=way))
         and plan.precision in ("bf16", "fp16")
     ):
         yield {"zero.reduce_scatter": way}
+
+
+def _travels(plan: ParallelPlan) -> int:
+    """Return the bytes in which a gradient reaches its owner."""
+    return reduction_of(usual_unit(plan), adds=False).travels
 
 
 def _takes(sp: int, plan: ParallelPlan, model: ModelSpec) -> bool:
@@ -133,7 +140,7 @@ def _tier_knobs(plan: ParallelPlan) -> Iterator[Settings]:
             }
             moved = here if place == "none" else {}
             yield {"offload.optimizer": place, **moved}
-        movable = plan.zero.stage == 3 and policies(plan)[0] != "every_step"
+        movable = plan.zero.stage == 3 and policy_of(plan).release != "every_step"
         if place != plan.offload.params and movable and place in ("none", *tiers_of(PARAMS)):
             yield {"offload.params": place}
     if plan.offload.optimizer != "none":

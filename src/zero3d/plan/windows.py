@@ -21,13 +21,15 @@ from typing import NamedTuple
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
-from zero3d.account.transients import CopySum, Reduction, arriving_bytes, sums_of_copies
+from zero3d.account.transients import Reduction, arriving_bytes, reduction_of, sum_over_copies, sums_of_copies
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.stages import WINDOW
+from zero3d.blueprint.unit import Kind
 from zero3d.distributed.block_bytes import CODE_BITS, message_bytes
+from zero3d.plan.decided import policy_of
 from zero3d.plan.rank_model import RankUnit, rank_model
 from zero3d.plan.spec import ModelSpec, ParallelPlan
-from zero3d.plan.states import is_coded, policies, sends_terms, states_key, wire_width
+from zero3d.plan.states import states_key
 
 
 class Windows(NamedTuple):
@@ -69,8 +71,8 @@ class _Chunk:
 
     def __init__(self, order: Sequence[Sequence[RankUnit]], tied: frozenset[str], plan: ParallelPlan) -> None:
         """Sort units. order: by part, in the order of backwards; tied: owners that the first and last part use."""
-        self.plan, (self.release, self.reduce) = plan, policies(plan)
-        last, alike = {ROOT, *tied}, dict[tuple[int, ...], RankUnit]()
+        self.plan, self.policy = plan, policy_of(plan)
+        last, alike = {ROOT, *tied}, dict[tuple[int, int, Kind], RankUnit]()
         self.late = list(dict.fromkeys(unit for units in order for unit in units if unit.owner in last))
         self.turns = [[alike.setdefault(_sizes(u), u) for u in units if u.owner not in last] for units in order]
         self.early = [unit for units in self.turns for unit in units if unit.trainable]
@@ -110,21 +112,21 @@ class _Chunk:
         plan, late, turns = self.plan, self.late, self.turns
         roots = [unit for unit in late if unit.owner == ROOT]
         gathered = bucket = messages = 0.0
-        if plan.zero.stage == 3 and self.release != "every_step":
+        if self.policy.row.shards_parameters and self.policy.release != "every_step":
             using = late if at == 0 else roots
-            ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if unit.comes_and_goes(plan)]
-            shown = [unit for unit in (*using, *turns[at]) if unit.comes_and_goes(plan)]
-            messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if is_coded(unit, plan))
-            whole = [unit for unit in ahead if not is_coded(unit, plan)]
+            ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if not unit.plan(plan).whole]
+            shown = [unit for unit in (*using, *turns[at]) if not unit.plan(plan).whole]
+            messages = sum(message_bytes(unit.layout.total, CODE_BITS) for unit in ahead if unit.plan(plan).coded)
+            whole = [unit for unit in ahead if not unit.plan(plan).coded]
             gathered = sum(_full_bytes(unit) for unit in (*shown, *whole))
         moving, summing = self._moving(at), self._summing(at)
-        if (self.reduce == "every_micro_batch" or plan.zero.exact) and at > 0:
+        if (self.policy.often or plan.zero.exact) and at > 0:
             filling = late if at == len(turns) - 1 else roots
-            summed = plan.zero.exact and self.reduce == "every_step" and plan.accumulate > 1  # what moves is a sum then
+            summed = plan.zero.exact and not self.policy.often and plan.accumulate > 1  # what moves is a sum then
             filled = (*(() if summed else moving), *turns[at], *filling)
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
             bucket += _incoming(self.early[: self.passed[at]], plan) + _near(summing, plan)
-        wire = messages + sum(_wire_bytes(unit, plan, self.reduce) for unit in moving)
+        wire = messages + sum(_wire_bytes(unit, plan) for unit in moving)
         return Windows(gathered, bucket, wire + _sums_in_backward(summing, plan))
 
     def _end(self) -> Windows:
@@ -133,18 +135,18 @@ class _Chunk:
         reduced = [*self.early, *late]
         moving = reduced[-WINDOW:]
         bucket = 0.0
-        if self.reduce == "every_micro_batch" or plan.zero.exact:
+        if self.policy.often or plan.zero.exact:
             filled = [*moving[: max(0, len(moving) - len(late))], *late]
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled)
         summing = _behind(reduced)
         bucket += _incoming(reduced, plan) + _near(summing, plan)
-        wire = sum(_wire_bytes(unit, plan, self.reduce) for unit in moving)
+        wire = sum(_wire_bytes(unit, plan) for unit in moving)
         return Windows(0.0, bucket, wire + _sums_in_backward(summing, plan))
 
 
-def _sizes(unit: RankUnit) -> tuple[int, ...]:
+def _sizes(unit: RankUnit) -> tuple[int, int, Kind]:
     """Return what a unit's buffers depend on."""
-    return unit.layout.total, unit.layout.n, unit.itemsize, unit.trainable, unit.sources
+    return unit.layout.total, unit.layout.n, unit.kind
 
 
 def _full_bytes(unit: RankUnit) -> int:
@@ -152,13 +154,11 @@ def _full_bytes(unit: RankUnit) -> int:
 
 
 def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
-    """Return the bytes of local gradients that come and go with a backward: cast as they come where sums travel."""
-    alone = unit.layout.n == 1 and unit.sources < 2
-    if alone and not plan.zero.exact and not plan.offload.gradients_leave:
-        return 0  # they add up where they stay
-    cast = not alone and not plan.zero.exact and unit.sources < 2
-    each = unit.layout.total * (wire_width(plan, unit.itemsize) if cast else unit.itemsize)
-    return max(1, unit.sources) * each
+    """Return the bytes of local gradients that come and go with a backward."""
+    of = unit.plan(plan)
+    if of.gradients is None or of.gradients.kept:
+        return 0
+    return of.sources * unit.layout.total * of.gradients.local.itemsize
 
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
@@ -192,27 +192,24 @@ def sums_bytes(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
     """Return the bytes in which these units' shards are summed over copies; an exact sum's are a reduction's."""
     if plan.zero.exact or plan.replicate == 1:
         return 0.0
-    wide = WIDTHS[plan.precision].reduced
-    travels = max((wire_width(plan, unit.itemsize, summed=True) for unit in units), default=wide)
-    plain = Reduction(plan.replicate, travels, travels != wide, sends_terms(plan, travels), lands=True)
-    how = CopySum(plan.replicate, plan.zero.slow_wire, plain, wide)
+    sums = [sum_over_copies(unit.plan(plan)) for unit in units]
+    how = max(sums, key=lambda each: each.plain.travels, default=None)
+    if how is None:
+        return 0.0
     return float(sums_of_copies([unit.layout.shard for unit in units], how, "cuda"))
 
 
-def _wire_bytes(unit: RankUnit, plan: ParallelPlan, reduce: str) -> float:
+def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
     """Return the bytes of one reduction under way. What several sources have is summed first, in the reduced dtype."""
-    n, wide, several = unit.layout.n, WIDTHS[plan.precision].reduced, unit.sources > 1
-    every_step = reduce == "every_step"
-    kept_wide = every_step and (plan.accumulate > 1 or plan.zero.stage == 0)
-    summed = float(unit.layout.total * wide) if several and (plan.zero.exact or not kept_wide) else 0.0
+    of, n, shard = unit.plan(plan), unit.layout.n, unit.layout.shard
+    assert of.gradients is not None
+    wide = of.policy.master.itemsize
+    summed = 0.0
+    if of.sources > 1 and (plan.zero.exact or of.gradients.local != of.policy.master):
+        summed = float(unit.layout.total * wide)
     if n == 1:
         return summed
-    shard = unit.layout.shard
     if plan.zero.exact:  # what arrives, and shards of sums in the tree
-        travels = wide if several or (every_step and plan.accumulate > 1) else unit.itemsize
-        arrives = Reduction(n - 1, travels, casts=False, terms=True, lands=False).nbytes(shard)
+        arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
         return summed + arrives + shard * wide * n.bit_length() / WINDOW
-    travels = wire_width(plan, unit.itemsize, several)
-    local = wide if kept_wide or several else unit.itemsize if every_step else travels
-    lands = travels == wide and (every_step or plan.accumulate == 1)
-    return summed + Reduction(n, travels, travels != local, sends_terms(plan, travels), lands).nbytes(shard)
+    return summed + reduction_of(of, adds=of.policy.often and plan.accumulate > 1).nbytes(shard)

@@ -70,11 +70,12 @@ def _norms_of_stage(spec: ModelSpec, config: Config, mesh: Mesh, model: nn.Modul
     keys = []
     for units in rank_model(spec, plan, stage).units.values():
         for unit in units:
-            layout, first = unit.layout, CANONICAL // mesh.shard if unit.sources else 0  # cells of experts come later
+            layout = unit.layout
+            first = CANONICAL // mesh.shard if unit.kind.experts else 0  # cells of experts come later
             for piece in layout.pieces(layout.rank_of(mesh.place.dp)) if unit.trainable else ():
                 name = layout.slots[piece.slot].name
                 cells = layout.grid_cells(piece.offset, piece.stop - piece.start) if config.zero.exact else [(0, 0, 0)]
                 if name in places:
-                    cut = mesh.tp > 1 and weights[name].cut is not None and not unit.sources
+                    cut = mesh.tp > 1 and weights[name].cut is not None and not unit.kind.experts
                     keys += [NormKey(first * config.zero.exact + cell, places[name], cut) for cell, _, _ in cells]
     return [key.to_int() for key in sorted(keys)]

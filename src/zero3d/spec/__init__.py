@@ -9,6 +9,7 @@ tiers     a row for each place off the device: what may be kept there, its recor
 optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it
 declaring how a key says its default, meaning and range
 bits      why the bits of a run change with a key, or with what several keys come to
+dtypes    dtypes by name and width
 sizes     bytes as people write them
 """
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from zero3d.activations.policy import Arithmetic, best_segment, recompute_arithmetic
 from zero3d.blueprint.stages import resolve_policies, stage_row
 from zero3d.expert_parallel.traffic import Busiest
-from zero3d.pipeline.schedules import pipeline_policies
 from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.train.variants import Variant
 
@@ -152,7 +151,7 @@ def moment(result: Result) -> str:
     zero, pp = result["config"]["zero"], result["config"]["mesh"]["pp"] or 1
     if zero["exact"]:
         return ""
-    _, reduce = resolve_policies(stage_row(zero["stage"]), *pipeline_policies(pp, zero["release"], zero["reduce"]))
+    _, reduce = resolve_policies(stage_row(zero["stage"]), zero["release"], zero["reduce"], pp)
     return reduce if result["batch"]["accumulate"] > 1 else "every_step"
 
 

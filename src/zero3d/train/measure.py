@@ -29,19 +29,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
-    CopySum,
-    Reduction,
     arriving_bytes,
     coded_messages,
     gradient_staging,
     master_scratch,
     record_scratch,
+    reduction_of,
     ring_bytes,
+    sum_over_copies,
     sums_of_copies,
     whole_units,
 )
 from zero3d.blueprint.stages import LEAVING, WINDOW
-from zero3d.distributed.choice import ALL_TO_ALL, PAIRWISE
+from zero3d.distributed.choice import PAIRWISE
 from zero3d.engine.accounting import MemoryEntry
 from zero3d.engine.checkpoints import COPY
 from zero3d.engine.engine import Engine
@@ -223,7 +223,7 @@ def transient_bounds(engine: Engine, micro_batches: int) -> dict[str, int]:
         + (coded_messages(max(coded), device) if coded else 0)
         + max(
             WINDOW * moving + adding + bytes_over_copies(engine),
-            master_scratch(masters, device, policy.split_master),
+            master_scratch(masters, device, policy.splits),
             update,
             *(feature.scratch for feature in engine.features),
         ),
@@ -235,12 +235,7 @@ def bytes_over_copies(engine: Engine) -> int:
     trained = [unit for unit in engine.units if unit.grads is not None]
     if engine.summands is not None or not trained or trained[0].gradients.across.size == 1:
         return 0
-    gradients, wide = trained[0].gradients, engine.policy.master.itemsize
-    travels = gradients.sums.itemsize
-    way, ranks = gradients.across.algorithm, gradients.across.size
-    terms = way == PAIRWISE or (way == ALL_TO_ALL and travels < torch.float32.itemsize)
-    plain = Reduction(ranks - 1 if way == PAIRWISE else ranks, travels, travels != wide, terms, lands=True)
-    how = CopySum(ranks, gradients.slow, plain, wide)
+    how = sum_over_copies(trained[0].plan)
     return sums_of_copies([unit.layout.shard for unit in trained], how, engine.mesh.device.type)
 
 
@@ -270,7 +265,7 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     if not buckets or engine.offload.executor != DEVICE:
         return staging, wide * longest * narrow
     rounded = engine.offload.moments == "bf16"
-    device, splits = engine.mesh.device.type, engine.policy.split_master
+    device, splits = engine.mesh.device.type, engine.policy.splits
     fields = max(len(bucket.names) * (bucket.stop - bucket.start) for bucket in buckets)  # no one wider than a master
     passing = device != "cpu" and engine.offload.optimizer != "none"
     ring = ring_bytes(engine.policy.master.itemsize * fields) if passing else 0
@@ -287,16 +282,15 @@ def reduction_bytes(engine: Engine, unit: Unit, micro_batches: int) -> tuple[int
     Experts' gradients of several sources are summed to a unit in the reduced dtype first, exact ones in a tree.
     Terms are added up in a shard from the second micro-batch on; exact ones in as many as the tree over ranks is deep.
     """
-    n, shard, master = unit.comm.size, unit.layout.shard, engine.policy.master
-    travels, exact, way = unit.gradients.travels, engine.summands is not None, unit.comm.algorithm
+    plan, shard, master = unit.plan, unit.layout.shard, unit.plan.policy.master
+    n, exact = plan.cut.size, plan.policy.exact
     whole = unit.layout.total * master.itemsize if unit.sources > 1 else 0  # sources are summed before they go
     tree = exact * whole * unit.sources.bit_length()
     if n == 1:
         return whole, exact * shard * master.itemsize + tree
-    terms = exact or way == PAIRWISE or (way == ALL_TO_ALL and travels.itemsize < torch.float32.itemsize)
-    adds = micro_batches > 1 and (way == PAIRWISE or engine.policy.reduce == "every_micro_batch")
-    casts, lands = not exact and travels != unit.gradients.local, travels == master and not adds
-    moving = Reduction(n - 1 if way == PAIRWISE else n, travels.itemsize, casts, terms, lands).nbytes(shard)
+    adds = micro_batches > 1 and (plan.cut.algorithm == PAIRWISE or plan.policy.often)
+    how = reduction_of(plan, adds)
+    moving, terms = how.nbytes(shard), how.terms
     deep = n.bit_length() if exact else int(terms and adds)
     return whole + moving, deep * shard * master.itemsize + tree
 

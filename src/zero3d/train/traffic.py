@@ -168,7 +168,7 @@ def planned_traffic(engine: Engine, gathers: Mapping[str, int], counts: SessionC
     more += engine.expert_load.values * (n - 1)  # of experts' tokens, with the norm
     step["exchange", "-"] = Moved.total([step["exchange", "-"], Moved(1, more, 8 * more)])
     for (op, unit), moved in step.items():
-        every = op != "all_gather" or policy.stage.shards_parameters or not policy.stage.shards_optimizer
+        every = op != "all_gather" or policy.row.shards_parameters or not policy.row.shards_optimizer
         yield Sent("dp", op, unit, moved.times(counts.steps if every else counts.applied))
     trainable = sum(unit.trainable for unit in units)
     yield Sent("dp", "broadcast", "-", Moved(1, trainable, 8 * trainable))

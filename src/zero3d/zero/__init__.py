@@ -1,7 +1,7 @@
 """The core: ZeRO stages 0-3 as one code path.
 
 tokens                             which uses of units gather them
-policy, weights, gradients, unit   what units share; the parameters gathered, released and reduced together
+policy, weights, gradients, unit   what a unit is made with; the parameters gathered, released and reduced together
 wires                              what travels when weights are gathered, and over which ranks
 hooks, gathers, reductions         module and autograd events; when units are gathered; when they are reduced
 streams                            the side streams of both

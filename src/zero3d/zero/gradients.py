@@ -42,8 +42,10 @@ import torch
 from torch import Tensor
 
 from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.axis import DONE, Pending
 from zero3d.distributed.collectives import Comm, same_memory
+from zero3d.precision import torch_dtype
 from zero3d.spec.zero import SAME
 from zero3d.zero.policy import Setting, State, parameter_views
 from zero3d.zero.streams import ToHost
@@ -54,12 +56,12 @@ HELD = 1 << 24  # bytes of a unit's gradients that wait for others: of which a c
 class Gradients:
     """Owns a unit's gradients from autograd to the reduced shard."""
 
-    def __init__(self, name: str, layout: UnitLayout, dtype: torch.dtype, setting: Setting) -> None:
+    def __init__(self, name: str, layout: UnitLayout, setting: Setting) -> None:
         self._name = name
         self._layout = layout
         self._setting = setting
         self._arena = setting.arena
-        self._wide = setting.policy.master
+        self._wide = setting.wide
         self._room, self._used = layout.total * setting.sources, layout.numel * setting.sources
         self.full: Tensor | None = None
         self._sum_of_sources: Tensor | None = None  # on its way to the reduction
@@ -81,35 +83,30 @@ class Gradients:
         self._crossing: Tensor | None = None  # the same in the shard's own dtype, where that is narrower
         self._pending = DONE
         self._gathering: Pending | None = None  # stage 0, since the sum was there
-        self._keep(dtype)
+        self._keep()
 
-    def _keep(self, dtype: torch.dtype) -> None:
+    def _keep(self) -> None:
         """Allocate the buffers that live between steps."""
-        policy, layout, setting, arena = self._setting.policy, self._layout, self._setting, self._arena
-        self._wire = policy.wire if policy.wire.itemsize >= dtype.itemsize else policy.master
-        often = policy.reduce == "every_micro_batch"
-        alone = setting.comm.size == setting.sources == 1 and self._name not in setting.kept  # Note 3
-        self._transient = often and not alone
-        keep_wide = policy.accumulate > 1 or not policy.stage.shards_optimizer or (often and alone)
-        self._local = policy.master if keep_wide and not self._transient else dtype
-        # In which a single backward's gradients reach their owners: by plan, since ranks must agree on it.
-        made = dtype if policy.accumulate == 1 else self._local
-        self.travels = setting.comm.travels(self._local, made, self._wire) if setting.sources == 1 else self._wire
-        if (
-            setting.sources == 1
-            and self._transient
-            and setting.comm.size > 1
-            and self.travels.itemsize > self._local.itemsize
-        ):
-            self._local = self.travels  # cast as they come, not all once more on their way
-        if not self._transient:
+        layout, setting, arena = self._layout, self._setting, self._setting.arena
+        self._follow(setting.plan)
+        assert setting.plan.gradients is not None
+        kept, own = setting.plan.gradients.kept, setting.plan.gradients.shard
+        if kept:
             self._use(arena.allocate("gradients", self._room, self._used, self._local))
-        if self.full is not None and self._local == self._wide:
+        if not own:
+            assert self.full is not None
             self.shard = setting.slot(self._first(self.full))
         elif self._name in setting.kept:
             self.shard = setting.kept[self._name]
         else:
-            self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, policy.master)
+            self.shard = arena.allocate("gradients", layout.shard, layout.used_per_shard, self._wide)
+
+    def _follow(self, plan: UnitPlan) -> None:
+        """Keep and send gradients from now on as this plan says."""
+        assert plan.gradients is not None
+        self.unit_plan, self.plan = plan, plan.gradients
+        self._local, self.travels = torch_dtype(self.plan.local), torch_dtype(self.plan.travels)
+        self._wire = torch_dtype(self.plan.sums)
 
     def _use(self, full: Tensor) -> None:
         self.full, self._whole_pieces = full, []
@@ -170,12 +167,7 @@ class Gradients:
     @property
     def accumulates(self) -> bool:
         """Whether local gradients are kept in the reduced dtype, by plan or since a second one came."""
-        return not self._transient and self._local == self._wide
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step with this memory, for `account.states.unit_bytes`."""
-        return 2 if self.accumulates else 1
+        return self.plan.kept and self._local == self._wide
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -204,12 +196,12 @@ class Gradients:
     @property
     def comes_and_goes(self) -> bool:
         """Return whether a bucket is allocated for local gradients in each backward and freed by their reduction."""
-        return self._transient
+        return not self.plan.kept
 
     @property
     def _is_sum(self) -> bool:
         """Return whether the local gradients of all micro-batches add up in the shard itself (Note 3)."""
-        return self._setting.policy.reduce == "every_micro_batch" and not self._transient
+        return self.plan.kept and self.unit_plan.policy.often
 
     @property
     def _in_place(self) -> bool:
@@ -273,14 +265,14 @@ class Gradients:
         """Accumulate in the reduced dtype from the second contribution on."""
         old = self.full
         assert old is not None
-        if self._transient:
+        if not self.plan.kept:
             self._use(self._arena.borrow("bucket", self._room, self._wide).copy_(old))
             self._arena.give_back("bucket", old)
             return
         wide = self._arena.allocate("gradients", self._room, self._used, self._wide)
         self._use(wide.copy_(old))
         self._arena.free("gradients", old, self._used)
-        self._local = self._wide
+        self._follow(self.unit_plan._replace(gradients=self.plan.widened(self.unit_plan.policy.master)))
         if not self._summed and self._late is None:  # otherwise the separate shard keeps its sum until `reset`
             self._move_shard(wide)
 
@@ -375,7 +367,7 @@ class Gradients:
         A sum is gathered once: this does nothing where that was begun. A unit that has taken late gradients since its
         sum was over needs nothing of it, and takes its turn: peers that take theirs later gather that sum now.
         """
-        if self._setting.policy.stage.shards_optimizer:
+        if self.unit_plan.row.shards_optimizer:
             return
         if self.state is State.FILLING:
             unused = self._arena.borrow("bucket", self._layout.total, self.shard.dtype)
@@ -487,7 +479,7 @@ class Gradients:
             self._stash = None
 
     def _drop_bucket(self) -> None:
-        if (self._transient or self._away is not None) and self.full is not None:
+        if (not self.plan.kept or self._away is not None) and self.full is not None:
             self._arena.give_back("bucket", self.full)
             self.full, self._views = None, []
         if self._away is not None:

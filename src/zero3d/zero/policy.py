@@ -1,4 +1,4 @@
-"""What all units of an engine share: their policy, its memory and messages, and the states that units go through.
+"""What a unit is made with: its plan, the memory and messages of its engine, and the states that it goes through.
 
 parameters   SHARDED -> GATHERING -> FULL (<-> KEPT: gathered, but no user may read) -> SHARDED
 gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arrive) -> EMPTY
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from zero3d.blueprint.layout import Slot, UnitLayout
-from zero3d.blueprint.stages import Stage
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
 from zero3d.memory.arena import Arena
+from zero3d.precision import torch_dtype
 from zero3d.zero.streams import ToHost
 
 if TYPE_CHECKING:
@@ -42,26 +43,6 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Policy:
-    """How all units of an engine behave.
-
-    master  dtype of masters and reduced gradients
-    wire    dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
-    poison  fill released storages with NaN: finds early releases
-    split_master  masters of weights in another dtype are those and a remainder (masters.py)
-    """
-
-    stage: Stage
-    release: str
-    reduce: str
-    accumulate: int
-    master: torch.dtype
-    wire: torch.dtype
-    poison: bool = False
-    split_master: bool = False
-
-
-@dataclass(frozen=True)
 class SlowWire:
     """How sums of gradients travel between copies of shards: in a form, whose codes are rounded by noise or not."""
 
@@ -74,7 +55,7 @@ class SlowWire:
 
 
 class Setting(NamedTuple):
-    """What all units of an engine share.
+    """What a unit is, and what it shares with others of its engine.
 
     comm        the ranks that states are cut over
     gradients   the class that owns a unit's, `Gradients` by default
@@ -83,26 +64,33 @@ class Setting(NamedTuple):
     to_host     copies them there
     slow        how sums travel between these
     across      the ranks that have the same shards; one alone where states are cut over all of dp
-    sources     ranks whose tokens give a unit's gradients here: those of the ep axis, of experts; each one's are a
-                term of their own
     part        number of this rank's part of the experts, on the ep axis
     codec       of weights on their way to a gather; None: they travel as they are (wires.py)
     node        the neighbours who keep a second shard of gathered weights together, if any do
     """
 
-    policy: Policy
+    plan: UnitPlan
     comm: Comm
     arena: Arena
     across: Comm
-    gradients: Callable[[str, UnitLayout, torch.dtype, Setting], Gradients] | None = None
+    gradients: Callable[[str, UnitLayout, Setting], Gradients] | None = None
     records: Mapping[str, UnitBuckets] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
     to_host: ToHost | None = None
-    sources: int = 1
     part: int = 0
     slow: SlowWire | None = None
     codec: BlockCodec | None = None
     node: Comm | None = None
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Return the dtype of masters and reduced gradients."""
+        return torch_dtype(self.plan.policy.master)
+
+    @property
+    def sources(self) -> int:
+        """Return how many ranks' tokens give gradients that are kept apart."""
+        return self.plan.sources
 
     def slot(self, full: Tensor) -> Tensor:
         """Return this rank's slice of a unit's storage."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.blueprint.layout import Piece, Slot, UnitLayout
+from zero3d.blueprint.unit import UnitPlan
 from zero3d.zero.gradients import Gradients
 from zero3d.zero.policy import Setting
 from zero3d.zero.released_parameters import untold
@@ -46,18 +47,24 @@ class Unit:
         self.across = setting.across
         self.sources = setting.sources
         self.part = setting.part
-        self.stage = setting.policy.stage.number
+        self.stage = setting.plan.row.number
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
         self._setting = setting
         self.grads = self._own_gradients() if self.weights.trainable else None
 
     def _own_gradients(self) -> Gradients:
-        return (self._setting.gradients or Gradients)(self.name, self.layout, self.dtype, self._setting)
+        return (self._setting.gradients or Gradients)(self.name, self.layout, self._setting)
 
     def train(self) -> None:
         """Make masters and gradients of a unit that was frozen."""
-        self.weights.train()
+        self._setting = self._setting._replace(plan=self.plan.trained)
+        self.weights.train(self._setting)
         self.grads = self._own_gradients()
+
+    @property
+    def plan(self) -> UnitPlan:
+        """What the unit is now: a second backward of a step, or more micro-batches, may have made it another."""
+        return self._setting.plan if self.grads is None else self.grads.unit_plan
 
     @property
     def trained(self) -> int:

@@ -66,12 +66,12 @@ class Weights:
         self.layout = layout
         self._setting = setting
         self.trainable = params[0].requires_grad
-        self.sharded = setting.policy.stage.shards_parameters
-        self.updates_all = not setting.policy.stage.shards_optimizer  # every rank, every parameter (stage 0)
+        self.sharded = setting.plan.row.shards_parameters
+        self.updates_all = not setting.plan.row.shards_optimizer  # every rank, every parameter (stage 0)
         self.state = State.FULL
         self._pending_gather = DONE
         self.records = setting.records.get(name)
-        self.keeps_full = not self.sharded or setting.policy.release == "every_step" or self._is_whole
+        self.keeps_full = setting.plan.whole
         if self.keeps_full:
             self.full = setting.arena.allocate("parameters", layout.total, layout.numel, dtype)
             self.place: ShardPlace = OnDevice(self.full if self.updates_all else setting.slot(self.full))
@@ -91,19 +91,12 @@ class Weights:
         if self.sharded:
             self.release()
 
-    def train(self) -> None:
-        """Make masters of weights that were frozen, from these."""
-        self.trainable = True
+    def train(self, setting: Setting) -> None:
+        """Make masters of weights that were frozen, from these. setting: of the unit that is trained."""
+        self._setting, self.trainable = setting, True
         frozen, self.masters = self.masters, self._own_masters(self.full.dtype)
         self.masters.from_weights()
         self.masters.go_on_from(frozen)
-
-    @property
-    def _is_whole(self) -> bool:
-        """Return whether the shard on the device is the whole unit, so that a gather would only copy it."""
-        setting = self._setting
-        apart = setting.codec is not None or (self.records is not None and self.records.shard is not None)
-        return setting.comm.size == 1 and not apart and not setting.policy.poison
 
     def _own_place(self, dtype: torch.dtype) -> ShardPlace:
         if self.records is not None and self.records.shard is not None:
@@ -113,13 +106,12 @@ class Weights:
         return OnDevice(self._setting.arena.allocate("parameters", layout.shard, layout.used_per_shard, dtype))
 
     def _own_masters(self, dtype: torch.dtype) -> Masters:
-        policy = self._setting.policy
-        wide = policy.master if self.trainable else dtype
+        wide = self._setting.wide if self.trainable else dtype
         if self.records is not None:
             return Masters(self.records, self.place, wide, dtype)
         weights, stored = self.shard_or_full, None
         if dtype != wide:
-            form = REMAINDER if policy.split_master else wide
+            form = REMAINDER if self._setting.plan.policy.splits else wide
             stored = self._setting.arena.allocate("optimizer", weights.numel(), self.used, form)
         return Masters.on_device(weights, wide, stored)
 
@@ -173,7 +165,7 @@ class Weights:
         """Take the first weights: this rank's slice [total/N] and, where all are kept, all ((N-1)/N Psi elements)."""
         comm, layout = self._setting.comm, self.layout
         start = comm.rank * layout.shard if self.updates_all else 0
-        if self.trainable and self.full.dtype != self._setting.policy.master:
+        if self.trainable and self.full.dtype != self._setting.wide:
             stored = self.masters.read(start, start + layout.shard) if self.records is None else None
             first = self._zeros(self.masters.dtype) if stored is None else joined(stored)
             fill(first)
@@ -267,7 +259,7 @@ class Weights:
     def _free(self) -> None:
         lost = self._pending_gather.failed  # of its peers one is gone, another may still write there
         if self._received is None and not self.keeps_full and not lost:
-            self._setting.arena.drain("gathered", self.full, self._setting.policy.poison, self._views_are_kept())
+            self._setting.arena.drain("gathered", self.full, self._setting.plan.policy.poison, self._views_are_kept())
         self._received = None
 
     def _views_are_kept(self) -> bool:

@@ -100,7 +100,7 @@ class Wire:
 
     def gather_weights(self, full: Tensor, fill: bool) -> Pending:
         """Start to fill `full` with weights as they are."""
-        arena, policy = self._setting.arena, self._setting.policy
+        arena, poison = self._setting.arena, self._setting.plan.policy.poison
         if fill:
             arena.fill("gathered", full)
         try:
@@ -109,7 +109,7 @@ class Wire:
             return self._setting.comm.all_gather(full, self.bring(full), self._name)
         except BaseException:
             if fill:
-                arena.drain("gathered", full, policy.poison)
+                arena.drain("gathered", full, poison)
             raise
 
     def gather_to_first(self) -> Tensor | None:

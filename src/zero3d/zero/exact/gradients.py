@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zero3d.blueprint.stages import counter_buffers
 from zero3d.errors import ConfigError
 from zero3d.zero.exact.summands import Summands
 from zero3d.zero.exact.sums import Counter, add_tree
@@ -31,40 +29,28 @@ class ExactGradients(Gradients):
         self._summands, self._per_step = summands, summands.per_step
         super().__init__(*given)
 
-    def _keep(self, dtype: torch.dtype) -> None:
-        policy, layout = self._setting.policy, self._layout
-        self._local, self._transient = dtype, True
-        self._everywhere = not policy.stage.shards_optimizer  # stage 0: every rank needs them whole
+    def _keep(self) -> None:
+        layout, plan = self._layout, self._setting.plan
         size, used = (self._room, self._used) if self._per_step else (layout.shard, layout.used_per_shard)
         self._counter = Counter(self._arena, size, used, self._wide)
         self._alone: Tensor | None = None  # the shard of a step of one micro-batch
         self._most = 0
-        self._provide(policy.accumulate)
+        self._provide(plan.policy.summands)
 
     def _provide(self, micro_batches: int) -> None:
         """Allocate what steps of so many micro-batches need and is not there yet."""
         if micro_batches <= self._most:
             return
         self._most, used = micro_batches, self._layout.used_per_shard
-        narrow = (micro_batches == 1 or not self._per_step) and self._setting.sources == 1
-        self.travels = self._local if narrow else self._wide
-        if micro_batches == 1 and self._per_step and not self._everywhere:
+        self._follow(self._setting.plan.of_steps(micro_batches))
+        if self._per_step and self.plan.shard:
             self.shard = self._alone = self._arena.allocate("gradients", self._layout.shard, used, self._wide)
             return
         if self._alone is not None:
             self._arena.free("gradients", self._alone, used)
             self._alone = None
-        first = self._counter.grow(counter_buffers(micro_batches))
+        first = self._counter.grow(self.plan.counters)
         self.shard = self._setting.slot(self._first(first)) if self._per_step else first
-
-    @property
-    def sums(self) -> torch.dtype:
-        return self._wide
-
-    @property
-    def micro_batches(self) -> int:
-        """The most that a step has had."""
-        return self._most
 
     @property
     def buffers(self) -> list[Tensor]:

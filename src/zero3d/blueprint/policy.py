@@ -1,0 +1,134 @@
+"""What all units of a run have in common: settings in which nothing is open any more, and the ranks that units meet.
+
+settings                                                become
+zero.release, offload.params, zero.gather_wire, pp      `release`: every_use | every_step
+zero.reduce, zero.stage, pp                             `reduce`: every_micro_batch | every_step
+precision, zero.reduce_dtype                            `compute`, `master`, `wire`
+train.accumulate, zero.exact, pp                        `summands`
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zero3d.blueprint.stages import Stage, resolve_policies, splits_master, stage_row
+from zero3d.distributed.choice import NATIVE, PAIRWISE, sends_terms, travels
+from zero3d.spec.dtypes import BY_NAME, FP32, FP64, Dtype
+from zero3d.spec.mesh import EXACT
+from zero3d.spec.offload import Offload
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import SAME, Zero
+
+
+class Group(NamedTuple):
+    """Ranks that something is cut over, or summed over, and how they do that (distributed/choice.py)."""
+
+    size: int = 1
+    algorithm: str = NATIVE
+
+    def travels(self, kept: Dtype, made: Dtype, wire: Dtype) -> Dtype:
+        """Return the dtype in which values that are to be reduced in `wire` reach their owner (`choice.travels`)."""
+        return travels(self.algorithm, kept, made, wire)
+
+    @property
+    def slots(self) -> int:
+        """Return how many slots a message has: one for each rank, or for each other rank where messages go in pairs."""
+        return self.size - 1 if self.algorithm == PAIRWISE else self.size
+
+    def sends_terms(self, dtype: Dtype) -> bool:
+        """Return whether what travels in this dtype are all ranks' terms, and not their sum."""
+        return sends_terms(self.algorithm, dtype.itemsize)
+
+
+class Policy(NamedTuple):
+    """How all units of a run behave: its settings, in which nothing is open any more.
+
+    row        of the stage table
+    release    when gathered parameters are given back: every_use | every_step
+    reduce     when gradients are reduced: every_micro_batch | every_step
+    summands   micro-batches whose gradients a rank sums in a step
+    compute    dtype of weights that are cast
+    master     dtype of masters and reduced gradients
+    wire       dtype in which gradients are reduced; they travel in a narrower one where nothing is rounded
+    exact      gradients are summed in one tree over the global list of micro-batches
+    splits     masters of weights in another dtype are those and a remainder
+    coded      weights travel to gathers in blocks of 8 bits
+    params     shards of weights are off the device
+    gradients  reduced gradients wait for the update off the device
+    held       dtype in which they wait there
+    slow       the form in which sums travel between copies of shards
+    apart      gradients of each rank whose tokens came to experts are kept apart
+    poison     released storages are filled with NaN: finds early releases
+    """
+
+    row: Stage
+    release: str
+    reduce: str
+    summands: int
+    compute: Dtype
+    master: Dtype
+    wire: Dtype
+    exact: bool = False
+    splits: bool = False
+    coded: bool = False
+    params: bool = False
+    gradients: bool = False
+    held: Dtype = FP32
+    slow: str = SAME
+    apart: bool = True
+    poison: bool = False
+
+    @classmethod
+    def of(cls, spec: Spec) -> Policy:
+        """Return what settings come to. Raises ConfigError for what a stage cannot do."""
+        accumulate = spec.accumulate if spec.zero.exact else min(2, spec.accumulate)
+        return _resolve(spec.zero, spec.offload, spec.precision, spec.pp, accumulate, spec.mesh.experts == EXACT)
+
+    @property
+    def often(self) -> bool:
+        """Return whether gradients are reduced after every micro-batch."""
+        return self.reduce == "every_micro_batch"
+
+
+@lru_cache(maxsize=1 << 12)
+def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: int, apart: bool) -> Policy:
+    row, compute = stage_row(zero.stage), BY_NAME[precision]
+    by_tiles = zero.gather_budget is not None and row.shards_parameters
+    asked = "every_use" if by_tiles else zero.release_of(offload.release(zero.release))
+    release, reduce = resolve_policies(row, asked, zero.reduce, pp)
+    master = FP64 if compute == FP64 else FP32
+    return Policy(
+        row,
+        release,
+        reduce,
+        max(2, accumulate) if zero.exact and pp > 1 else accumulate,  # those before the last are summed apart
+        compute,
+        master,
+        wire=FP64 if compute == FP64 else BY_NAME[zero.reduce_dtype],
+        exact=zero.exact,
+        splits=splits_master(zero.master, precision),
+        coded=zero.gather_wire != SAME,
+        params=offload.params != "none",
+        gradients=offload.gradients_leave,
+        held=BY_NAME["bf16"] if offload.gradient_dtype == "bf16" else master,
+        slow=zero.slow_wire,
+        apart=apart,
+    )
+
+
+class Ranks(NamedTuple):
+    """The ranks among which units are shared out.
+
+    shard    over which states are cut
+    eshard   over which those of experts are, that ep shares out
+    copies   that have the same shards
+    ep       that share experts out
+    node     neighbours that keep a second shard of gathered weights together; 1: nobody does
+    """
+
+    shard: Group = Group()
+    eshard: Group = Group()
+    copies: Group = Group()
+    ep: int = 1
+    node: int = 1

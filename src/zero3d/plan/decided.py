@@ -1,0 +1,56 @@
+"""What an engine with a plan's settings decides about all units: its blueprint's policy, and ranks. No torch.
+
+Of algorithms a plan knows whether the backend sums on the way: `reduce_scatter` auto is all-to-all until a cluster's
+hosts are known (`states.with_algorithm`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zero3d.blueprint.policy import Group, Policy, Ranks
+from zero3d.blueprint.unit import Kind, UnitPlan, decide
+from zero3d.distributed.choice import ALL_TO_ALL, NATIVE
+from zero3d.distributed.degrees import EXPERT_SHARD
+from zero3d.errors import ConfigError, MeshError
+from zero3d.plan.spec import ParallelPlan
+from zero3d.spec.dtypes import BF16, BY_NAME
+
+
+@lru_cache(maxsize=1 << 14)
+def policy_of(plan: ParallelPlan) -> Policy:
+    """Return how all units behave. Raises ConfigError for what a stage cannot do.
+
+    Others' plans in fp8 have weights in bf16.
+    """
+    return Policy.of(plan if plan.precision in BY_NAME else plan.replace(precision=BF16.name))
+
+
+@lru_cache(maxsize=1 << 14)
+def ranks_of(plan: ParallelPlan) -> Ranks:
+    """Return the ranks among which units are shared out. Raises ConfigError where a second shard does not divide dp."""
+    algorithm = NATIVE if plan.zero.reduce_scatter == NATIVE else ALL_TO_ALL
+    names = "shard", EXPERT_SHARD, "replicate"
+    shard, eshard, copies = (Group(plan.degrees.size(name), algorithm) for name in names)
+    return Ranks(shard, eshard, copies, plan.ep, node_of(plan))
+
+
+def usual_unit(plan: ParallelPlan) -> UnitPlan:
+    """Return what a trained unit is whose weights have the run's dtype and belong to no experts."""
+    policy = policy_of(plan)
+    return decide(Kind(policy.compute), policy, ranks_of(plan))
+
+
+def node_of(plan: ParallelPlan, per_node: int | None = None) -> int:
+    """Return how many neighbours keep second shards together: 1 where nobody does.
+
+    per_node  ranks of a node; not needed where `with_algorithm` has made a number of them
+
+    Raises ConfigError for what does not divide dp.
+    """
+    if plan.zero.stage != 3:
+        return 1
+    try:
+        return plan.degrees.second_shard(plan.zero.second_shard, per_node)
+    except MeshError as error:
+        raise ConfigError(f"zero.{error}") from error

@@ -1,0 +1,113 @@
+"""What a unit is, worked out by hand: what of it is kept, what comes and goes, and the dtypes in which it travels."""
+
+import pytest
+from blueprints import unit_plan
+
+from zero3d.blueprint.policy import Policy
+from zero3d.distributed.choice import ALL_TO_ALL, NATIVE, PAIRWISE
+from zero3d.errors import ConfigError
+from zero3d.spec.dtypes import BF16, BY_NAME, FP16, FP32, FP64
+from zero3d.spec.mesh import Mesh
+from zero3d.spec.offload import Offload
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import Zero
+
+ON_HOST = Offload(optimizer="host", gradients="host")
+
+
+@pytest.mark.parametrize(("settings", "local", "travels", "kept", "shard"), [
+    # a backward's gradients in bf16: kept beside a shard of their fp32 sum, or in a bucket
+    ({"stage": 1}, BF16, BF16, True, True),
+    ({"stage": 2}, BF16, BF16, False, True),
+    ({"stage": 3}, BF16, BF16, False, True),
+    # several are added up in fp32, in whose place the shard is
+    ({"stage": 0}, FP32, BF16, True, False),
+    ({"stage": 1, "accumulate": 2}, FP32, FP32, True, False),
+    ({"stage": 3, "accumulate": 2, "reduce": "every_step"}, FP32, FP32, True, False),
+    # a native sum is rounded to fp32 on its way: what comes and goes has that dtype at once
+    ({"stage": 3, "algorithm": NATIVE}, FP32, FP32, False, True),
+    ({"stage": 1, "algorithm": NATIVE}, BF16, FP32, True, True),
+    # messages between two ranks carry what is kept
+    ({"stage": 0, "algorithm": PAIRWISE}, FP32, FP32, True, False),
+    ({"stage": 3, "algorithm": PAIRWISE}, BF16, BF16, False, True),
+    # one rank alone adds up in the shard, unless that is on the host
+    ({"stage": 3, "ranks": 1}, FP32, BF16, True, False),
+    ({"stage": 3, "ranks": 1, "offload": ON_HOST}, BF16, BF16, False, True),
+    # other precisions
+    ({"stage": 3, "precision": "fp32"}, FP32, FP32, False, True),
+    ({"stage": 2, "precision": "fp64", "accumulate": 2}, FP64, FP64, False, True),
+    ({"stage": 3, "weights": "fp32"}, FP32, FP32, False, True),
+    # in fp16, asked for in bf16: the backend's terms are cast, though as wide
+    ({"stage": 1, "precision": "fp16", "reduce_dtype": "fp16"}, FP16, FP16, True, True),
+    # gradients of sources are kept apart, summed in fp32, and travel so
+    ({"stage": 3, "ep": 2}, BF16, FP32, False, True),
+    ({"stage": 1, "ep": 2, "ranks": 1}, BF16, FP32, True, True),
+    # exact mode: a micro-batch's in a bucket, sums in counters of shards or of whole buffers
+    ({"stage": 3, "exact": True, "accumulate": 4}, BF16, BF16, False, True),
+    ({"stage": 1, "exact": True, "accumulate": 4}, BF16, FP32, False, False),
+    ({"stage": 1, "exact": True}, BF16, BF16, False, True),
+    ({"stage": 0, "exact": True}, BF16, BF16, False, False),
+])  # fmt: skip
+def test_gradients_are_kept_and_travel(settings, local, travels, kept, shard):
+    found = unit_plan(**settings).gradients
+    assert (found.local, found.travels, found.kept, found.shard) == (local, travels, kept, shard)
+
+
+def test_a_second_backward_widens_what_is_kept_and_leaves_what_was_agreed_on():
+    plan = unit_plan(1, algorithm=ALL_TO_ALL).gradients
+    assert plan.widened(FP32) == plan._replace(local=FP32, shard=False)
+    passing = unit_plan(3).gradients
+    assert passing.widened(FP32) == passing
+
+
+def test_steps_of_more_micro_batches_have_more_counters():
+    plan = unit_plan(3, exact=True)
+    assert [plan.of_steps(many).gradients.counters for many in (1, 2, 3, 4, 7, 8)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_weights_are_whole_between_uses_where_nothing_is_gathered():
+    assert all(unit_plan(stage).whole for stage in (0, 1, 2))
+    assert not unit_plan(3).whole
+    assert unit_plan(3, release="every_step").whole
+    assert unit_plan(3, 1).whole
+    for apart in ({"gather_wire": "int8"}, {"offload": Offload(params="host")}, {"poison": True}):
+        assert not unit_plan(3, 1, **apart).whole
+
+
+def test_experts_that_no_other_rank_has_are_never_gathered():
+    assert unit_plan(3, 1, ep=4).row.number == 2
+    for gathered in (
+        {"ranks": 2, "ep": 4},
+        {"ranks": 1, "experts": True},
+        {"ranks": 1, "ep": 4, "gather_wire": "int8"},
+    ):
+        assert unit_plan(3, **gathered).row.number == 3
+
+
+def test_second_shards_and_blocks_are_of_what_is_gathered():
+    assert unit_plan(3, node=2).node == 2
+    assert unit_plan(2, node=2).node == unit_plan(3, node=2, ep=2).node == 1
+    assert unit_plan(3, gather_wire="int8").coded
+
+
+def test_what_is_frozen_has_no_gradients_until_it_is_trained():
+    frozen = unit_plan(2, trainable=False)
+    assert frozen.gradients is None
+    assert frozen.trained == unit_plan(2)
+
+
+def test_pipelines_keep_weights_and_sum_gradients_for_a_step():
+    here, piped = (Policy.of(Spec(Zero(3), mesh=Mesh(pp=pp))) for pp in (1, 2))
+    assert (here.release, here.reduce) == ("every_use", "every_micro_batch")
+    assert (piped.release, piped.reduce) == ("every_step", "every_step")
+    assert Policy.of(Spec(Zero(3, second_shard=2), mesh=Mesh(pp=2))).release == "every_use"
+    exact = Zero(1, exact=True)
+    assert [Policy.of(Spec(exact, mesh=Mesh(pp=pp))).summands for pp in (1, 2)] == [1, 2]
+
+
+def test_policies_have_the_dtypes_of_their_precision():
+    for precision, master in (("bf16", FP32), ("fp16", FP32), ("fp32", FP32), ("fp64", FP64)):
+        policy = Policy.of(Spec(precision=precision))
+        assert (policy.compute, policy.master, policy.wire) == (BY_NAME[precision], master, master)
+    with pytest.raises(ConfigError, match=r"zero\.reduce=every_micro_batch|reduce='every_micro_batch'"):
+        Policy.of(Spec(Zero(0, reduce="every_micro_batch")))
