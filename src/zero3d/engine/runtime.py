@@ -67,7 +67,7 @@ def build_units(
     layouts = {spec.name: lay_out(base, spec) for spec in specs}
     tiers, slots = open_tiers(base, specs, layouts)
     axes = base.axes
-    setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate, base.order.gradients)
+    setting = Setting(base.resolved.policy, axes.shard(), axes.arena, axes.replicate)
     codec = BlockCodec(8) if base.options.zero.gather_wire == "int8" else None
     zero = base.options.zero
     slow = None if zero.slow_wire == SAME else SlowWire(zero.slow_wire, zero.slow_rounding == "stochastic")
@@ -112,7 +112,7 @@ def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: S
             lambda name, box: source(owner[name], box), layout, setting.comm, wide, partition.cuts, tiles
         )
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
-    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
+    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred, base.order.gradients)
 
 
 def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.device) -> Fill:
