@@ -24,7 +24,7 @@ def package_of(name):
 class Facts(NamedTuple):
     """What a file has; its tree is not kept, for every collection of garbage would go through it."""
 
-    imports: list  # statements at run time: TYPE_CHECKING blocks do not count
+    imports: list  # statements, wherever they are: inside functions and TYPE_CHECKING blocks, too
     at_once: list  # of these, those that importing the file runs
     functions: list  # (name, parameters)
     reductions: list  # lines of calls
@@ -37,14 +37,8 @@ def facts(path):
     text = path.read_text()
     tree = ast.parse(text)
     walked = list(ast.walk(tree))
-    hidden = {
-        id(inner)
-        for node in walked
-        if "TYPE_CHECKING" in text and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
     return Facts(
-        [node for node in walked if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in hidden],
+        [node for node in walked if isinstance(node, (ast.Import, ast.ImportFrom))],
         list(imported_at_once(tree)),
         [(node.name, parameters(node)) for node in walked if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))],
         [node.lineno for node in walked if "_reduce_scatter" in text and isinstance(node, ast.Call) and reduces(node)],
@@ -64,7 +58,7 @@ def reduces(call):
 
 @cache
 def imports(path):
-    """zero3d modules imported at run time (TYPE_CHECKING blocks do not count)."""
+    """zero3d modules that a file imports, for types alone or inside functions, too."""
     return frozenset(imported(facts(path).imports))
 
 

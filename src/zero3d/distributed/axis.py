@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -26,7 +26,6 @@ from zero3d.errors import FAULT, OrderError, Zero3dError
 from zero3d.watchdog.flight_recorder import folder_of, record
 
 if TYPE_CHECKING:
-    from zero3d.distributed.order_watch import OrderWatch
     from zero3d.watchdog.heartbeat import Heartbeat
 
 _OF_GLOO = re.compile(r"\S*\.(?:cc|cpp|h):\d+\] ?|This (?:is typically|may indicate).*")  # its source, its advice
@@ -37,6 +36,21 @@ _TEXT, _SHOWN = 2000, 200  # letters of a note, of an error of the network
 HOST = torch.device("cpu")
 T = TypeVar("T")
 _unanswered: list[threading.Thread] = []  # that wait for a store which has not answered in time
+
+
+class Watch(Protocol):
+    """What an axis asks of the watch that compares ranks: `OrderWatch`, which knows its axes."""
+
+    verdict: str
+
+    def found(self) -> str:
+        """Return why ranks can never meet, where any rank knows that; empty otherwise."""
+
+    def explain(self) -> str:
+        """Return how ranks differ in what they have begun, where all of them ask; empty otherwise."""
+
+    def peers(self, axis: str, op: str) -> str:
+        """Return what other ranks of an axis have told of its last operations, beside `op`; empty without any."""
 
 
 @dataclass
@@ -66,7 +80,7 @@ class Axis:
     under_way: WeakSet[Pending] = field(default_factory=WeakSet)
     heartbeat: Heartbeat | None = None
     log: OrderLog | None = None
-    watch: OrderWatch | None = None
+    watch: Watch | None = None
 
     def close(self) -> None:
         """Complete what is under way, for peers that need it, and drop the groups, whose threads must end now."""

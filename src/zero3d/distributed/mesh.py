@@ -96,6 +96,7 @@ class Mesh:
         self.communicators = usual_communicators(self.device)  # groups of axes that are opened now: engines say theirs
         self._axes: dict[int, dict[str, Axis]] = {1: {}, 2: {}}  # by this number
         self._node = 1  # ranks of the axis "node"
+        self._watch: OrderWatch | None = None  # of all axes, once there is one of more than one rank
         self.heartbeat = Heartbeat.join(os.environ.get(WATCH), self.rank)  # nobody's, unless a worker has begun it
 
     def close(self) -> None:
@@ -103,7 +104,8 @@ class Mesh:
 
         All ranks call it, when no engine uses the mesh any more.
         """
-        if (watch := self._watch) is not None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
             watch.close()
         opened = [axis for axes in self._axes.values() for axis in axes.values()]
         groups = dict.fromkeys(group for axis in opened for group in (axis.gathers, axis.reductions))
@@ -230,19 +232,12 @@ class Mesh:
 
     def _watch_order(self, axis: Axis, ranks: Sequence[int]) -> None:
         """Compare what ranks of an axis have begun with each other when nothing moves, and end waits without end."""
-        watch = self._watch
-        if watch is None:
+        if self._watch is None:
             with suppress(RuntimeError):  # a store that cannot count is one of a single process
-                watch = OrderWatch(_get_default_store(), self.rank, self.world, self.heartbeat, _note_order)
-                atexit.register(_close_watch, weakref.ref(watch))
-        if watch is not None:
-            watch.add(axis, ranks)
-
-    @property
-    def _watch(self) -> OrderWatch | None:
-        """Return what compares the order in which ranks use units, once there is an axis of more than one rank."""
-        opened = (axis for axes in self._axes.values() for axis in axes.values())
-        return next((axis.watch for axis in opened if axis.watch is not None), None)
+                self._watch = OrderWatch(_get_default_store(), self.rank, self.world, self.heartbeat, _note_order)
+                atexit.register(_close_watch, weakref.ref(self._watch))
+        if self._watch is not None:
+            self._watch.add(axis, ranks)
 
     def _ranks(self, name: str) -> Sequence[int]:
         """Return the ranks of this rank's axis, in its order."""

@@ -37,7 +37,7 @@ from zero3d.engine.checks import bind_scheduler
 from zero3d.engine.closing import Before, Changes, give_back_optimizer
 from zero3d.engine.execution import Direct, Execution, Pipelined, evaluating
 from zero3d.engine.feature import Built, Feature
-from zero3d.engine.features import open_features
+from zero3d.engine.features import check_features, open_features
 from zero3d.engine.foundation import Foundation, host_share
 from zero3d.engine.freezing import Freezing
 from zero3d.engine.frozen_originals import FrozenOriginals
@@ -155,6 +155,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     model = unwrap(model)
     targets = Targets.of(model) if options.step.loss is None else Targets.next_tokens(model)
     resolved = resolve(model, mesh, options)
+    check_features(model, resolved.mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
     before, rows = Before(model), position_rows(model)
     base = Foundation.of(model, resolved, options)

@@ -20,7 +20,6 @@ from zero3d.blueprint.stages import stage_row
 from zero3d.distributed.determinism import warn_of_exact
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.checks import check_activations, check_experts, check_model, check_step
-from zero3d.engine.features import check_features
 from zero3d.engine.losses import Loss
 from zero3d.engine.optimizer_kinds import check_builder, check_kind, checked
 from zero3d.engine.tiling import check_tiled_loss, parse_budget
@@ -143,7 +142,6 @@ def resolve(model: nn.Module, mesh: Mesh | None, options: Options) -> Resolved:
     check_step(step.accumulate, options.optimizer.clip_norm)
     policy = Policy.of(options.settings(mesh, precision))
     compile_options(options.model.compile)
-    check_features(model, mesh, options)
     check_model(model, options.model.weights)
     check_linear(options.model.linear, model, mesh.device)
     check_adapters(model, row.shards_parameters, mesh.pp)

@@ -79,7 +79,6 @@ def build_units(
             axes.shard(spec.experts),
             axes.arena,
             axes.replicate,
-            base.order.gradients,
             part=axes.ep.rank if spec.experts else 0,
             slow=slow,
             codec=BlockCodec(8) if policy.coded else None,
@@ -104,7 +103,7 @@ def _build_unit(base: Foundation, spec: UnitSpec, layout: UnitLayout, setting: S
             lambda name, box: source(owner[name], box), layout, setting.comm, wide, partition.cuts, tiles
         )
     fill = _then_on_device(fill, spec.params.values(), base.axes.arena.device)
-    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred)
+    return Unit(spec.name, spec.params, layout, spec.dtype, setting, fill, spec.deferred, base.order.gradients)
 
 
 def _then_on_device(fill: Fill, params: Collection[nn.Parameter], device: torch.device) -> Fill:

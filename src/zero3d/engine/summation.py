@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from zero3d.distributed.collectives import Comm, broadcast_ints
 from zero3d.engine.options import Resolved
-from zero3d.engine.whole_parameters import units_of
 from zero3d.pipeline.chunks import SumAndWeight
 from zero3d.zero.accumulation import Accumulation
 from zero3d.zero.exact.gradients import ExactGradients
 from zero3d.zero.exact.optimizer import ExactOptimizer
 from zero3d.zero.exact.summands import Summands
+from zero3d.zero.gradients import Gradients
 from zero3d.zero.optimizer import ShardedOptimizer
 from zero3d.zero.reductions import Closes, Reductions
-from zero3d.zero.unit import Unit
+from zero3d.zero.unit import MakeGradients, Unit, units_of
 
 
 class SumOrder(Protocol):
     """What an engine asks of an order of summation.
 
     summands   numbers of micro-batches in the global list, where the order follows them
-    gradients  makes what owns a unit's gradients; None for `Gradients`
+    gradients  makes what owns a unit's gradients
     optimizer  makes the optimizer, of what `ShardedOptimizer` takes
     closes     after what `Reductions` takes local gradients as one summand
     draw       called before a forward with the number of this rank's micro-batch, in a pipeline that of the model
@@ -41,7 +41,7 @@ class SumOrder(Protocol):
     def summands(self) -> Summands | None: ...
 
     @property
-    def gradients(self) -> Callable[..., ExactGradients] | None: ...
+    def gradients(self) -> MakeGradients: ...
 
     @property
     def optimizer(self) -> Callable[..., ShardedOptimizer]: ...
@@ -72,7 +72,7 @@ class RankOrder:
     """Sums what ranks have in the order of their numbers."""
 
     summands = None
-    gradients = None
+    gradients = Gradients
     optimizer = ShardedOptimizer
     closes = Closes.NOTHING
     draw = None

@@ -31,7 +31,7 @@ from zero3d.models.names import persistent_buffers
 from zero3d.precision import joined, to_compute
 from zero3d.zero.gathers import EXPORT, OPENED, goes_to_first
 from zero3d.zero.policy import parameter_views
-from zero3d.zero.unit import Unit
+from zero3d.zero.unit import Unit, units_of
 
 if TYPE_CHECKING:
     from zero3d.engine.foundation import Axes
@@ -268,9 +268,3 @@ class WholeParameters:
             yield
         finally:  # and what hooks took for calls (tuples): no gradient reaches an end of every module here
             self._gathers.drop(lambda token: token == CHUNK or isinstance(token, tuple))
-
-
-def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """Return the units that have parameters of a model chunk."""
-    parameters = set(chunk.parameters())
-    return [unit for unit in units if not parameters.isdisjoint(unit.weights.params)]

@@ -7,7 +7,7 @@ gradients    EMPTY -> FILLING -> REDUCING -> REDUCED (-> FILLING when more arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
@@ -27,7 +27,6 @@ from zero3d.zero.streams import ToHost
 
 if TYPE_CHECKING:
     from zero3d.zero.buckets import UnitBuckets
-    from zero3d.zero.gradients import Gradients
 
 
 class State(Enum):
@@ -58,7 +57,6 @@ class Setting(NamedTuple):
     """What a unit is, and what it shares with others of its engine.
 
     comm        the ranks that states are cut over
-    gradients   the class that owns a unit's, `Gradients` by default
     records     what units have in records, by name (buckets.py)
     kept        memory of the host for units' reduced gradients, by name, where they leave the device
     to_host     copies them there
@@ -73,7 +71,6 @@ class Setting(NamedTuple):
     comm: Comm
     arena: Arena
     across: Comm
-    gradients: Callable[[str, UnitLayout, Setting], Gradients] | None = None
     records: Mapping[str, UnitBuckets] = MappingProxyType({})
     kept: Mapping[str, Tensor] = MappingProxyType({})
     to_host: ToHost | None = None

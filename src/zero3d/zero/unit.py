@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from zero3d.zero.policy import Setting
 from zero3d.zero.released_parameters import untold
 from zero3d.zero.weights import Weights
 
+MakeGradients = Callable[[str, UnitLayout, Setting], Gradients]
+
 
 class Unit:
     """Parameters handled together: one dtype, all trainable or all frozen.
 
     fill      writes this rank's slice [total/N] of the first weights
     deferred  its gradients may come in several parts (root unit, tied parameters): reduced last
+    gradients  makes what owns its gradients
     users     tokens of whoever needs the full parameters now
     comm      the ranks over which it is cut: the dp axis, of experts the edp axis; a part of them where states are
               cut over some neighbours alone
@@ -37,6 +40,7 @@ class Unit:
         setting: Setting,
         fill: Callable[[Tensor], None],
         deferred: bool = False,
+        gradients: MakeGradients = Gradients,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -49,11 +53,11 @@ class Unit:
         self.part = setting.part
         self.stage = setting.plan.row.number
         self.weights = Weights(name, [params[slot.name] for slot in layout.slots], layout, dtype, setting, fill)
-        self._setting = setting
+        self._setting, self._make_gradients = setting, gradients
         self.grads = self._own_gradients() if self.weights.trainable else None
 
     def _own_gradients(self) -> Gradients:
-        return (self._setting.gradients or Gradients)(self.name, self.layout, self._setting)
+        return self._make_gradients(self.name, self.layout, self._setting)
 
     def train(self) -> None:
         """Make masters and gradients of a unit that was frozen."""
@@ -85,3 +89,9 @@ class Unit:
         """The gradients of a trainable unit."""
         assert self.grads is not None, f"{self.name} is frozen"
         return self.grads
+
+
+def units_of(chunk: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units that have parameters of a model chunk."""
+    parameters = set(chunk.parameters())
+    return [unit for unit in units if not parameters.isdisjoint(unit.weights.params)]

@@ -21,9 +21,9 @@ from zero3d.engine.replay.hashes import Boundary, GradientHashes, Hashed, Parame
 from zero3d.engine.replay.inputs import Surroundings
 from zero3d.engine.replay.recordings import Again, Given, InStep
 from zero3d.engine.replay.verdict import Reason, Verdict, judge, partner_of, third_of
-from zero3d.engine.whole_parameters import units_of
 from zero3d.errors import CorruptionError
 from zero3d.zero.gathers import STEP, Order
+from zero3d.zero.unit import units_of
 
 if TYPE_CHECKING:
     from zero3d.distributed.mesh import Mesh
