@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import adamw, batch, build, loss_of
 
 import zero3d
+from zero3d.blueprint.policy import Policy
 from zero3d.engine import auto_offload, foundation
 from zero3d.engine.auto_offload import bytes_needed, decide_executor, room_of
 from zero3d.engine.foundation import update_threads
@@ -18,6 +19,8 @@ from zero3d.offload.auto_place import LINK, MEMORY, MeasuredRates, Need, Rates, 
 from zero3d.offload.host_adam import scratch_bytes
 from zero3d.optim import muon
 from zero3d.spec.offload import Offload
+from zero3d.spec.sections import Spec
+from zero3d.spec.zero import Zero
 
 GB = 10**9
 
@@ -303,12 +306,12 @@ RATES = MeasuredRates(25e9, 24e9, 40e9, 2e9)  # 12 bytes of states take 0.6 ns o
 
 def chosen(device, on_host=True, split=False, rates=RATES, **offload):
     """Who updates on this kind of device, in bf16, and why."""
-    policy = SimpleNamespace(master=torch.float32, split_master=split)
     base = SimpleNamespace(
+        policy=Policy.of(Spec(Zero(master="split" if split else "fp32"))),
         axes=SimpleNamespace(arena=SimpleNamespace(device=torch.device(device)), world=Alone()),
         options=SimpleNamespace(offload=Offload(**{"optimizer": "host"} | offload)),
         resolved=SimpleNamespace(
-            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")), policy=policy,
+            mesh=SimpleNamespace(on_cpu=device == "cpu", local_world=4, world=8, device=torch.device("cpu")),
             precision=SimpleNamespace(dtype=torch.bfloat16),
         ),
     )  # fmt: skip
