@@ -86,6 +86,11 @@ class Policy(NamedTuple):
         return _resolve(spec.zero, spec.offload, spec.precision, spec.pp, accumulate, spec.mesh.experts == EXACT)
 
     @property
+    def gathers(self) -> bool:
+        """Return whether weights are gathered for each of their uses: they come and go."""
+        return self.row.shards_parameters and self.release != "every_step"
+
+    @property
     def often(self) -> bool:
         """Return whether gradients are reduced after every micro-batch."""
         return self.reduce == "every_micro_batch"

@@ -31,7 +31,6 @@ from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
-from zero3d.account.optimizers import state_width
 from zero3d.account.states import WIDTHS
 from zero3d.account.transients import average_scratch, gradient_staging, master_scratch, record_scratch, ring_bytes
 from zero3d.activations.policy import Policy
@@ -174,9 +173,8 @@ def buffer_bytes(plan: ParallelPlan, shard: States) -> dict[str, int]:
     own = rings.get("optimizer", 0)
     on_device = own + (NOISE if plan.offload.moments == "bf16" else 0)
     staging = 0
-    if plan.offload.gradients_leave and (plan.offload.executor != HOST or plan.offload.fraction < 1):
-        wide = WIDTHS[plan.precision].reduced
-        staging = gradient_staging(shard.bucket, state_width(wide, plan.offload.gradient_dtype))
+    if policy_of(plan).gradients and (plan.offload.executor != HOST or plan.offload.fraction < 1):
+        staging = gradient_staging(shard.bucket, policy_of(plan).held.itemsize)
     if plan.offload.executor == HOST:
         weight = WIDTHS[plan.precision].weight
         on_device, on_host = 0, on_host + padded((4 + weight) * shard.bucket)
@@ -238,9 +236,10 @@ class _Holding:
             return _step(max(self._bucket_scratch(), self.matrices, self._copies))
         width = WIDTHS[self.plan.precision].weight
         units = [unit for units in self.units for unit in units if unit.trainable]
-        share = [unit.layout.shard if self.plan.zero.stage > 0 else unit.layout.total for unit in units]
+        policy = policy_of(self.plan)
+        share = [unit.layout.shard if policy.row.shards_optimizer else unit.layout.total for unit in units]
         elements = sum(size for unit, size in zip(units, share, strict=True) if unit.itemsize == width)
-        rounds, splits = self.plan.precision == "bf16", self.plan.zero.master == "split"
+        rounds, splits = self.plan.precision == "bf16", policy.splits
         scratch = float(rounds * master_scratch(elements, "cuda", splits))
         if OPTIMIZERS[self.plan.optimizer].coded:
             decoded = IN_STEP * update_scratch(sum(share), "cuda")
@@ -261,8 +260,9 @@ class _Holding:
         if plan.offload.executor == HOST and plan.offload.fraction == 1:
             return 0.0
         copies = WIDTHS[plan.precision].weight if plan.offload.params != "none" else 0
-        splits, casts = plan.zero.master == "split", plan.precision == "bf16" and plan.zero.master == "fp32"
-        narrow = plan.offload.gradient_dtype == "bf16"
+        policy = policy_of(plan)
+        splits, casts = policy.splits, plan.precision == "bf16" and not policy.splits
+        narrow = policy.held.itemsize < policy.master.itemsize
         scratch = record_scratch(self.shard.bucket, "cuda", splits, plan.offload.moments == "bf16", casts, narrow)
         return float(scratch + copies * self.shard.bucket)
 

@@ -35,7 +35,7 @@ from zero3d.account.states import WIDTHS
 from zero3d.account.traffic import gathered_width
 from zero3d.account.transients import reduction_of
 from zero3d.activations.policy import Policy
-from zero3d.blueprint.stages import WINDOW, resolve_policies, stage_row
+from zero3d.blueprint.stages import WINDOW, resolve_policies
 from zero3d.distributed.block_bytes import BITS, BLOCK, CODE_BITS, NARROW, all_get_terms, block_bytes, term_bytes
 from zero3d.distributed.choice import REDUCTIONS
 from zero3d.distributed.degrees import EXPERT_SHARD
@@ -394,10 +394,10 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     plan, pace = step.plan, step.pace
     if plan.dp == 1:
         return 0.0
-    row = stage_row(plan.zero.stage)
-    release, reduce = resolve_policies(row, plan.zero.release, plan.zero.reduce)  # as others have them
-    if pace.as_zero3d:
-        release, reduce = policy_of(plan).release, policy_of(plan).reduce
+    policy, row = policy_of(plan), policy_of(plan).row
+    release, reduce = policy.release, policy.reduce
+    if not pace.as_zero3d:
+        release, reduce = resolve_policies(row, plan.zero.release, plan.zero.reduce)
     known = digest(step.model)
     trained = known.trainable / known.params
     often = plan.accumulate * (plan.virtual if pace.as_zero3d else 1)  # a chunk's backward reduces all of its rank
@@ -425,19 +425,19 @@ def _data(step: _Step, share: Share, end: float, backward: float) -> float:
     reducing = reductions * collective(trained, wide, seconds_of, pieces=buckets)
     if pace.all_sum and row.shards_optimizer:
         reducing *= 2
-    copies = _copies_seconds(step, share, reductions if plan.zero.exact else 1) * trained
+    copies = _copies_seconds(step, share, reductions if policy.exact else 1) * trained
     if not pace.as_zero3d:  # others sum over copies behind each reduction
         reducing, copies = reducing + copies, 0.0
-    elif plan.pp == 1 and not plan.zero.exact:
+    elif plan.pp == 1 and not policy.exact:
         last = copies * min(1.0, WINDOW / units)
         copies = last + _exposed(copies - last, backward / plan.accumulate, pace.hide_dp)
     if row.shards_parameters:
-        width = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else known.width
+        width = block_bytes(CODE_BITS) / BLOCK if policy.coded else known.width
         uses = 2 * plan.accumulate if release != "every_step" else 1
         gathers = uses * collective(1.0, width, pieces=pace.unit_hops)
         if step.groups.node.size > 1:  # those of trainable units that come first after an update are over all ranks
             gathers = collective(trained, width) + (uses - trained) * collective(1.0, width, inside=True)
-        if plan.zero.gather_wire != SAME:  # every rank decodes what it gathers
+        if policy.coded:  # every rank decodes what it gathers
             copies += _coding_seconds(step, uses * sum(share))
         first = collective(1.0, width) / units  # finds nothing to hide behind
         others = reducing + gathers - (first if pace.as_zero3d else 0.0)  # other systems were fitted with it added
@@ -481,13 +481,9 @@ def _besides_replay(step: _Step, numel: float, once: float) -> float:
     plan, pace, gpu = step.plan, step.pace, step.cluster.gpu
     width, known = WIDTHS[plan.precision].weight, digest(step.model)
     hashes = 4 * width * numel * known.trainable / known.params / (pace.kernels.rates_of(gpu).memory * gpu.bandwidth)
-    if (
-        not stage_row(plan.zero.stage).shards_parameters
-        or policy_of(plan).release == "every_step"
-        or step.groups.shard.size == 1
-    ):
+    if not policy_of(plan).gathers or step.groups.shard.size == 1:
         return hashes
-    gathered = block_bytes(CODE_BITS) / BLOCK if plan.zero.gather_wire != "same" else float(width)
+    gathered = block_bytes(CODE_BITS) / BLOCK if policy_of(plan).coded else float(width)
     group = step.groups.node if step.groups.node.size > 1 else step.groups.shard
     gathers = 2 * gather_seconds(gathered * numel, group, step.cluster)
     return hashes + _exposed(gathers, once, pace.hide_dp)
@@ -539,7 +535,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
 
     hidden  seconds of a micro-batch's forward, and of that with its backward
     """
-    plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, stage_row(step.plan.zero.stage)
+    plan, cluster, kernels, row = step.plan, step.cluster, step.pace.kernels, policy_of(step.plan).row
     known = digest(step.model)
     owned = (share.dense + share.experts * plan.ep) / plan.shard
     updated = owned if row.shards_optimizer else sum(share)
@@ -560,7 +556,7 @@ def _update(step: _Step, share: Share, hidden: tuple[float, float]) -> dict[str,
     offload = {"offload": max(0.0, moving) + max(0.0, reads)} if plan.offload.states else {}
     on_device = updated * (1 - plan.offload.fraction) if plan.offload.executor == HOST else updated
     bandwidth = kernels.rates_of(cluster.gpu).memory * cluster.gpu.bandwidth
-    records = plan.offload.states or plan.zero.master != "fp32" or OPTIMIZERS[plan.optimizer].coded
+    records = plan.offload.states or policy_of(plan).splits or OPTIMIZERS[plan.optimizer].coded
     touched = _touched(plan) + 32 * plan.averages
     buckets = on_device / update_bucket("cuda") if records else 0.0
     own = touched * on_device / bandwidth + (100 + 10 * buckets) * kernels.launch
@@ -573,7 +569,7 @@ def _touched(plan: ParallelPlan) -> int:
     A split master is joined before it (16 bytes, in fp32 scratch) and split after it (36), where a stored one is cast
     (18 in scratch): 34 more.
     """
-    return OPTIMIZERS[plan.optimizer].touched + 34 * (plan.zero.master == "split")
+    return OPTIMIZERS[plan.optimizer].touched + 34 * policy_of(plan).splits
 
 
 def _matrices(step: _Step) -> float:

@@ -99,7 +99,8 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
     if plan.dp == 1:
         return {}
     rank = rank_model(model, plan, stage)
-    per_use = plan.zero.stage == 3 and policy_of(plan).release != "every_step"
+    policy = policy_of(plan)
+    per_use = policy.gathers
     alike = ParallelPlan(mesh=Mesh(1, 1, plan.pp, 1, schedule=plan.schedule), accumulate=plan.pp)
     gathers = _gathers(model, alike, stage, micro_batches, every) if per_use else None
     reductions = micro_batches * len(rank.chunks)  # a chunk's backward reduces all units of its rank
@@ -112,7 +113,7 @@ def _data_traffic(model: ModelSpec, plan: ParallelPlan, stage: int, micro_batche
         calls[name] = 1 if gathers is None else gathers[_name(number, unit.owner)]
     totals: Counter[str] = Counter()
     levels, axis_of = Levels(plan.shard, plan.replicate), plan.degrees.group
-    moved = step_traffic(plan.zero.stage, rows, levels, calls, reductions, policy_of(plan).reduce, plan.zero.exact)
+    moved = step_traffic(policy.row.number, rows, levels, calls, reductions, policy.reduce, policy.exact)
     shared = {row.name for row in rows if row.ranks is not None and plan.ep > 1}
     for (operation, name), volume in moved.items():
         if operation != "exchange":

@@ -19,8 +19,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero3d.account.optimizers import state_width
-from zero3d.account.states import WIDTHS
 from zero3d.account.transients import Reduction, arriving_bytes, reduction_of, sum_over_copies, sums_of_copies
 from zero3d.blueprint.layout import ROOT
 from zero3d.blueprint.stages import WINDOW
@@ -93,7 +91,7 @@ class _Chunk:
         """Return what the buffers of a turn depend on: its place where that counts, and the units around it."""
         units = [unit for turn in self.turns[at : at + 1 + WINDOW] for unit in turn]
         place = at == 0, at == len(self.turns) - 1, len(self.turns[at])
-        reduced = self.passed[at] if self.plan.offload.gradients_leave else 0
+        reduced = self.passed[at] if self.policy.gradients else 0
         return *place, reduced, *map(id, units), -1, *map(id, self._moving(at)), -1, *map(id, self._summing(at))
 
     def _moving(self, at: int) -> list[RankUnit]:
@@ -112,7 +110,7 @@ class _Chunk:
         plan, late, turns = self.plan, self.late, self.turns
         roots = [unit for unit in late if unit.owner == ROOT]
         gathered = bucket = messages = 0.0
-        if self.policy.row.shards_parameters and self.policy.release != "every_step":
+        if self.policy.gathers:
             using = late if at == 0 else roots
             ahead = [unit for units in turns[at + 1 : at + 1 + WINDOW] for unit in units if not unit.plan(plan).whole]
             shown = [unit for unit in (*using, *turns[at]) if not unit.plan(plan).whole]
@@ -120,9 +118,9 @@ class _Chunk:
             whole = [unit for unit in ahead if not unit.plan(plan).coded]
             gathered = sum(_full_bytes(unit) for unit in (*shown, *whole))
         moving, summing = self._moving(at), self._summing(at)
-        if (self.policy.often or plan.zero.exact) and at > 0:
+        if (self.policy.often or self.policy.exact) and at > 0:
             filling = late if at == len(turns) - 1 else roots
-            summed = plan.zero.exact and not self.policy.often and plan.accumulate > 1  # what moves is a sum then
+            summed = self.policy.exact and not self.policy.often and plan.accumulate > 1  # what moves is a sum then
             filled = (*(() if summed else moving), *turns[at], *filling)
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled if unit.trainable)
             bucket += _incoming(self.early[: self.passed[at]], plan) + _near(summing, plan)
@@ -135,7 +133,7 @@ class _Chunk:
         reduced = [*self.early, *late]
         moving = reduced[-WINDOW:]
         bucket = 0.0
-        if self.policy.often or plan.zero.exact:
+        if self.policy.often or self.policy.exact:
             filled = [*moving[: max(0, len(moving) - len(late))], *late]
             bucket = sum(_bucket_bytes(unit, plan) for unit in filled)
         summing = _behind(reduced)
@@ -163,11 +161,10 @@ def _bucket_bytes(unit: RankUnit, plan: ParallelPlan) -> int:
 
 def _incoming(reduced: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards that reductions come to, where they are kept on the host: under way, or leaving."""
-    if not plan.offload.gradients_leave:
+    policy = policy_of(plan)
+    if not policy.gradients:
         return 0
-    wide = WIDTHS[plan.precision].reduced
-    held = state_width(wide, plan.offload.gradient_dtype)
-    return arriving_bytes([unit.layout.shard for unit in reduced], held, wide)
+    return arriving_bytes([unit.layout.shard for unit in reduced], policy.held.itemsize, policy.master.itemsize)
 
 
 def _behind(reduced: Sequence[RankUnit]) -> list[RankUnit]:
@@ -182,15 +179,15 @@ def _sums_in_backward(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
 
 def _near(units: Sequence[RankUnit], plan: ParallelPlan) -> int:
     """Return the bytes of shards on their way over copies that are kept on the host."""
-    if not plan.offload.gradients_leave or plan.replicate == 1 or plan.pp > 1 or plan.zero.exact:
+    policy = policy_of(plan)
+    if not policy.gradients or plan.replicate == 1 or plan.pp > 1 or policy.exact:
         return 0
-    held = state_width(WIDTHS[plan.precision].reduced, plan.offload.gradient_dtype)
-    return held * sum(unit.layout.shard for unit in units)
+    return policy.held.itemsize * sum(unit.layout.shard for unit in units)
 
 
 def sums_bytes(units: Sequence[RankUnit], plan: ParallelPlan) -> float:
     """Return the bytes in which these units' shards are summed over copies; an exact sum's are a reduction's."""
-    if plan.zero.exact or plan.replicate == 1:
+    if policy_of(plan).exact or plan.replicate == 1:
         return 0.0
     sums = [sum_over_copies(unit.plan(plan)) for unit in units]
     how = max(sums, key=lambda each: each.plain.travels, default=None)
@@ -205,11 +202,11 @@ def _wire_bytes(unit: RankUnit, plan: ParallelPlan) -> float:
     assert of.gradients is not None
     wide = of.policy.master.itemsize
     summed = 0.0
-    if of.sources > 1 and (plan.zero.exact or of.gradients.local != of.policy.master):
+    if of.sources > 1 and (of.policy.exact or of.gradients.local != of.policy.master):
         summed = float(unit.layout.total * wide)
     if n == 1:
         return summed
-    if plan.zero.exact:  # what arrives, and shards of sums in the tree
+    if of.policy.exact:  # what arrives, and shards of sums in the tree
         arrives = Reduction(n - 1, of.gradients.travels.itemsize, casts=False, terms=True, lands=False).nbytes(shard)
         return summed + arrives + shard * wide * n.bit_length() / WINDOW
     return summed + reduction_of(of, adds=of.policy.often and plan.accumulate > 1).nbytes(shard)

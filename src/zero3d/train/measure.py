@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3d.account.optimizers import state_width
 from zero3d.account.transients import (
     arriving_bytes,
     coded_messages,
@@ -242,10 +241,10 @@ def bytes_over_copies(engine: Engine) -> int:
 def _to_host(engine: Engine) -> int:
     """Return the bytes to which reductions come whose sums are kept on the host, and sums over copies of these."""
     trained = [unit for unit in engine.units if unit.grads is not None]
-    if not engine.offload.gradients_leave:
+    if not engine.policy.gradients:
         return 0
     longest, wide = max(unit.layout.shard for unit in trained), engine.policy.master.itemsize
-    held = state_width(wide, engine.offload.gradient_dtype)
+    held = engine.policy.held.itemsize
     sums = WINDOW * held * longest if trained[0].gradients.across.size > 1 else 0
     return arriving_bytes((WINDOW + LEAVING) * [longest], held, wide) + sums
 
@@ -259,8 +258,8 @@ def _of_records(engine: Engine) -> tuple[int, int]:
     buckets = [bucket for of_unit in records if of_unit is not None for bucket in of_unit.buckets]
     longest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
     wide = engine.policy.master.itemsize
-    held = state_width(wide, engine.offload.gradient_dtype)
-    staging = gradient_staging(longest, held) if engine.offload.gradients_leave else 0
+    held = engine.policy.held.itemsize
+    staging = gradient_staging(longest, held) if engine.policy.gradients else 0
     narrow = held < wide
     if not buckets or engine.offload.executor != DEVICE:
         return staging, wide * longest * narrow
