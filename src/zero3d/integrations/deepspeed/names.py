@@ -78,7 +78,7 @@ PACKAGE = _table(
         "inference": "use engine.generate, or engine.export and an inference server",
         "launcher": "use torchrun, or zero3d launch",
         "profiling": "use zero3d train with profile.steps, which makes a trace",
-        "monitor": "use zero3d train with log.tensorboard=true",
+        "monitor": "use zero3d train with log.to=tensorboard",
     },
 )
 
