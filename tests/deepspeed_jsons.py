@@ -149,10 +149,10 @@ ACCEPTED = {
                            "tensorboard": {"enabled": False, "output_path": "logs/ds", "job_name": "step1_tensorboard"}}
                    | zero({"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"},
                            "stage3_param_persistence_threshold": 1e4, "stage3_max_live_parameters": 3e7, "stage3_prefetch_bucket_size": 3e7,
-                           "memory_efficient_linear": False}), [], {"log.tensorboard": False, "loss_scale.window": 100}),
+                           "memory_efficient_linear": False}), [], {"log.to": None, "loss_scale.window": 100}),
     "chat monitor": (CHAT | {"bf16": {"enabled": True}, "tensorboard": {"enabled": True, "output_path": "x", "job_name": "y"},
                              "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"}, "csv_monitor": {"enabled": True, "output_path": "z"}},
-                     [], {"log.tensorboard": True, "log.wandb": "p"}),
+                     [], {"log.to": ("tensorboard", "wandb"), "log.project": "p"}),
     "profilers": (CHAT | {"flops_profiler": {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
                           "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}, "dump_state": True},
                   [], {"train.micro_batch": 4}),

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import yaml
 from corpora import save_tokenizer
 from safetensors.torch import load_file
 from training import field, metrics, save_model, save_rows, train, tree
@@ -29,7 +30,7 @@ def scalars(folder):
 
 def test_tensorboard_reads_what_metrics_jsonl_says_also_after_a_resume(ranks, folder):
     pytest.importorskip("tensorboard")
-    made = tree(folder, log={"tensorboard": True}, checkpoint={"every": 2, "keep": 9}, data={"validation": 0.2})
+    made = tree(folder, log={"to": "tensorboard"}, checkpoint={"every": 2, "keep": 9}, data={"validation": 0.2})
     made["evaluate"] = {"every": 2}
     for checkpoint in (None, "step-4"):  # as after a crash in step 5
         ranks(1, train, made, checkpoint and str(Path(made["output"]) / "checkpoints" / checkpoint))
@@ -47,15 +48,34 @@ def test_a_finished_run_that_is_resumed_opens_nothing_that_records_would_go_to(r
     made = tree(folder, train={"steps": 1})
     ranks(1, train, made)
     before = metrics(made)
-    assert len(ranks(1, train, made | {"log": {"tensorboard": True}}, "auto")[0]) == len(before) == 1
+    assert len(ranks(1, train, made | {"log": {"to": "tensorboard"}}, "auto")[0]) == len(before) == 1
     assert not (Path(made["output"]) / "tensorboard").exists()
     assert metrics(made) == before
+
+
+@pytest.mark.parametrize("named", ["its own file", "the user's"])
+def test_a_run_of_an_earlier_version_goes_on_with_the_trackers_that_its_file_asked_for(ranks, folder, named):
+    pytest.importorskip("tensorboard")
+    whole = ranks(1, train, tree(folder, output="whole"))[0]
+    made = tree(folder, output="out")
+    ranks(1, train, made, None, 2)
+    own = Path(made["output"]) / "config.yaml"
+    config = yaml.safe_load(own.read_text())
+    config["log"] |= {"tensorboard": True, "wandb": None}
+    config["plan"] |= {"write_back": False}
+    own.write_text(yaml.safe_dump(config))
+    given = str(own) if named == "its own file" else made | {"log": {"to": "tensorboard"}}
+    assert field(ranks(1, train, given, "auto")[0], "loss") == field(whole, "loss")
+    assert [step for step, _ in scalars(Path(made["output"]) / "tensorboard")["loss"]] == [3, 4, 5]
+    assert not {"tensorboard", "wandb"} & yaml.safe_load(own.read_text())["log"].keys()
 
 
 @pytest.mark.long  # its packages are larger than all others of the tests: who wants it installs zero3d[wandb]
 def test_weights_and_biases_gets_the_records_offline_in_one_run_over_a_resume(ranks, folder):
     pytest.importorskip("wandb", reason="pip install 'zero3d[wandb]'")
-    made = tree(folder, log={"wandb": "zero3d-test"}, checkpoint={"every": 2}, data={"validation": 0.2})
+    made = tree(
+        folder, log={"to": "wandb", "project": "zero3d-test"}, checkpoint={"every": 2}, data={"validation": 0.2}
+    )
     ranks(1, offline, made, None, 2)
     ranks(1, offline, made, "auto")
     files = sorted((Path(made["output"]) / "wandb").glob("offline-run-*/*.wandb"))

@@ -140,8 +140,7 @@ REFUSED = {
     "chats without a template": (["data.tokenizer=bytes", "data.train=chats.jsonl"], "the tokenizer bytes has no chat template: take a chat model"),
     "chats for a folder without a template": (["data.tokenizer=plain", "data.train=chats.jsonl"], "the tokenizer plain has no chat template"),
     "an optimizer of another name": (["optimizer.name=lion"], "optimizer.name takes adamw, muon or adamw8bit; found the text 'lion'"),
-    "nobody logged in to wandb": (["log.wandb=mine"], "log.wandb=mine needs a key of Weights & Biases, and there is none: type `wandb login`"),
-    "nobody logged in to a tracker": (["log.to=wandb"], "log.to=wandb needs a key of Weights & Biases, and there is none"),
+    "nobody logged in to wandb": (["log.to=wandb"], "log.to=wandb needs a key of Weights & Biases, and there is none: type `wandb login`"),
     "a tracker nobody knows": (["log.to=wanbd"], "found the text 'wanbd'. Did you mean wandb?"),
 }  # fmt: skip
 OF_RANKS = ("batch", "degrees", "a pipeline without micro-batches", "what cannot shrink")  # needs their number
@@ -149,9 +148,9 @@ MISSING = {
     "peft": (["lora.rank=4"], "lora.rank needs peft: pip install 'zero3d[hf]'."),
     "PIL": (["data.images=."], "data.images needs Pillow: pip install 'zero3d[vlm]'."),
     "pyarrow": (["data.train=rows.parquet"], "rows.parquet: reading parquet needs pyarrow: pip install 'zero3d[data]'."),
-    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs tensorboard: pip install 'zero3d[tensorboard]'."),
+    "tensorboard": (["log.to=tensorboard"], "log.to=tensorboard needs tensorboard: pip install 'zero3d[tensorboard]'."),
     "flash_attn": (["model.attn=flash_attention_2"], "model.attn=flash_attention_2 needs the package flash_attn, which is not installed: install flash-attn for this GPU, or set model.attn=sdpa."),
-    "wandb": (["log.wandb=mine"], "log.wandb=mine needs wandb: pip install 'zero3d[wandb]'."),
+    "wandb": (["log.to=wandb"], "log.to=wandb needs wandb: pip install 'zero3d[wandb]'."),
     "mlflow": (["log.to=mlflow"], "log.to=mlflow needs mlflow: pip install 'zero3d[mlflow]'."),
     "alembic": (["log.to=mlflow"], "log.to=mlflow without MLFLOW_TRACKING_URI needs alembic: pip install 'zero3d[mlflow]'."),
     "transformers": (["seed=1"], "zero3d train needs transformers for its model: pip install 'zero3d[hf]'"),
@@ -295,7 +294,7 @@ def test_a_file_that_may_hold_a_key_is_left_to_wandb(folder, place):
 
 def test_a_run_that_goes_on_may_have_nothing_to_log_and_needs_no_key(folder, monkeypatch):
     monkeypatch.setattr(verb, "run_job", lambda job: 0)
-    assert main(["train", "--ranks", "2", "output=fresh", "--resume=auto", "log.wandb=mine"]) == 0
+    assert main(["train", "--ranks", "2", "output=fresh", "--resume=auto", "log.to=wandb"]) == 0
 
 
 def test_own_code_may_register_a_type_that_transformers_does_not_know(folder, monkeypatch):

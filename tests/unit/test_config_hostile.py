@@ -85,7 +85,7 @@ def test_what_all_readers_take_alike_is_not_refused(text):
 def test_small_aliases_merges_and_dates_are_fine(tmp_path):
     text = "zero: &z {stage: 1}\ndata: &d {length: 64}\noutput: 2024-01-01\n"
     (tmp_path / "run.yaml").write_text(
-        text + "log: {wandb: &w name}\ncheckpoint: {<<: {every: 2}}\nmodel: {path: *w}\n"
+        text + "log: {project: &w name}\ncheckpoint: {<<: {every: 2}}\nmodel: {path: *w}\n"
     )
     actual = load(tmp_path / "run.yaml")
     assert (actual.output, actual.model.path, actual.checkpoint.every) == ("2024-01-01", "name", 2)

@@ -7,7 +7,6 @@ import pytest
 from corpora import CHAT, opened, write_lines
 from token_kinds import of_bytes, of_marks, of_words
 
-from zero3d.data import chat
 from zero3d.data.chat import ChatTemplate
 from zero3d.data.chat_keys import Malformed
 from zero3d.data.conversations import from_llava
@@ -28,11 +27,6 @@ MARKED = (
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 WORDS = ("is", "Rome", "one", "a", "2+2=", "é", "4 a", "<end>")
-
-
-@pytest.fixture(autouse=True)
-def untried(monkeypatch):
-    monkeypatch.setattr(chat, "try_template", lambda *_: None)  # test_data_trial.py has that
 
 
 def shown(record, template=PLAIN, make=of_words):

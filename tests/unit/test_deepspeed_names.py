@@ -12,27 +12,20 @@ from models import hf
 
 from zero3d.errors import ConfigError
 from zero3d.integrations import deepspeed
-from zero3d.integrations.deepspeed.names import RUNTIME, TABLES, as_markdown
+from zero3d.integrations.deepspeed.names import INSTEAD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed-reference.md").read_text()
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
-PARTS = {
-    "deepspeed": {
-        "ops", "moe", "pipe", "checkpointing", "accelerator", "module_inject", "sequence", "checkpoint", "inference",
-        "launcher", "profiling", "monitor",
-    },
-    "deepspeed.utils": {"groups", "zero_to_fp32"},
-    "deepspeed.runtime": set(RUNTIME),
-}  # fmt: skip
 HERE = "zero3d.integrations.deepspeed"
 
 
 def rows():
-    """(section, name, fate, line) of each row of the page."""
-    for section in TABLES:
-        _, _, behind = PAGE.partition(f"### {section}\n")
-        for name, fate, line in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \|$", behind.partition("\n###")[0], re.M):
-            yield section, name, fate, line
+    """(section, name, fate, line) of each row of the page's tables of names."""
+    names = PAGE.partition("\n## Every name\n")[2].partition("\n## ")[0]
+    for section in names.split("\n### ")[1:]:
+        title = section.partition("\n")[0].removeprefix("deepspeed").strip(".")
+        for name, fate, line in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*) \|$", section, re.M):
+            yield title, name, fate, line
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +33,22 @@ def engine():
     return deepspeed.initialize(model=hf("llama"), config=CONFIG)[0]
 
 
-def test_the_page_has_the_table_of_names():
-    assert as_markdown() in PAGE, (
-        "docs/deepspeed-reference.md: put in what integrations.deepspeed.names.as_markdown() returns"
-    )
-    assert len(list(rows())) == sum(map(len, TABLES.values())) > 120
-
-
-def place(section, engine):
-    return {"deepspeed": deepspeed, "engine": engine}.get(section) or getattr(deepspeed, section.partition(".")[2])
+def test_the_page_says_of_every_refused_name_what_to_use():
+    refused = {f"{section}.{name}".strip("."): line for section, name, fate, line in rows() if fate == "refused"}
+    assert refused == {name.removesuffix(".*"): line for name, line in INSTEAD.items()}
+    assert len(list(rows())) > 140
 
 
 def test_every_name_is_there_or_says_what_to_use(engine):
     for section, name, fate, line in rows():
-        where = place(section, engine)
-        if name in PARTS.get(section, ()):
+        where = engine if section == "engine" else getattr(deepspeed, section) if section else deepspeed
+        full = f"{section}.{name}".strip(".")
+        if f"{full}.*" in INSTEAD:
             with pytest.raises(ConfigError, match=re.escape(line)):
-                import_module(f"{HERE}{section.removeprefix('deepspeed')}.{name}.some.part")
+                import_module(f"{HERE}.{full}.some.part")
         if fate in ("built", "alias"):
-            assert hasattr(where, name), (section, name)
-        elif section == "engine" or name in PARTS.get(section, ()):
+            assert hasattr(where, name), full
+        elif section == "engine" or f"{full}.*" in INSTEAD:
             with pytest.raises(AttributeError, match=re.escape(line)):
                 getattr(where, name)
         else:

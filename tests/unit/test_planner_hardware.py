@@ -5,8 +5,7 @@ import json
 import pytest
 
 from zero3d.errors import ConfigError
-from zero3d.plan.corrected import write_rates
-from zero3d.plan.hardware import CATALOGUE, base_of, cluster, read_file
+from zero3d.plan.hardware import CATALOGUE, cluster
 from zero3d.plan.shapes import gpt
 from zero3d.plan.spec import ClusterSpec, ModelSpec, ParallelPlan
 from zero3d.plan.spec_json import from_json, to_json
@@ -94,12 +93,3 @@ def test_planner_data_survives_json():
 def test_misfit_trees_are_refused_with_their_path(cls, tree, said):
     with pytest.raises(ConfigError, match=said):
         from_json(cls, tree)
-
-
-def test_rates_are_written_into_a_file_that_only_names_its_card(tmp_path):
-    file = tmp_path / "cluster.yaml"
-    file.write_text("gpu: a100\n")
-    with file.open() as reader:
-        write_rates(file, cluster("a100", 8).gpu, "datasheet")
-        assert reader.read() == "gpu: a100\n"  # what is open stays as it was: the new file is put in its place whole
-    assert cluster("a100", 8, file=file).gpu.name == base_of(read_file(file)) == "a100-80"

@@ -338,16 +338,13 @@ def test_an_error_of_the_run_is_not_hidden_by_a_tracker_that_fails_behind_it(fol
         (["log.to=wandb"], {"wandb": "log.to=wandb"}, "zero3d"),
         (["log.to=mlflow,wandb,mlflow", "log.project=a"], {"mlflow": "log.to=mlflow", "wandb": "log.to=wandb"}, "a"),
         (["log.to=[swanlab]"], {"swanlab": "log.to=swanlab"}, "zero3d"),
-        (["log.tensorboard=true"], {"tensorboard": "log.tensorboard"}, "zero3d"),
-        (["log.wandb=b", "log.to=wandb", "log.project=a"], {"wandb": "log.wandb=b"}, "b"),
         (["log.to=null"], {}, "zero3d"),
     ],
 )
-def test_trackers_are_asked_for_by_a_list_and_by_the_older_keys(words, asked, project):
+def test_trackers_are_asked_for_by_a_list(words, asked, project):
     log = load(None, words).log
     assert log.trackers == asked
-    assert log.project_of("wandb") == project
-    assert log.project_of("mlflow") == log.project
+    assert log.project == project
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from zero3d.cli.kept_specs import open_spec
 from zero3d.config import Config, Lora, load
-from zero3d.config.yaml_file import read_yaml
+from zero3d.config.read import read_tree
 from zero3d.errors import ConfigError
 from zero3d.plan.spec import ModelSpec
 from zero3d.spec.mesh import Mesh
@@ -46,7 +46,7 @@ class RunFile(NamedTuple):
                 f"{words}: plans are searched in bf16, and precision is {config.precision}: zero3d plan explain "
                 "prices it."
             )
-        return cls(read_yaml(Path(words), "model: {path: demo}"), config)
+        return cls(read_tree(Path(words)), config)
 
     def model(self, length: int | None, lora: Lora | None) -> ModelSpec:
         """Trace the model, without tiles of a loss that the file keeps whole. Raises ConfigError.

@@ -8,7 +8,7 @@ type         transformers knows the model
 tp           mesh.tp divides the heads that a config.json or a preset names
 attention    transformers knows model.attn, and its kernels are there
 positions    data.length fits the model
-key          somebody is logged in to Weights & Biases, where log.to or log.wandb asks for it
+key          somebody is logged in to Weights & Biases, where log.to asks for it
 store        what MLflow needs for a SQLite file, where no server is named
 """
 

@@ -7,6 +7,7 @@ kinds       one row per type: its words, its conversion, its JSON Schema
 keys        every dotted key with its type and range, made from the sections
 hints       the key or choice that was probably meant
 read        load and check: a YAML file or a dict, and overrides such as zero.stage=2
+retired     keys of an earlier version, and what to type now
 batch       batch = micro_batch x accumulate x dp
 problems    what keys cannot be together; sections optimizer and offload, as an engine takes them
 own_code    what module:name names, imported; an error of it in one line

@@ -12,6 +12,7 @@ import yaml
 from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, Key, value_of
 from zero3d.config.kinds import KINDS
+from zero3d.config.retired import RETIRED, answer, example
 from zero3d.config.sections import Config
 from zero3d.config.sources import DataSource
 from zero3d.errors import ConfigError
@@ -74,7 +75,7 @@ def explain(name: str | None = None) -> str:
         return "\n".join(_key_text(KEYS[name]))
     if name in SECTIONS:
         return "\n".join([f"{name}: {_about(name)}", "", *_lines(f"{name}.")])
-    raise ConfigError(unknown(name, KEYS, SECTIONS))
+    raise ConfigError(answer({name: example(name)}, {}) if name in RETIRED else unknown(name, KEYS, SECTIONS))
 
 
 def _key_text(key: Key) -> Iterator[str]:

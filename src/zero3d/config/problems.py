@@ -43,9 +43,6 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
         steps, epochs = config.train.steps, config.train.epochs
         text = f"train.steps {steps} and train.epochs {epochs:g} both say how long: leave one out, or set it to null."
         yield "train.epochs", text
-    if config.plan.write_back and config.plan.cluster is None:
-        text = "plan.write_back corrects a cluster file, and plan.cluster names none: type plan.cluster=FILE, too."
-        yield "plan.write_back", text
     if config.plan.links != GIVEN and config.plan.cluster is None:
         text = (
             f"plan.links={config.plan.links} needs a description of the links: type plan.cluster=FILE, as zero3d "

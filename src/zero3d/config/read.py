@@ -23,6 +23,7 @@ from zero3d.config.hints import unknown
 from zero3d.config.keys import KEYS, SECTIONS, takes_list, takes_table, value_of
 from zero3d.config.kinds import OPTIONS, describe_value
 from zero3d.config.problems import problems_across
+from zero3d.config.retired import FILE, RETIRED, answer, as_now, is_of_a_run
 from zero3d.config.sections import Config
 from zero3d.config.yaml_file import parse_yaml, read_yaml
 from zero3d.errors import ConfigError, short
@@ -80,11 +81,15 @@ def _given(
     settings: dict[str, Setting] = {}
     problems: list[Problem] = []
     if source is not None:
-        tree = source if isinstance(source, Mapping) else read_yaml(Path(source))
+        tree = source if isinstance(source, Mapping) else read_tree(Path(source))
         where = "" if isinstance(source, Mapping) else f"{source}: "
         problems += _flatten(tree, where, settings)
     for override in overrides:
         problems += _override(override, settings)
+    if retired := {name: settings.pop(name) for name in RETIRED if name in settings}:
+        given, others = ({name: setting.value for name, setting in some.items()} for some in (retired, settings))
+        name, first = next(iter(retired.items()))
+        problems.insert(0, Problem(name, first.where, answer(given, others)))
     values: dict[str, Any] = {}
     for name, (value, where, _) in settings.items():
         try:
@@ -92,6 +97,12 @@ def _given(
         except ValueError as error:
             problems.append(Problem(name, where, str(error)))
     return values, settings, problems
+
+
+def read_tree(path: Path) -> Mapping[Any, Any]:
+    """Return the tree of a run's file; of one that an old run wrote, with the keys of now. Raises ConfigError."""
+    tree = read_yaml(path)
+    return as_now(tree) if path.name == FILE and is_of_a_run(path, tree.get("output")) else tree
 
 
 def check(config: Config) -> None:
@@ -178,7 +189,7 @@ def _listed(name: str, text: str) -> Any:
 
 
 def _take(name: str, value: Any, where: str, settings: dict[str, Setting], override: bool = False) -> Iterator[Problem]:
-    if name in KEYS:
+    if name in KEYS or name in RETIRED:
         settings[name] = Setting(value, where, override)
     else:
         yield Problem(name, where)

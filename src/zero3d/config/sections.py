@@ -458,19 +458,11 @@ class Log:
         choices=TRACKERS,
     )
     project: str = key("zero3d", "the project that trackers show the run in", bits=None)
-    tensorboard: bool = key(False, "short for tensorboard in log.to: event files in OUTPUT/tensorboard", bits=None)
-    wandb: str | None = key(None, "short for wandb in log.to, and the project there: Weights & Biases", bits=None)
 
     @property
     def trackers(self) -> Mapping[str, str]:
         """The key and value that ask for each tracker, by its name."""
-        asked = {name: f"log.to={name}" for name in self.to or ()}
-        asked |= {"tensorboard": "log.tensorboard"} if self.tensorboard else {}
-        return asked | ({} if self.wandb is None else {"wandb": f"log.wandb={self.wandb}"})
-
-    def project_of(self, tracker: str) -> str:
-        """Return the project that a tracker shows the run in."""
-        return self.wandb if tracker == "wandb" and self.wandb is not None else self.project
+        return {name: f"log.to={name}" for name in self.to or ()}
 
 
 @dataclass(frozen=True)
@@ -488,11 +480,6 @@ class Plan:
     cluster: str | None = key(
         None,
         "file that describes the cluster, as zero3d calibrate writes it; by default the data sheet of the device",
-        bits=None,
-    )
-    write_back: bool = key(
-        False,
-        "correct gpu.matrix and gpu.flash in that file until the planned step takes as long as the third step took",
         bits=None,
     )
     links: str = key(

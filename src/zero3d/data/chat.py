@@ -18,12 +18,9 @@ from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zero3d.data import trial
 from zero3d.data.borders import Span, spans_of
 from zero3d.data.chat_keys import LISTS, Message, Options, is_learnt, unused
-from zero3d.data.patience import Patience, TookTooLong
-from zero3d.data.tokenizers import HfTokenizer, Tokenizer, no_template
-from zero3d.data.trial import in_short, is_panic, told, try_template
+from zero3d.data.tokenizers import HfTokenizer, Tokenizer, in_short, is_panic, no_template, told
 from zero3d.errors import ConfigError, DataError, Zero3dError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -67,9 +64,6 @@ class ChatTemplate:
         self._inner = tokenizer.inner
         self.source: str = template or _template_of(tokenizer)
         self._with_tools = self.source if template else _template_of(tokenizer, tools=True)
-        for source in {self.source, self._with_tools}:
-            try_template(source, tokenizer.inner.special_tokens_map, tokenizer.name)
-        self._patience = Patience(trial.SECONDS)
 
     def encode(self, messages: Sequence[Message], options: Mapping[str, Any] = NO_OPTIONS) -> Tokens:
         """Return ids and targets of one conversation. Raises ValueError where the template refuses it.
@@ -181,12 +175,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            with self._patience.limited():
-                yield
-        except TookTooLong:
-            raise ValueError(
-                f"the chat template takes more than {self._patience.seconds:g} s of a processor for it"
-            ) from None
+            yield
         except Zero3dError:
             raise
         except (TemplateError, TypeError, KeyError) as error:

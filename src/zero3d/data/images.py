@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from zero3d.data.borders import Span
-from zero3d.data.trial import is_panic, try_tokenizer
+from zero3d.data.tokenizers import is_panic
 from zero3d.errors import ConfigError
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
@@ -145,7 +145,6 @@ def open_processor(folder: Path) -> Any:
             f"the data have images, and {folder} has no processor ({' or '.join(FILES)}): give model.path a folder "
             "that the model's processor was saved in, too (processor.save_pretrained)."
         )
-    try_tokenizer(folder)
     try:
         return _build(folder)
     except BaseException as error:  # whatever is odd in its files

@@ -4,27 +4,57 @@
     HfTokenizer     any folder that AutoTokenizer loads; nothing is ever downloaded, and no code of a folder runs
 
 Both answer `encode`, `encode_parted`, `decode`, `eos`, `pad`, `size`, `fingerprint` and `save`.
+
+The tokenizers library panics in Rust over some files and texts. `told` makes that a DataError, which the reader of the
+data puts the record's place before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero3d.data.borders import Parted, parted, parted_by_prompt, spans_of
-from zero3d.data.trial import is_panic, told, try_tokenizer
-from zero3d.errors import ConfigError, DataError, short
+from zero3d.errors import ConfigError, DataError, Zero3dError, short
 from zero3d.models.foreign_code import no_foreign_code, refuse_code_in
 
 BYTES = "bytes"
+QUOTED = 200  # characters of what a library says
 SAMPLE = "e\u0301 <|endoftext|>\r\n"  # what tokenizers with rules of their own change
 REMEDY = "set data.tokenizer to a folder with tokenizer.json, or to bytes."
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*/*.jinja")  # whatever a tokenizer may be made of, no weights
 OF_A_MODEL = ("config.json", "generation_config.json", "model.safetensors.index.json")  # of these, what is of none
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """Raise DataError for whatever a tokenizer raises inside, panics of Rust among it, which are no Exception."""
+    try:
+        yield
+    except Zero3dError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or is_panic(error):
+            raise DataError(
+                f"the tokenizer {name} fails on this text ({in_short(error)}): leave the text out, or set "
+                "data.tokenizer to another folder."
+            ) from error
+        raise
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether this is a panic of Rust, whose class derives from BaseException and is nobody's to import."""
+    return type(error).__name__ == "PanicException"
+
+
+def in_short(error: BaseException) -> str:
+    """Return what an error says, in one line with its class."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:QUOTED]}".removesuffix(": ")
 
 
 class ByteTokenizer:
@@ -156,7 +186,6 @@ def load_tokenizer(name: str | None, model: str | None = None) -> Tokenizer:
             f"{_key(name, model)}: a tokenizer needs transformers: type pip install 'zero3d[hf]'."
         ) from None
     refuse_code_in(folder)
-    try_tokenizer(folder)
     try:
         with no_foreign_code():
             inner = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -17,21 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, sqrt
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
-from zero3d.plan.hardware import base_of, read_file
 from zero3d.plan.kernels import KERNELS
-from zero3d.plan.spec import ClusterSpec, Gpu, Link, MeasuredStep, ModelSpec, ParallelPlan
+from zero3d.plan.spec import ClusterSpec, Link, MeasuredStep, ModelSpec, ParallelPlan
 from zero3d.plan.spec_json import to_json
 from zero3d.plan.time import straggling
-from zero3d.watchdog.own_files import write_whole
 
 LEAST, MOST, HALVINGS = 1e-4, 1e4, 40
 
@@ -180,22 +176,3 @@ def _explained(
         if fixed >= 0:
             return replace(cluster, step=replace(cluster.step, fixed=fixed)), ["step.fixed"]
     return corrected(model, cluster, plan, seconds), ["gpu.matrix", "gpu.flash"]
-
-
-def write_rates(file: Path | str, gpu: Gpu, bandwidth_from: str) -> None:
-    """Put a card's rates into a cluster file; all else in it stays. Raises ConfigError.
-
-    bandwidth_from  the provenance of the bandwidth
-    """
-    tree, path = read_file(file), Path(file)
-    rates = {"bandwidth": gpu.bandwidth, "matrix": gpu.matrix, "flash": gpu.flash}
-    provenance = {"gpu.bandwidth": bandwidth_from, "gpu.matrix": "measured", "gpu.flash": "measured"}
-    card = tree.get("gpu") or {}
-    tree["gpu"] = {**({"name": base_of(tree)} if isinstance(card, str) else card), **rates}
-    tree["provenance"] = {**(tree.get("provenance") or {}), **provenance}
-    as_json = path.suffix == ".json"
-    text = json.dumps(tree, indent=2) + "\n" if as_json else yaml.safe_dump(tree, sort_keys=False)
-    try:
-        write_whole(path.resolve(), text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}).") from error

@@ -6,7 +6,7 @@ package      extra        asked for by
 peft         hf           lora.rank
 Pillow       vlm          data.images
 pyarrow      data         data in parquet or arrow files, as far as names tell
-trackers' names           log.to, log.tensorboard, log.wandb: of each its package and extra
+trackers' names           log.to: of each its package and extra
 of a protocol             URLs of object stores (stores/urls.py)
 """
 

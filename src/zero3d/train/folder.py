@@ -34,6 +34,7 @@ from zero3d.checkpoint.copies import Copies, find_places, located, told
 from zero3d.checkpoint.folders import checkpoints, complete_steps, discard, find, tidy
 from zero3d.config import Config, load
 from zero3d.config.problems import FOLDER
+from zero3d.config.retired import is_of_a_run
 from zero3d.errors import CheckpointError, ConfigError, remedy_of, short
 from zero3d.reading import Unreadable, open_regular, parse_object
 from zero3d.train.export_places import HF, NAMES, all_places
@@ -246,8 +247,7 @@ class Folder:
             named = load(self.config).output
         except ConfigError:
             return False
-        is_named = named is not None and Path(named).resolve().name == self.root.resolve().name
-        return is_named or any(self.checkpoints.glob("*step-*/manifest.json"))
+        return is_of_a_run(self.config, named)
 
     def clear(self) -> None:
         """Remove what a run has written."""

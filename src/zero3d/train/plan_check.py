@@ -12,8 +12,7 @@
     step       the median of steps 2 and 3, the first being   the same, where plan.cluster names a file: of a CPU there
                one that warms up                             is no data sheet that means anything
 
-A run of fewer than 3 steps pays nothing for it. `plan.write_back` turns the measured step into the cluster file's
-rates.
+A run of fewer than 3 steps pays nothing for it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from zero3d.errors import ConfigError
 from zero3d.memory.arena import STATES
 from zero3d.models.trained import open_trained
 from zero3d.page.text import size
-from zero3d.plan.corrected import corrected, profile, write_rates
+from zero3d.plan.corrected import profile
 from zero3d.plan.emit import plan_of
 from zero3d.plan.estimate import evaluate
 from zero3d.plan.hardware import base_of, check_card, cluster, named, read_file
@@ -122,7 +121,7 @@ class PlanCheck:
     def __init__(self, config: Config, engine: Engine, planned: PlannedRun | None) -> None:
         assert config.output is not None  # named by now
         self._output = Path(config.output)
-        self._config = config.plan
+        self._file = config.plan.cluster
         self._engine = engine
         self._planned = planned
 
@@ -141,10 +140,8 @@ class PlanCheck:
         measured, reserved = fullest(self._engine, checked_memory(self._engine))
         if self._planned is not None:
             seconds = median(record["seconds"] for record in history[1:])
-            rates = rates_from(self._planned.cluster, self._config.cluster)
+            rates = rates_from(self._planned.cluster, self._file)
             yield check_line(self._planned.estimate, measured, seconds, reserved, rates)
-            if self._config.write_back and self._config.cluster is not None:
-                yield write_back(self._planned, seconds, self._config.cluster)
 
 
 def checked_memory(engine: Engine) -> int:
@@ -185,17 +182,4 @@ def check_line(estimate: Estimate, measured: int, seconds: float, reserved: int 
     return (
         f"{bytes_line}; a step: planned {estimate.seconds.mid:.3g} s by {rates}, measured {seconds:.3g} s; largest "
         f"planned part: {part}"
-    )
-
-
-def write_back(planned: PlannedRun, seconds: float, file: str) -> str:
-    """Correct a cluster file by a measured step; return what was done, or why not, in a line."""
-    try:
-        measured = corrected(planned.model, planned.cluster, planned.plan, seconds)
-        source = planned.cluster.provenance
-        write_rates(file, measured.gpu, source.get("gpu.bandwidth", source.get("gpu", "datasheet")))
-    except ConfigError as error:
-        return f"plan.write_back: {file} stays as it is: {error}"
-    return (
-        f"plan.write_back: {file} has gpu.matrix {measured.gpu.matrix:.3g} and gpu.flash {measured.gpu.flash:.3g} now"
     )

@@ -213,7 +213,7 @@ class Trackers:
         scalars = {name: int(value) if isinstance(value, bool) else value for name, value in values.items()}
         for name in self._waiting:
             with self._watched(name, f"cannot be opened at step {step}"):
-                self._open[name] = OPENERS[name](self._run_of(name, step))
+                self._open[name] = OPENERS[name](self._run_from(step))
         self._waiting = []
         for name, tracker in list(self._open.items()):
             with self._watched(name, f"failed at step {step}"):
@@ -225,10 +225,9 @@ class Trackers:
             with self._watched(name, "failed at the end"):
                 self._open.pop(name).close()
 
-    def _run_of(self, name: str, first: int) -> TrackedRun:
-        root = self._folder.root
-        project = self._config.log.project_of(name)
-        return TrackedRun(root, root.resolve().name, self._folder.run_id, project, self._config, first)
+    def _run_from(self, first: int) -> TrackedRun:
+        root, config = self._folder.root, self._config
+        return TrackedRun(root, root.resolve().name, self._folder.run_id, config.log.project, config, first)
 
     @contextmanager
     def _watched(self, name: str, what: str) -> Iterator[None]:

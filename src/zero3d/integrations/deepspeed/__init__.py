@@ -6,7 +6,7 @@ translate    its values as keys of a configuration
 merge        together with the caller's own file and overrides, which fill "auto" and must not contradict
 report       what was made of it, as lines, as a commented YAML file and as the tables of docs/deepspeed-reference.md
 optimizer_kinds  the optimizers that a JSON may name, and where
-names        what programs call of DeepSpeed: built, an alias or refused
+names        what programs call of DeepSpeed and is not here, and what to use
 imports      its modules that programs import: an alias or refused
 
 For programs that are written for DeepSpeed, with torch; the others are without:
@@ -28,7 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zero3d.integrations.deepspeed.imports import install
-from zero3d.integrations.deepspeed.names import ALIASES, PACKAGE, refused
+from zero3d.integrations.deepspeed.names import ALIASES, refusing
 
 if TYPE_CHECKING:
     from zero3d.integrations.deepspeed.drop_in import (
@@ -46,6 +46,9 @@ _PLACES = {
 }
 
 
+_refused = refusing("deepspeed")
+
+
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
@@ -55,7 +58,7 @@ def __getattr__(name: str) -> Any:
         return import_module(ALIASES[name])
     if name == "DeepSpeedConfigError":
         return import_module("zero3d.errors").ConfigError
-    return refused("deepspeed", PACKAGE, name)
+    return _refused(name)
 
 
 install()

@@ -26,7 +26,7 @@ from zero3d.integrations.deepspeed.batches import Batches
 from zero3d.integrations.deepspeed.checkpoints import Checkpoints
 from zero3d.integrations.deepspeed.document import Document
 from zero3d.integrations.deepspeed.engine_options import engine_options
-from zero3d.integrations.deepspeed.names import ENGINE, instead_of
+from zero3d.integrations.deepspeed.names import INSTEAD
 from zero3d.integrations.deepspeed.owners import forget, register
 from zero3d.precision import at_least_fp32
 from zero3d.setup.schedule import scheduler
@@ -226,7 +226,7 @@ class DeepSpeedEngine(Batches, Checkpoints):
             torch.cuda.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
-        if (why := instead_of(ENGINE, name)) is not None:
+        if (why := INSTEAD.get(f"engine.{name}")) is not None:
             raise AttributeError(f"the engine has no {name!r} of DeepSpeed's here: {why}.")
         module = self.__dict__.get("module")
         if module is not None and hasattr(module, name):

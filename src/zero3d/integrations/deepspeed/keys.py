@@ -56,9 +56,9 @@ MAPPED: Mapping[str, str] = MappingProxyType(
         "tensor_parallel.autotp_size": "mesh.tp",
         "sequence_parallel_size": "mesh.sp",
         f"{ZERO}.mics_shard_size": "mesh.shard",
-        "tensorboard.enabled": "log.tensorboard",
-        "wandb.enabled": "log.wandb",
-        "wandb.project": "log.wandb",
+        "tensorboard.enabled": "log.to",
+        "wandb.enabled": "log.to",
+        "wandb.project": "log.project",
         "compile.enabled": "train.compile",
         "seed": "seed",
     }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from zero3d.integrations.deepspeed.names import RUNTIME, refused
+from zero3d.integrations.deepspeed.names import refusing
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
 
 
-def __getattr__(name: str) -> Any:
-    return refused("runtime", RUNTIME, name)
+__getattr__ = refusing("runtime")

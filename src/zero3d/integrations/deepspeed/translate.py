@@ -302,10 +302,12 @@ def _others(reader: _Reader) -> None:
     every = reader.given.get("steps_per_print")
     if every is not None and not (isinstance(every, float) and math.isinf(every)):
         reader.take("steps_per_print", "log.every")
-    if reader.switch("tensorboard.enabled"):
-        reader.put("log.tensorboard", True, "tensorboard.enabled")
-    if reader.switch("wandb.enabled"):
-        reader.put("log.wandb", reader.given.get("wandb.project", "deepspeed"), "wandb.enabled")
+    if trackers := [name for name in ("tensorboard", "wandb") if reader.switch(f"{name}.enabled")]:
+        reader.put("log.to", trackers, " and ".join(f"{name}.enabled" for name in trackers))
+    if "wandb" in trackers:
+        project = reader.given.get("wandb.project")
+        is_named = project not in (None, AUTO)
+        reader.put("log.project", project if is_named else "deepspeed", "wandb.project", strong=is_named)
     if reader.switch("compile.enabled"):
         reader.put("train.compile", True, "compile.enabled")
     reader.take("seed", "seed")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero3d.errors import ConfigError
-from zero3d.integrations.deepspeed.names import UTILS, refused
+from zero3d.integrations.deepspeed.names import refusing
 from zero3d.integrations.deepspeed.owners import Owned, engine_of
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
@@ -100,5 +100,4 @@ def _owned(param: nn.Parameter, call: str) -> Owned | None:
     return Owned(engine, param, call)
 
 
-def __getattr__(name: str) -> Any:
-    return refused("utils", UTILS, name)
+__getattr__ = refusing("utils")

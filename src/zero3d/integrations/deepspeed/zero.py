@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero3d.errors import ConfigError
-from zero3d.integrations.deepspeed.names import ZERO, refused
+from zero3d.integrations.deepspeed.names import refusing
 from zero3d.integrations.deepspeed.owners import engine_of
 
 __path__: list[str] = []  # a package without files: imports.py is asked for DeepSpeed's modules in it
@@ -53,5 +52,4 @@ def GatheredParameters(
                     dist.broadcast(p.data, modifier_rank)
 
 
-def __getattr__(name: str) -> Any:
-    return refused("zero", ZERO, name)
+__getattr__ = refusing("zero")
