@@ -52,12 +52,8 @@ def list_part(folder, name):
 
 
 def edit_rows(folder, random, change):
-    """Change by a function the mapping in which rows are: a part, or the manifest where formats know no parts."""
-    names = [path.name for path in parts(folder)]
-    if names:
-        edit_part(folder, random.choice(names), change)
-    else:
-        edit(folder, change)
+    """Change by a function the part of the manifest of one rank."""
+    edit_part(folder, random.choice([path.name for path in parts(folder)]), change)
 
 
 def edit_any(folder, random, change):
@@ -90,13 +86,12 @@ def parts(folder):
 
 
 def joined(folder):
-    """What all parts say together, as format 2 had it in one file."""
+    """What all parts say together."""
     manifest, read = (
         json.loads((folder / MANIFEST).read_text()),
         [json.loads(path.read_text()) for path in parts(folder)],
     )
     return {name: value for name, value in manifest.items() if name != "parts"} | {
-        "format": 2,
         "files": {part["file"]: sha256_of(folder / part["file"]) for part in read},
         "tensors": [row | {"file": part["file"]} for part in read for row in part["tensors"]],
         "own": {part["file"]: part["own"] for part in read},
@@ -108,48 +103,11 @@ def sha256_of(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def word_sum(values):
-    """Elements as whole numbers, added modulo their width, as format 3 has it."""
-    raw, width = bytes(values.contiguous().view(-1).view(torch.uint8).tolist()), values.element_size()
-    words = (int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width))
-    return f"{sum(words) % (1 << 8 * width):x}"
-
-
-def as_format_3(folder, sums=True):
-    """As the third format had it, with SHA-256 of files of tensors; its first parts had no sums of tensors."""
-    for path in parts(folder):
-        part = json.loads(path.read_text())
-        del part["xxh3_128"], part["xxh3_64"]
-        part["sha256"] = sha256_of(folder / part["file"])
-        if sums:
-            part["sums"] = {key: word_sum(value) for key, value in load_file(folder / part["file"]).items()}
-        path.write_text(json.dumps(part))
-        list_part(folder, path.name)
-    edit(folder, lambda m: m.update(format=3))
-
-
-def as_format_2(folder):
-    """As the second format had it, without parts."""
-    manifest = joined(folder)
-    for path in parts(folder):
-        path.unlink()
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    seal(folder)
-
-
-def as_format_1(folder, *without):
-    """As the first format had it; its first manifests were `without` some entries."""
-    as_format_2(folder)
-
-    def older(manifest):
-        manifest["format"] = 1
-        for name in ("own", *without):
-            manifest.pop(name)
-        for row in manifest["tensors"]:
-            row.pop("dtype")
-
-    edit(folder, older)
-    (folder / SEAL).unlink()
+def as_retired(folder, number):
+    """Give a checkpoint the number of a format that is no longer read; the first one had no checksum."""
+    edit(folder, lambda m: m.update(format=number))
+    if number == 1:
+        (folder / SEAL).unlink()
 
 
 def files(folder):
@@ -249,20 +207,7 @@ def text(folder, random):
 
 
 def version(folder, random):
-    edit(folder, lambda m: m.update(format=random.choice([0, 5, 10**30, -1, 2.0, "2", True, None, [2]])))
-
-
-def older_and(folder, random):
-    """Formats 1 to 3, of which the first has no checksum over the manifest, with rows that are not what they were."""
-    older = random.choice([as_format_1, as_format_2, as_format_3])
-    older(folder)
-    random.choice([lost_row, twice, swapped_keys, outside, nothing])(folder, random)
-    if older is as_format_1:
-        (folder / SEAL).unlink(missing_ok=True)
-
-
-def nothing(folder, random):
-    pass
+    edit(folder, lambda m: m.update(format=random.choice([0, 1, 3, 5, 10**30, -1, 2.0, "2", True, None, [2]])))
 
 
 # --- edits of fields ----------------------------------------------------------------------------
@@ -393,18 +338,12 @@ def swapped_meaning(folder, random):
 
 
 def outside(folder, random):
-    """A row or part whose file lies elsewhere, or has no checksum."""
+    """A part whose file lies elsewhere, or has no checksum."""
     away = folder.parent / "other" / "rank-00000.safetensors"
     name = random.choice([f"../other/{away.name}", str(away), "nowhere.safetensors", "", ".", "\0", MANIFEST])
     checksum = xxhash.xxh3_128(away.read_bytes()).hexdigest()
 
-    def change(holder):
-        if "files" in holder:
-            random.choice(holder["tensors"]).update(file=name)
-        else:
-            holder.update(file=name, xxh3_128=checksum)
-
-    edit_rows(folder, random, change)
+    edit_rows(folder, random, lambda part: part.update(file=name, xxh3_128=checksum))
 
 
 def listed_outside(folder, random):
@@ -573,7 +512,7 @@ def broken_header(folder, random):
 
 
 EDITS = [
-    text, version, older_and, other_type, other_type, other_type, lost_entry, lost_entry, doubled_entry, out_of_range,
+    text, version, other_type, other_type, other_type, lost_entry, lost_entry, doubled_entry, out_of_range,
     out_of_range, lost_row, lost_state, twice, swapped_keys, swapped_meaning, outside, listed_outside, foreign_part,
     swapped_parts, lost_part, moved_box,
     other_parameter, other_row_dtype, shuffled, lost_tensor, more_tensors, other_dtype, other_shape, other_streams,

@@ -7,6 +7,7 @@
         TokenError            a token id or a label that the model's vocabulary does not have            2
       CheckpointError         a checkpoint that is missing, damaged or of another model                  2
         CopyError             a checkpoint that is whole on disk and was not copied to its store         2
+        RetiredFormatError    a checkpoint of a format that only older versions read                     2
       OutOfBudget             a host's memory or a disk has less room than is asked for                  2
       LayoutError             a parameter is not where its unit put it
       OrderError              ranks used units in different orders, or one stopped answering
@@ -135,6 +136,10 @@ class CheckpointError(Zero3dError, RuntimeError):
     """A checkpoint that is missing, damaged or of another model."""
 
     bad_input = True
+
+
+class RetiredFormatError(CheckpointError):
+    """A checkpoint of a format that this version no longer reads, whole or not."""
 
 
 class CopyError(CheckpointError):

@@ -9,14 +9,13 @@ import random
 import shutil
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, joined, seal
+from damage import as_retired, edit, edit_part, joined, seal
 from models import Net, adamw, batch, bits, build, loss_of
 from pipelines import covering
 from safetensors import safe_open
@@ -359,69 +358,13 @@ def test_the_manifest_and_its_parts_must_say_the_same_even_where_no_model_is_at_
 
 def test_a_newer_format_says_what_to_do(saved):
     edit(saved, lambda m: m.update(format=6))
-    refused(make(3), saved, "format 6", "reads formats 1 to 5", "upgrade zero3d")
+    refused(make(3), saved, "format 6", "reads formats 4 and 5", "upgrade zero3d")
 
 
-@pytest.mark.parametrize("sums", [True, False])
-def test_format_3_is_read_as_if_it_were_the_newest_and_held_to_its_checksums(saved, sums):
-    engine, expected = make(2), make(2)
-    expected.load(saved)
-    as_format_3(saved, sums)
-    with warnings.catch_warnings(action="error"):
-        engine.load(saved)
-    assert engine.fingerprint() == expected.fingerprint()
-    assert engine.resumed == expected.resumed
-    file = saved / "rank-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    refused(engine, saved, "rank-00000.safetensors differs from what was saved: its checksum is not the manifest's")
-    content[-1] ^= 1
-    file.write_bytes(content)
-    edit_part(saved, "rank-00000.json", lambda part: part.update(sha256=part["sha256"][:32]))
-    refused(engine, saved, "sha256", "should be a SHA-256 in 64 digits")
-
-
-def test_format_2_is_read_as_if_it_were_the_newest(saved):
-    engine, expected = make(2), make(2)
-    expected.load(saved)
-    as_format_2(saved)
-    with warnings.catch_warnings(action="error"):
-        engine.load(saved)
-    assert engine.fingerprint() == expected.fingerprint()
-    assert engine.resumed == expected.resumed
-    assert [path.name for path in sorted(saved.iterdir())] == [
-        "manifest.json", "manifest.sha256", "rank-00000.safetensors",
-    ]  # fmt: skip
-    (saved / "manifest.sha256").unlink()
-    refused(make(3), saved, "manifest.sha256 is missing: format 2 has a checksum there")
-
-
-def test_format_1_is_read_with_a_warning(saved):
-    engine, expected = make(2), make(2)
-    expected.load(saved)
-    as_format_1(saved, "mesh", "about")
-    with pytest.warns(UserWarning, match="has format 1, whose manifest has no checksum"):
-        engine.load(saved)
-    assert engine.fingerprint() == expected.fingerprint()
-    assert engine.resumed.startswith("not bitwise: ")
-    with warnings.catch_warnings(action="error"):
-        expected.load(engine.save(saved.parent))
-    text = json.loads((saved / "manifest.json").read_text())
-    assert text["format"] == 4
-
-
-@pytest.mark.parametrize("change", [
-    lambda m: m["tensors"].pop(), lambda m: m["tensors"].append(m["tensors"][0]),
-    lambda m: m["tensors"][0].update(file="../x"), lambda m: m["tensors"][0].update(key=m["tensors"][1]["key"]),
-    lambda m: m["files"].update({"../x": "0" * 64}), lambda m: m.pop("python_rng"),
-], ids=["lost", "twice", "elsewhere", "swapped", "listed elsewhere", "no streams"])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*has format 1")
-def test_format_1_is_held_to_what_it_says(saved, change):
-    as_format_1(saved)
-    edit(saved, change)
-    (saved / "manifest.sha256").unlink()
-    refused(make(2), saved, "manifest.json")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_retired_format_says_who_reads_it_and_what_to_do(saved, number):
+    as_retired(saved, number)
+    refused(make(3), saved, f"{saved} has format {number}, and this zero3d reads formats 4 and 5", "git checkout ")
 
 
 def test_a_scheduler_that_does_not_take_its_state_leaves_the_engine_as_it_was(saved):

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from damage import as_format_1, edit
+from damage import as_retired
 from training import field, metrics, refused, save_model, save_rows, train, tree
 
 
@@ -87,10 +87,9 @@ def test_a_record_of_the_loop_that_cannot_be_is_refused(change, message):
     assert f"step-5/manifest.json: {message}" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*has format 1")
-def test_a_run_saved_in_format_1_goes_on(ranks, done):
+def test_a_run_whose_newest_checkpoint_has_a_retired_format_ends_in_that_line_alone(ranks, done):
     newest = Path(done["output"]) / "checkpoints" / "step-5"
-    edit(newest, lambda m: m["loss_scale"].update(value=1.0))
-    as_format_1(newest)
-    done["train"]["steps"] = 6
-    assert field(ranks(2, train, done, "auto")[0], "step") == [1, 2, 3, 4, 5, 6]
+    as_retired(newest, 2)
+    told = refused(ranks, done, "auto")
+    assert told.startswith(f"RetiredFormatError: {newest} has format 2, and this zero3d reads formats 4 and 5")
+    assert "damaged" not in told

@@ -34,7 +34,8 @@ def users_of_pickles(path):
         elif isinstance(node, ast.Call) and MENTIONED.search(getattr(node.func, "attr", getattr(node.func, "id", ""))):
             called = ast.unparse(node.func)
             numpys = called in ("numpy.load", "np.load") and "allow_pickle=False" not in ast.unparse(node)
-            torchs = called.removeprefix("torch.") in CALLS if called.startswith("torch.") else False
+            safe = called == "torch.load" and "weights_only=True" in ast.unparse(node)
+            torchs = called.startswith("torch.") and called.removeprefix("torch.") in CALLS and not safe
             if torchs or called.endswith(COLLECTIVES) or numpys:
                 yield f"{path.name}:{node.lineno} {called}"
 

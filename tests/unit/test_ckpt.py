@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import as_format_1, as_format_2, as_format_3, edit, edit_part, list_file
+from damage import as_retired, edit, edit_part, list_file
 from models import adamw, batch, hf, loss_of
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,6 +18,7 @@ import zero3d
 import zero3d.checkpoint.export
 from zero3d.checkpoint import offline_export, stored_states
 from zero3d.checkpoint.difference import compare
+from zero3d.checkpoint.inventory import plan_pruning
 from zero3d.checkpoint.stored_states import StoredStates, statistics
 from zero3d.cli.main import main
 from zero3d.distributed.degrees import Degrees
@@ -148,10 +149,8 @@ def test_a_changed_bit_that_ls_does_not_see_is_found_by_verify(copied, capsys):
     assert [": whole (" in line for line in others] == [True, True]
 
 
-@pytest.mark.parametrize("older", [lambda folder: None, as_format_3], ids=["format 4", "format 3"])
-def test_every_tensor_with_a_changed_bit_is_named(copied, capsys, older):
+def test_every_tensor_with_a_changed_bit_is_named(copied, capsys):
     path = copied / "checkpoints" / "step-1" / "rank-00000.safetensors"
-    older(path.parent)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     places = {k: v["data_offsets"] for k, v in json.loads(whole[8 : 8 + length]).items()}
@@ -163,20 +162,6 @@ def test_every_tensor_with_a_changed_bit_is_named(copied, capsys, older):
     flip(path, 8 + whole[8 : 8 + length].index(b"F32") + 1)
     fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
     assert fault.endswith("Changed: its header, and no tensor by its checksum.")
-
-
-@pytest.mark.parametrize("older", [
-    lambda folder: as_format_3(folder, sums=False), as_format_2, as_format_1,
-], ids=["format 3 without sums", "format 2", "format 1"])  # fmt: skip
-def test_of_older_checkpoints_without_sums_all_tensors_of_a_changed_file_are_named(copied, capsys, older):
-    path = copied / "checkpoints" / "step-1" / "rank-00000.safetensors"
-    count = len(load_file(path))
-    older(path.parent)
-    count -= 4 * (older is as_format_1)  # whose manifest does not list a rank's own
-    assert typed(capsys, "verify", path.parent)[0] == 0
-    flip(path, -1)
-    fault = typed(capsys, "verify", path.parent)[1]["checkpoints"][0]["faults"][0]["fault"]
-    assert f"Changed: one or more of {count} tensors (" in fault
 
 
 def test_verify_counts_all_bytes_and_tensors(small, capsys):
@@ -287,17 +272,27 @@ def test_diff_of_a_checkpoint_with_itself_is_equal_and_with_another_step_it_is_n
     assert "different: " in text
 
 
-@pytest.mark.parametrize("older", [as_format_3, as_format_2, as_format_1])
-def test_older_formats_are_whole_and_equal_to_the_newest(copied, capsys, older):
-    saved = copied / "checkpoints" / "step-1"
-    before = copied / "step-1"
-    shutil.copytree(saved, before)
-    older(before)
-    code, data, _ = typed(capsys, "verify", before)
-    assert (code, data["checkpoints"][0]["faults"]) == (0, [])
-    code, data, _ = typed(capsys, "diff", before, saved)
-    assert (code, data["differences"]) == (0, [])
-    assert data["facts"]["format"] == {"a": json.loads((before / "manifest.json").read_text())["format"], "b": 4}
+@pytest.mark.parametrize("action", ["verify", "show", "diff", "export"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_retired_format_is_refused_in_one_line(copied, capsys, number, action):
+    steps = copied / "checkpoints"
+    as_retired(steps / "step-1", number)
+    others = {"diff": [str(steps / "step-3")], "export": [str(steps / "hf"), "--config", "none"]}.get(action, [])
+    assert main(["ckpt", action, str(steps / "step-1"), *others]) == BAD_INPUT
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"step-1 has format {number}, and this zero3d reads formats 4 and 5" in told
+    assert "git checkout " in told
+
+
+def test_a_retired_format_is_listed_as_such_and_never_pruned(copied, capsys):
+    steps = copied / "checkpoints"
+    as_retired(steps / "step-1", 3)
+    states = [each["state"] for each in typed(capsys, "ls", copied)[1]["checkpoints"]]
+    assert states == ["retired", "whole", "whole"]
+    assert "step-1 is retired: " in shown(capsys, "ls", copied)[1]
+    with pytest.raises(CheckpointError, match=r"nothing is removed while 1 of 3 cannot be read: .* has format 3"):
+        plan_pruning(copied, 1, False)
 
 
 def test_diff_names_the_element_and_the_largest_difference(copied, capsys, monkeypatch):

@@ -23,13 +23,15 @@ from zero3d.errors import (
     OutOfBudget,
     RankError,
     ReleasedParameterError,
+    RetiredFormatError,
     StreamError,
     TokenError,
     Zero3dError,
 )
 
 CODES = {
-    ConfigError: 2, MeshError: 2, DataError: 2, CheckpointError: 2, CopyError: 2, OutOfBudget: 2, TokenError: 2,
+    ConfigError: 2, MeshError: 2, DataError: 2, CheckpointError: 2, CopyError: 2, RetiredFormatError: 2,
+    OutOfBudget: 2, TokenError: 2,
     Zero3dError: 1, LayoutError: 1, OrderError: 1, ReleasedParameterError: 1, RankError: 1,
     NonFiniteError: 1, MemoryExhaustedError: 1, CorruptionError: 1, StreamError: 1,
 }  # fmt: skip

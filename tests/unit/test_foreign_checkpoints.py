@@ -1,5 +1,8 @@
 """Files as DeepSpeed lays them out are put together; nothing in them is run; what lacks is told."""
 
+import argparse
+import collections
+import enum
 import json
 import pickle
 import re
@@ -7,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from models import adamw, batch, hf, loss_of
@@ -187,6 +191,37 @@ def test_nothing_that_a_file_names_is_run(tmp_path, fragment):
     assert found["getattr"] is Inert
     assert vars(found["kept"]) == {"numel": 1, "start": 2}
     assert RAN == []
+
+
+class Settings(dict):
+    """A mapping with attributes, as configurations are."""
+
+
+class Losses(list):
+    """A list of a class of its own."""
+
+
+def test_what_a_program_saved_beside_its_tensors_does_not_keep_them_from_being_read(tmp_path):
+    kept = Settings(lr=0.1)
+    kept.name = "mine"
+    beside = {
+        "settings": kept, "losses": Losses([1.0, 2.0]), "by_step": collections.defaultdict(list, {1: [2.0]}),
+        "last": collections.deque([1, 2], 8), "arguments": argparse.Namespace(lr=0.1), "path": Path("x"), "number": 1 << 70,
+        "array": numpy.ones(3), "scalar": numpy.float64(2), "bytes": b"x", "kinds": {1, 2}, "kind": Kind.ONE, "range": range(3),
+    }  # fmt: skip
+    tensors = {"p": torch.nn.Parameter(torch.ones(2)), "frozen": torch.arange(3)}
+    torch.save(beside | {"tensors": tensors}, tmp_path / "x.pt")
+    found = read_torch(map_file(tmp_path, "x.pt"))
+    assert found.keys() == beside.keys() | {"tensors"}
+    torch.testing.assert_close(
+        {name: value.data for name, value in found["tensors"].items()}, {"p": torch.ones(2), "frozen": torch.arange(3)}
+    )
+    assert not found["tensors"]["p"].requires_grad
+    assert found["by_step"] == {1: [2.0]}
+
+
+class Kind(enum.Enum):
+    ONE = 1
 
 
 def lose_a_rank(folder):

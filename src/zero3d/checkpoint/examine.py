@@ -21,13 +21,13 @@ from safetensors import safe_open
 
 from zero3d.checkpoint.compatibility import check_streams
 from zero3d.checkpoint.fields import USE_ANOTHER, parse_fields
-from zero3d.checkpoint.files import blocks, has_checksum, open_regular, tensor_checksum, word_sum
+from zero3d.checkpoint.files import blocks, has_checksum, open_regular, tensor_checksum
 from zero3d.checkpoint.folders import CHECKSUM, MANIFEST
-from zero3d.checkpoint.integrity import own_tensors, verify_file
+from zero3d.checkpoint.integrity import verify_file
 from zero3d.checkpoint.inventory import check_name
-from zero3d.checkpoint.manifest import STREAM, WITH_SHA256, Manifest, Part, file_of, part_of
+from zero3d.checkpoint.manifest import STREAM, Manifest, Part, file_of, part_of
 from zero3d.checkpoint.manifest_parser import Contents, check_contents, open_manifest, part_of_rank
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, RetiredFormatError
 
 LONGEST_HEADER = 100_000_000  # bytes; safetensors reads no longer ones
 LONGEST_KEY = 300  # characters of a tensor's key in a message
@@ -66,11 +66,16 @@ class Examination:
 
 
 def examine(folder: Path) -> Examination:
-    """Check every byte and every box of a checkpoint. Raises nothing for what is wrong with it."""
+    """Check every byte and every box of a checkpoint. Raises nothing for what is wrong with it.
+
+    Raises RetiredFormatError for a format that nothing here reads.
+    """
     found = Examination(folder)
     try:
         manifest = open_manifest(folder)
         check_name(manifest)
+    except RetiredFormatError:
+        raise
     except CheckpointError as error:
         found.faults.append(Fault(MANIFEST, str(error)))
         return found
@@ -98,7 +103,7 @@ def _examine_rank(manifest: Manifest, rank: int, contents: Contents, found: Exam
         part = part_of_rank(manifest, rank)
         contents.add(part)
     except CheckpointError as error:
-        found.faults.append(Fault(MANIFEST if manifest.inline else part_of(rank), str(error)))
+        found.faults.append(Fault(part_of(rank), str(error)))
         try:
             with open_regular(path):
                 pass
@@ -111,22 +116,22 @@ def _examine_rank(manifest: Manifest, rank: int, contents: Contents, found: Exam
     except CheckpointError as error:
         concerned = ""
         with suppress(CheckpointError):  # a disk that gives the header may not give the rest
-            concerned = _concerned(path, part, manifest.format)
+            concerned = _concerned(path, part)
         found.faults.append(Fault(path.name, f"{str(error).removesuffix(f' {USE_ANOTHER}')}{concerned}"))
-    found.files += 1 if manifest.inline else 2
-    found.tensors += len(part.rows) + len(own_tensors(manifest, part) if manifest.format > 1 else ())
-    found.bytes += _size(path) + (0 if manifest.inline else _size(manifest.folder / part_of(rank)))
+    found.files += 2
+    found.tensors += len(part.rows) + len(part.own)
+    found.bytes += _size(path) + _size(manifest.folder / part_of(rank))
 
 
 def _check_streams(manifest: Manifest, part: Part) -> None:
     path = manifest.folder / part.file
     with safe_open(path, framework="pt") as file:
-        keys = [key for key in own_tensors(manifest, part) if key.startswith(STREAM)]
+        keys = [key for key in part.own if key.startswith(STREAM)]
         tensors = {key.removeprefix(STREAM): file.get_tensor(key) for key in keys}
     check_streams(str(path), tensors, part.python_rng, torch.device("cpu"))
 
 
-def _concerned(path: Path, part: Part, number: int) -> str:
+def _concerned(path: Path, part: Part) -> str:
     """Say which tensors are lost or changed with a file's bytes; nothing where it has the bytes that were saved."""
     expected = [*(row.key for row in part.rows), *part.own]
     places, size = _places(path), _size(path)
@@ -135,20 +140,8 @@ def _concerned(path: Path, part: Part, number: int) -> str:
         return f" Lost: {_listed(lost)}."
     if has_checksum(path, part.checksum):
         return ""
-    if not part.sums:
-        return f" Changed: one or more of {_listed(expected)}."
-    dtypes = {row.key: row.dtype for row in part.rows} | {key: spec.dtype for key, spec in part.own.items()}
-    changed = [key for key in expected if _sum(path, places[key], dtypes[key], number) != part.sums.get(key)]
+    changed = [key for key in expected if tensor_checksum(blocks(path, *places[key])) != part.sums[key]]
     return f" Changed: {_listed(changed)}." if changed else " Changed: its header, and no tensor by its checksum."
-
-
-def _sum(path: Path, place: tuple[int, int], dtype: str, number: int) -> str:
-    """Return the checksum of a tensor in a file, as parts of this format have it."""
-    start, stop = place
-    if number > WITH_SHA256:
-        return tensor_checksum(blocks(path, start, stop))
-    width = int(getattr(torch, dtype).itemsize)
-    return word_sum(blocks(path, start, stop - (stop - start) % width), width)
 
 
 def _places(path: Path) -> dict[str, tuple[int, int]] | None:

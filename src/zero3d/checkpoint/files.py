@@ -11,15 +11,11 @@ tensors  XXH3 in 64 bits: says of which tensor, where they have
 A disk, a network or a memory that errs does not aim, so that a checksum of 128 bits misses nothing. Who may write into
 a checkpoint may write its checksums anew, whatever they are made by: against that there are the rights of its folder.
 XXH3 takes a tenth of the time of SHA-256, less than a copy of the same bytes, so that it needs no thread of its own.
-
-Formats up to 3 had the SHA-256 of a file, and of each tensor the sum of its elements: whole numbers of their width,
-added modulo 2^(8 x width).
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -28,7 +24,6 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy
 import xxhash
 
 from zero3d.checkpoint.copies import told
@@ -140,11 +135,8 @@ class Hasher:
 
 
 def has_checksum(path: Path, checksum: str) -> bool:
-    """Return whether a file has a checksum: XXH3, or SHA-256 in older checkpoints, told apart by its length.
-
-    Raises CheckpointError.
-    """
-    hasher = hashlib.sha256() if len(checksum) == SHA256_DIGITS else xxhash.xxh3_128()
+    """Return whether a file has a checksum by XXH3 in 128 bits. Raises CheckpointError."""
+    hasher = xxhash.xxh3_128()
     for block in blocks(path):
         hasher.update(block)
     return hasher.hexdigest() == checksum
@@ -156,12 +148,3 @@ def tensor_checksum(data: Iterable[memoryview]) -> str:
     for block in data:
         hasher.update(block)
     return hasher.hexdigest()
-
-
-def word_sum(data: Iterable[memoryview], width: int) -> str:
-    """Return the sum of elements of this width, as formats up to 3 have it."""
-    total = 0
-    for block in data:
-        words = numpy.frombuffer(block, f"<u{width}")
-        total += int(words.sum(dtype=words.dtype))
-    return f"{total % (1 << 8 * width):x}"

@@ -7,7 +7,7 @@ into a committed checkpoint, so that this takes a fault of the disk in these sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import fetched_again, has_checksum, is_elsewhere, open_regular, present
 from zero3d.checkpoint.folders import checkpoints
-from zero3d.checkpoint.manifest import BUFFER, CODES, OLDEST, STREAM, Manifest, Part, TensorSpec, allowed_dtypes
+from zero3d.checkpoint.manifest import CODES, Manifest, Part, TensorSpec
 from zero3d.checkpoint.manifest_parser import open_manifest, read_contents
 from zero3d.errors import CheckpointError
 from zero3d.shards.boxes import box_shape
@@ -47,17 +47,17 @@ def check_header(manifest: Manifest, part: Part) -> None:
     path = manifest.folder / part.file
     stored = header(path)
     expected = _expected(part)
-    if manifest.format > OLDEST and stored.keys() - expected.keys():
+    if stored.keys() - expected.keys():
         raise CheckpointError(
             f"{path} holds {quote(min(stored.keys() - expected.keys()))}, which is not in the manifest. {USE_ANOTHER}"
         )
-    for key, (shape, dtypes) in expected.items():
+    for key, (shape, dtype) in expected.items():
         if key not in stored:
             raise CheckpointError(f"{path} has no tensor {quote(key)}, and the manifest names it. {USE_ANOTHER}")
-        if stored[key].shape != shape or stored[key].dtype not in dtypes:
+        if stored[key] != (shape, dtype):
             raise CheckpointError(
-                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, but should be "
-                f"{' or '.join(dtypes)} {shape}. {USE_ANOTHER}"
+                f"{path}: {quote(key)} is {stored[key].dtype} {stored[key].shape}, but should be {dtype} {shape}. "
+                f"{USE_ANOTHER}"
             )
 
 
@@ -95,20 +95,9 @@ def _dtype(code: str) -> str:
     return NAMES.get(code, code)
 
 
-def _expected(part: Part) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Return shape and possible dtypes of every tensor that a file must hold."""
-    expected = {}
-    for row in part.rows:
-        dtypes = (row.dtype,) if row.dtype else allowed_dtypes(row.state, part.parameters[row.name])
-        expected[row.key] = box_shape(row.box), dtypes
-    return expected | {key: (shape, (dtype,)) for key, (shape, dtype) in part.own.items()}
-
-
-def own_tensors(manifest: Manifest, part: Part) -> Mapping[str, TensorSpec]:
-    """Return a rank's buffers and random states by their keys; format 1 lists them in its files alone."""
-    if manifest.format > OLDEST:
-        return part.own
-    return {key: spec for key, spec in header(manifest.folder / part.file).items() if key.startswith((BUFFER, STREAM))}
+def _expected(part: Part) -> dict[str, TensorSpec]:
+    """Return shape and dtype of every tensor that a file must hold."""
+    return {row.key: TensorSpec(box_shape(row.box), row.dtype) for row in part.rows} | dict(part.own)
 
 
 def newest_intact(directory: Path, but: Path) -> Path | None:

@@ -18,7 +18,7 @@ from zero3d.checkpoint.folders import MANIFEST, checkpoints, is_checkpoint, left
 from zero3d.checkpoint.integrity import check_size
 from zero3d.checkpoint.manifest import Manifest, file_of
 from zero3d.checkpoint.manifest_parser import open_manifest, read_part_text
-from zero3d.errors import CheckpointError, short
+from zero3d.errors import CheckpointError, RetiredFormatError, short
 from zero3d.stores.cache import origin
 
 QUICK = "manifest and parts by their checksums, files of tensors by their sizes; zero3d ckpt verify reads all bytes"
@@ -35,6 +35,7 @@ class Listed:
     fault     what the look at it has found; None where it is whole as far as that goes
     best      the run's link points to it
     unread    the fault is that the disk or a right denied a look, which says nothing on what is there
+    retired   the fault is a format that only older versions read, for which it may be whole
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class Listed:
     fault: str | None
     best: bool
     unread: bool = False
+    retired: bool = False
 
 
 def directory_of(folder: Path) -> Path:
@@ -72,7 +74,7 @@ def inventory_of_copies(url: str) -> list[Listed]:
 
 def look_at(folder: Path, best: bool = False) -> Listed:
     """Look at one checkpoint, without a word on the bytes of its tensors."""
-    manifest, fault, unread, step = None, None, False, step_of(folder)
+    manifest, fault, unread, retired, step = None, None, False, False, step_of(folder)
     try:
         manifest = open_manifest(folder)
         check_files(manifest)
@@ -80,9 +82,10 @@ def look_at(folder: Path, best: bool = False) -> Listed:
     except CheckpointError as error:
         fault, cause = str(error), error.__cause__
         unread = isinstance(cause, OSError) and cause.errno not in OF_WHAT_IS_THERE
+        retired = isinstance(error, RetiredFormatError)
     if step is None and manifest is not None:
         step = manifest.step
-    return Listed(folder, step, manifest, _saved(folder), size_of(folder), fault, best, unread)
+    return Listed(folder, step, manifest, _saved(folder), size_of(folder), fault, best, unread, retired)
 
 
 def check_name(manifest: Manifest) -> None:
@@ -98,8 +101,7 @@ def check_name(manifest: Manifest) -> None:
 def check_files(manifest: Manifest) -> None:
     """Check that all files are there, parts by their checksums, tensors by their sizes. Raises CheckpointError."""
     for rank in range(manifest.mesh.world):
-        if not manifest.inline:
-            read_part_text(manifest.folder, rank, list(manifest.parts.values())[rank])
+        read_part_text(manifest.folder, rank, list(manifest.parts.values())[rank])
         check_size(manifest.folder / file_of(rank))
 
 
@@ -168,7 +170,7 @@ def plan_pruning_copies(url: str, look: Look, keep: int | None, and_leftovers: b
 
 def _choose(directory: Path | str, listed: Sequence[Listed], found: Sequence[Path], keep: int | None) -> Pruning:
     """Choose among what was looked at. Raises CheckpointError where something cannot be read, or nothing is whole."""
-    if unread := [each.fault for each in listed if each.unread]:
+    if unread := [each.fault for each in listed if each.unread or each.retired]:
         raise CheckpointError(f"nothing is removed while {len(unread)} of {len(listed)} cannot be read: {unread[0]}")
     whole = [each for each in listed if each.fault is None]
     if keep is not None and listed and not whole:

@@ -20,9 +20,7 @@ format 4.
 A rank's own tensors are its buffers and random states. No file and no process ever holds the rows of all ranks, of
 which there are some for every tensor and rank.
 
-Format 3 had `sha256` of its tensors' file in a part, and perhaps `sums` of tensors, by another rule (`files.py`).
-Format 2 had everything in manifest.json, with `files` (rank file -> its SHA-256), `own` by file, `python_rng` by rank,
-and a `file` in every row. Format 1 had no checksum, no `own` and no dtypes of rows, and its first manifests no mesh.
+Formats 1 to 3 are refused (decision 106).
 
 `manifest_parser.py` reads it from its files and checks it.
 """
@@ -31,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +39,7 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.shards.boxes import Box, Shape
 
 NEWEST = WITH_BASE = 5  # only where frozen weights were left out
-FORMAT, WITH_SHA256, WITHOUT_PARTS, OLDEST = 4, 3, 2, 1
+FORMAT = 4
 MASTER, FROZEN, AVERAGE = "master", "weight", "ema"
 BUFFER, STREAM = "buffer:", "rng:"  # how keys of a rank's own tensors begin
 TORCH, NUMPY = f"{STREAM}torch", f"{STREAM}numpy"
@@ -70,7 +68,7 @@ WORDS, WORD = 624, 2**32 - 1  # of the Mersenne Twister
 
 
 class TensorSpec(NamedTuple):
-    """Describes a tensor in a file; dtype by torch's name, or "" where the manifest does not say."""
+    """Describes a tensor in a file; dtype by torch's name."""
 
     shape: Shape
     dtype: str
@@ -105,10 +103,10 @@ class Part:
 
     source       the file that says so, for messages
     checksum     of the file of tensors, as `files.has_checksum` takes it
-    own          buffers and random states; none in format 1, whose files alone list them
+    own          buffers and random states
     scalars      of the optimizer; none where the rank has no optimizer states
     python_rng   random states of `random` and numpy
-    sums         checksums of tensors by their keys; formats up to 3 have other ones, or none
+    sums         checksums of tensors by their keys
     """
 
     source: str
@@ -119,7 +117,7 @@ class Part:
     own: Mapping[str, TensorSpec]
     scalars: Mapping[str, float]
     python_rng: Field
-    sums: Mapping[str, str] = field(default_factory=dict)
+    sums: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,6 @@ class Manifest:
 
     fields   all of it, for what only a model can judge
     parts    files of the ranks' parts -> their SHA-256, by rank
-    inline   the ranks' parts in formats that had no files for them
     """
 
     folder: Path
@@ -138,7 +135,6 @@ class Manifest:
     mesh: Degrees
     parameters: Mapping[str, ParameterSpec]
     parts: Mapping[str, str]
-    inline: Sequence[Part] = ()
 
     def value(self, name: str) -> Any:
         """Return an entry as it was written; None where there is none."""

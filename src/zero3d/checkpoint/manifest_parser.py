@@ -4,8 +4,8 @@ manifest.json    types and ranges of every entry; parts are those of the mesh's 
 rank-N.json      types and ranges of every entry; a row's key says what the row says; a part is what the manifest lists
 all parts        have the boxes of every state all of its tensor exactly once
 
-One rank's part is read at a time, so that nobody ever holds all of them. Older formats had them in manifest.json. Every
-refusal is a CheckpointError that names file and field.
+One rank's part is read at a time, so that nobody ever holds all of them. Every refusal is a CheckpointError that names
+file and field.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from zero3d.checkpoint.frozen_base import DIGITS
 from zero3d.checkpoint.manifest import (
     BUFFER,
     CODES,
+    FORMAT,
     FROZEN,
     MASTER,
     NEWEST,
     NUMPY,
-    OLDEST,
     STREAM,
     TORCH,
     WITH_BASE,
-    WITH_SHA256,
-    WITHOUT_PARTS,
     WORD,
     WORDS,
     BoxRow,
@@ -48,10 +46,11 @@ from zero3d.checkpoint.manifest import (
 )
 from zero3d.checkpoint.tiling import TilingSums, tiling_fault
 from zero3d.distributed.degrees import AXES, FOLDS, Degrees
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, RetiredFormatError
 from zero3d.shards.boxes import Box, Shape
 
 HEXADECIMAL = frozenset("0123456789abcdef")
+LAST_READER = "39bedfef"  # the last commit that reads formats below FORMAT; what it saves has FORMAT
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -66,21 +65,26 @@ def open_manifest(folder: Path) -> Manifest:
     number = fields.entry("format").integer()
     if number > NEWEST:
         raise CheckpointError(
-            f"{folder} has format {number}, and this zero3d reads formats {OLDEST} to {NEWEST}: upgrade zero3d, or go "
+            f"{folder} has format {number}, and this zero3d reads formats {FORMAT} and {NEWEST}: upgrade zero3d, or go "
             "on from an older step-N."
         )
-    if number > OLDEST and not sealed:
+    if 0 < number < FORMAT:
+        raise RetiredFormatError(
+            f"{folder} has format {number}, and this zero3d reads formats {FORMAT} and {NEWEST}. The last version that "
+            f"reads it is 0.1.0 at commit {LAST_READER}: type git checkout {LAST_READER} in a clone, and resume there "
+            f"for one step. What that saves has format {FORMAT} and goes on here (docs/retired.md)."
+        )
+    if not sealed:
         raise CheckpointError(f"{folder / CHECKSUM} is missing: format {number} has a checksum there. {USE_ANOTHER}")
     return parse_manifest(folder, fields)
 
 
 def parse_manifest(folder: Path, fields: Field) -> Manifest:
     """Return the manifest that these fields are, all of them checked. Raises CheckpointError."""
-    number = fields.entry("format").integer(OLDEST, NEWEST)
-    inline = number <= WITHOUT_PARTS
-    listed = fields.entry("files" if inline else "parts")
+    number = fields.entry("format").integer(FORMAT, NEWEST)
+    listed = fields.entry("parts")
     mesh = _mesh(fields, listed)
-    names = [file_of(rank) if inline else part_of(rank) for rank in range(mesh.world)]
+    names = [part_of(rank) for rank in range(mesh.world)]
     if list(listed.entries()) != names:
         raise CheckpointError(
             f"{fields.file}: {listed.name} should be {names[0]} to {names[-1]}, in the order of {mesh}, and it has "
@@ -90,34 +94,21 @@ def parse_manifest(folder: Path, fields: Field) -> Manifest:
     step = fields.entry("step").integer()
     _check_optimizer(fields.entry("optimizer"))
     _check_scale(fields.entry("loss_scale"))
-    _check_about(fields, mesh, number)
+    _check_about(fields, mesh)
     if number >= WITH_BASE:
         _check_base(fields.entry("base"))
     if fields.has("exact"):
         _check_exact(fields.entry("exact"), mesh)
     for name in ("scheduler", "loop", "exact"):
-        if number > OLDEST:
-            fields.entry(name)
-        if fields.has(name):
-            fields.entry(name).entries()
+        if (entry := fields.entry(name)).value is not None:
+            entry.entries()
     digests = {name: parse_digest(value) for name, value in listed.items()}
-    return Manifest(
-        folder,
-        fields,
-        number,
-        step,
-        mesh,
-        parameters,
-        digests,
-        parse_inline(fields, parameters, number > OLDEST) if inline else (),
-    )
+    return Manifest(folder, fields, number, step, mesh, parameters, digests)
 
 
 def _mesh(fields: Field, listed: Field) -> Degrees:
-    """Return the mesh that saved it; manifests that do not say know no other axis than dp."""
+    """Return the mesh that saved it."""
     ranks = len(listed.entries())
-    if not fields.has("mesh") and fields.entry("format").value == OLDEST:
-        return Degrees(1, max(1, ranks), 1)
     mesh = fields.entry("mesh")
     degrees = Degrees(**{axis: mesh.entry(axis).integer(1, 1 << 24) for axis in AXES})
     for fold in FOLDS:
@@ -155,16 +146,14 @@ def _check_base(field: Field) -> None:
     parse_xxh3(field.entry("digest"), DIGITS)
 
 
-def _check_about(fields: Field, mesh: Degrees, number: int) -> None:
-    if number == OLDEST and not fields.has("about"):
-        return
+def _check_about(fields: Field, mesh: Degrees) -> None:
     about = fields.entry("about")
     for name, fact in about.items():
         if not (fact.value is None or isinstance(fact.value, (str, int))):
             fact.refuse("a text, a whole number or null")
         if name in Degrees._fields:
             fact.one_of(getattr(mesh, name))
-    if number > OLDEST and about.has("leaves") != fields.has("exact"):
+    if about.has("leaves") != fields.has("exact"):
         about.entry("leaves").refuse("null where exact is, and a number where it is not")
 
 
@@ -199,8 +188,6 @@ def read_part_text(folder: Path, rank: int, sha256: str) -> bytes:
 
 def part_of_rank(manifest: Manifest, rank: int) -> Part:
     """Return what a rank of those that saved a checkpoint has written. Raises CheckpointError."""
-    if manifest.inline:
-        return manifest.inline[rank]
     return read_part(manifest.folder, rank, manifest.parts[part_of(rank)], manifest.format)
 
 
@@ -297,47 +284,14 @@ def check_tiling(contents: Contents, manifest: Manifest) -> None:
 def parse_part(fields: Field, rank: int, number: int) -> Part:
     """Return the part of a rank, in a format, that these fields are, all of them checked. Raises CheckpointError."""
     file = fields.entry("file").one_of(file_of(rank))
-    by_sha256 = number <= WITH_SHA256
-    checksum = parse_digest(fields.entry("sha256")) if by_sha256 else parse_xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
+    checksum = parse_xxh3(fields.entry("xxh3_128"), XXH3_DIGITS)
     parameters = parse_parameters(fields.entry("parameters"), number)
     rows = [_row(row, parameters) for row in fields.entry("tensors").rows()]
     scalars = check_scalars(fields.entry("scalars"))
     _check_streams(fields.entry("python_rng"))
     own = _own(fields.entry("own"))
-    if by_sha256:
-        sums = _sums(fields.entry("sums")) if fields.has("sums") else {}
-    else:
-        sums = _checksums(fields.entry("xxh3_64"), {*(row.key for row in rows), *own})
+    sums = _checksums(fields.entry("xxh3_64"), {*(row.key for row in rows), *own})
     return Part(fields.file, file, checksum, parameters, rows, own, scalars, fields.entry("python_rng"), sums)
-
-
-def parse_inline(fields: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool) -> list[Part]:
-    """Return the parts of all ranks as formats 1 and 2 have them in the manifest; `dtyped` is what format 2 adds."""
-    files = fields.entry("files")
-    rows: dict[str, list[BoxRow]] = {file: [] for file in files.entries()}
-    for row in fields.entry("tensors").rows():
-        if row.entry("file").text() not in rows:
-            row.entry("file").refuse("a name among files")
-        rows[row.entry("file").text()].append(_row(row, parameters, dtyped))
-    scalars = fields.entry("optimizer").entry("scalars").entries()
-    streams = fields.entry("python_rng").rows(len(rows))
-    for state in streams:
-        _check_streams(state)
-    if dtyped and list(fields.entry("own").entries()) != list(rows):
-        fields.entry("own").refuse("a mapping with the entries of files")
-    return [
-        Part(
-            fields.file,
-            file,
-            parse_digest(digest),
-            parameters,
-            rows[file],
-            _own(fields.entry("own").entry(file)) if dtyped else {},
-            scalars,
-            state,
-        )
-        for (file, digest), state in zip(files.items(), streams, strict=True)
-    ]
 
 
 def parse_digest(field: Field) -> str:
@@ -401,16 +355,7 @@ def _checksums(field: Field, keys: Set[str]) -> dict[str, str]:
     return {key: parse_xxh3(entry, XXH3_DIGITS // 2) for key, entry in field.items()}
 
 
-def _sums(field: Field) -> dict[str, str]:
-    """Return sums of tensors, as formats up to 3 have written them."""
-    for _, entry in field.items():
-        text = entry.text()
-        if not 0 < len(text) <= 16 or set(text) - HEXADECIMAL:
-            entry.refuse("a sum in at most 16 hexadecimal digits")
-    return field.entries()
-
-
-def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = True) -> BoxRow:
+def _row(field: Field, parameters: Mapping[str, ParameterSpec]) -> BoxRow:
     name, state = field.entry("name").text(), field.entry("state").text()
     if name not in parameters:
         field.entry("name").refuse("a name among parameters")
@@ -420,7 +365,7 @@ def _row(field: Field, parameters: Mapping[str, ParameterSpec], dtyped: bool = T
         field.entry("name").refuse("no parameter that was left out")
     if state == "" or (state == FROZEN) == parameter.trainable:
         field.entry("state").refuse(f"{MASTER} or a moment" if parameter.trainable else FROZEN)
-    dtype = str(field.entry("dtype").one_of(*allowed_dtypes(state, parameter))) if dtyped else ""
+    dtype = str(field.entry("dtype").one_of(*allowed_dtypes(state, parameter)))
     field.entry("key").one_of(key_of(name, state, box))
     return BoxRow(name, state, box, dtype, key_of(name, state, box))
 

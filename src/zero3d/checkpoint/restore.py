@@ -11,7 +11,6 @@ load    every rank fills its pieces from the boxes that overlap them, whatever m
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,21 +33,9 @@ from zero3d.checkpoint.copies import located
 from zero3d.checkpoint.fields import USE_ANOTHER, quote
 from zero3d.checkpoint.files import present
 from zero3d.checkpoint.folders import find
-from zero3d.checkpoint.integrity import own_tensors, verify_file
+from zero3d.checkpoint.integrity import verify_file
 from zero3d.checkpoint.json_values import from_json
-from zero3d.checkpoint.manifest import (
-    AVERAGE,
-    BUFFER,
-    FORMAT,
-    FROZEN,
-    MASTER,
-    OLDEST,
-    STREAM,
-    BoxRow,
-    Manifest,
-    Part,
-    TensorSpec,
-)
+from zero3d.checkpoint.manifest import AVERAGE, BUFFER, FROZEN, MASTER, STREAM, BoxRow, Manifest, Part, TensorSpec
 from zero3d.checkpoint.manifest_parser import open_manifest, part_of_rank, read_contents
 from zero3d.checkpoint.option_values import check_update
 from zero3d.checkpoint.resume_contract import EMA, IMPORTED, OPTIONS
@@ -188,7 +175,7 @@ class _Found:
             self.part = part
         if (self.same and part is not self.part) or self._live <= self.buffers.keys():
             return
-        for key, saved in own_tensors(self.manifest, part).items():
+        for key, saved in part.own.items():
             name = key.removeprefix(BUFFER)
             if key.startswith(BUFFER) and name in self._live:
                 self.buffers.setdefault(name, (part.file, saved))
@@ -201,12 +188,6 @@ def _open(directory: str | Path, engine: EngineState, options: bool) -> tuple[Ma
     check_states(manifest, found.states, engine)
     if options:
         check_update(manifest, found.states, engine)
-    if manifest.format == OLDEST and engine.world.rank == 0:
-        warnings.warn(
-            f"{manifest.folder} has format {manifest.format}, whose manifest has no checksum: damage to it may go "
-            f"unnoticed. The next checkpoint has format {FORMAT}.",
-            stacklevel=6,
-        )
     return manifest, found
 
 
@@ -238,7 +219,7 @@ def _check_buffers(found: _Found) -> dict[str, str]:
         if problem:
             raise CheckpointError(f"{manifest.folder / file}: {problem}")
     missing = sorted(found.engine.persistent_buffers - found.buffers.keys())
-    if missing and manifest.format > OLDEST:
+    if missing:
         raise CheckpointError(
             f"{manifest.fields.file}: own has no buffer {quote(missing[0])}, and the model has it: build the model the "
             "checkpoint was saved from."
@@ -251,7 +232,7 @@ def _streams(found: _Found) -> tuple[Mapping[str, Tensor], Mapping[str, Any]] | 
     part = found.part
     if part is None:
         return None
-    keys = [key for key in own_tensors(found.manifest, part) if key.startswith(STREAM)]
+    keys = [key for key in part.own if key.startswith(STREAM)]
     tensors = {key.removeprefix(STREAM): found.reader.tensor(part.file, key) for key in keys}
     check_streams(str(found.manifest.folder / part.file), tensors, part.python_rng, found.engine.world.device)
     return tensors, part.python_rng.value

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero3d.checkpoint.folders import find
-from zero3d.checkpoint.integrity import check_header, header, own_tensors
+from zero3d.checkpoint.integrity import check_header, header
 from zero3d.checkpoint.manifest import AVERAGE, BUFFER, MASTER, STREAM, ParameterSpec, Part, TensorSpec
 from zero3d.checkpoint.manifest_parser import open_manifest, read_contents
 from zero3d.checkpoint.restore import Reader
@@ -71,9 +71,8 @@ class StoredStates:
         for row in part.rows:
             self._reader.add(part.file, row)
             self.states.setdefault(row.name, {})[row.state] = getattr(torch, stored[row.key].dtype)
-        own = own_tensors(self.manifest, part)
         buffers, streams = (
-            {key.removeprefix(kind): spec for key, spec in own.items() if key.startswith(kind)}
+            {key.removeprefix(kind): spec for key, spec in part.own.items() if key.startswith(kind)}
             for kind in (BUFFER, STREAM)
         )
         self.own.append(Own(part.file, buffers, streams, part.python_rng.value))

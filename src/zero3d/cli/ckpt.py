@@ -231,7 +231,7 @@ def _as_json(each: Listed) -> dict[str, Any]:
         "ranks": None if manifest is None else manifest.mesh.world,
         "bytes": each.size,
         "format": None if manifest is None else manifest.format,
-        "state": "whole" if each.fault is None else "damaged",
+        "state": "whole" if each.fault is None else "retired" if each.retired else "damaged",
         "fault": each.fault,
         "best": each.best,
     }

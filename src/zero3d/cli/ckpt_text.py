@@ -59,7 +59,7 @@ def listed(data: Data) -> Iterator[str]:
     yield from columns(rows, "<<<>><")
     for each in data["checkpoints"]:
         if each["fault"]:
-            yield f"{each['name']} is damaged: {each['fault']}"
+            yield f"{each['name']} is {each['state']}: {each['fault']}"
     yield f"looked at: {data['checked']}"
 
 

@@ -10,7 +10,7 @@ from zero3d.checkpoint.fields import USE_ANOTHER
 from zero3d.checkpoint.folders import checkpoints
 from zero3d.checkpoint.integrity import find_damage, newest_intact
 from zero3d.config import Config, Health
-from zero3d.errors import CheckpointError
+from zero3d.errors import CheckpointError, RetiredFormatError
 from zero3d.precision import LossScale
 from zero3d.stores.cache import shown
 from zero3d.train.folder import AUTO, Folder
@@ -56,7 +56,7 @@ class ResumeHints:
 
         Reads all of `checkpoint`, and of older ones until one is whole.
         """
-        if find_damage(checkpoint) is None:
+        if (found := find_damage(checkpoint)) is None or isinstance(found, RetiredFormatError):
             return
         older = newest_intact(self.folder.checkpoints, but=checkpoint)
         if older is None:

@@ -1,12 +1,12 @@
-"""Files of torch.save, read without torch.load: mapped, and tensors are no more than what the files have.
+"""Files of torch.save, read by torch.load(weights_only=True): mapped, and only such as lie in the folder.
 
-    NAME/data.pkl    a pickle, in which a storage is (storage, its type, KEY, place, elements)
-    NAME/data/KEY    that storage's bytes
-    NAME/byteorder   little
+torch.load names what it does not load. Such classes are stood in for (restricted.py), so that what a program has saved
+beside its tensors does not keep them from being read. What torch.load leaves open is checked here:
 
-All of it is a zip whose records are stored as they are. A storage has the length of its record, a tensor lies within
-its storage, and all tensors of a file together are at most COPIES times as large as the file: some of an ordinary file
-show the same storage, or are expanded.
+    its pickle     nests no deeper than hashing can follow, which ends the process
+    its records    are stored as they are: a mapped one is taken for the tensor's bytes
+    its tensors    are strided ones in memory, and all together at most COPIES times as large as the file: some of an
+                   ordinary file show the same storage, or are expanded
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from __future__ import annotations
 import io
 import os
 import stat
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from zero3d.errors import CheckpointError, short
-from zero3d.integrations.checkpoints.restricted import RestrictedUnpickler, StorageType, told
+from zero3d.integrations.checkpoints.restricted import Inert, check_pickle, told
 
 COPIES, SMALL = 16, 64 << 20  # bytes that tensors may show for each of a file, and of a small one
-HEADER = 30  # bytes of a record's header before its name
+PROTOCOL = 2  # of pickles by torch.save, whose instructions torch.load knows
+NEVER = ("nt", "os", "posix", "sys")  # modules that torch.load lets nobody stand in for
 
 
 class Mapped(NamedTuple):
@@ -71,7 +72,10 @@ def map_file(folder: Path, name: str) -> Mapped:
 
 
 def read_torch(mapped: Mapped, start: int = 0, length: int | None = None) -> Any:
-    """Read what torch.save has written to a file, or to a part of it. Raises CheckpointError."""
+    """Read what torch.save has written to a file, or to a part of it. Raises CheckpointError.
+
+    The tensors of a file stay in it until they are read; those of a part are copied.
+    """
     size = mapped.storage.nbytes()
     length = size - start if length is None else length
     if not (0 <= start <= start + length <= size):
@@ -79,88 +83,46 @@ def read_torch(mapped: Mapped, start: int = 0, length: int | None = None) -> Any
             f"{mapped.path} has {size:,} bytes, and bytes {start:,} to {start + length:,} of it are wanted: copy it "
             "again."
         )
-    return told(mapped.path, lambda: _Archive(mapped, start, length).load())
+    part = None if length == size else mapped.view[start : start + length]
+    return told(mapped.path, lambda: _read(mapped.path, part, length))
 
 
-class _Stored(NamedTuple):
-    archive: _Archive
-    bytes: torch.UntypedStorage
-    dtype: torch.dtype
+def _read(path: Path, part: memoryview | None, size: int) -> Any:
+    def source() -> Any:
+        return str(path) if part is None else _Bytes(part)
 
-    def tensor(self, offset: int, size: Any, stride: Any, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = self.dtype if dtype is None else dtype
-        numbers = (offset, *size, *stride)
-        if len(size) != len(stride) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-            raise ValueError(f"a tensor has the shape {short(tuple(size))}")
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if prod(size) and (last + 1) * dtype.itemsize > self.bytes.nbytes():
-            raise ValueError(
-                f"a tensor of {short(tuple(size))} needs {(last + 1) * dtype.itemsize:,} bytes, and its storage has "
-                f"{self.bytes.nbytes():,}"
-            )
-        self.archive.count(prod(size) * dtype.itemsize)
-        return torch.empty(0, dtype=dtype).set_(self.bytes, offset, tuple(size), tuple(stride))
+    with ZipFile(source()) as archive:
+        if packed := [info.filename for info in archive.infolist() if info.compress_type != ZIP_STORED]:
+            raise ValueError(f"its record {short(packed[0])} is packed")
+    text = torch._C.PyTorchFileReader(source()).get_record("data.pkl")
+    filled = check_pickle(text)
+    if text[:1] == b"\x80" and text[1] > PROTOCOL:
+        raise ValueError(f"it is a pickle of protocol {text[1]}, and torch.load reads {PROTOCOL}: save it with that")
+    names = get_unsafe_globals_in_checkpoint(source())
+    if never := [name for name in names if name.startswith(tuple(f"{module}." for module in NEVER))]:
+        raise ValueError(f"it names {short(min(never))}, which no checkpoint needs")
+    with safe_globals([(filled.get(name, Inert), name) for name in names]):
+        found = torch.load(source(), map_location="cpu", mmap=part is None, weights_only=True)
+    _check_tensors(found, size)
+    return found
 
 
-class _Archive:
-    """The records of a zip, and the storages in them."""
-
-    def __init__(self, mapped: Mapped, start: int, length: int) -> None:
-        self._mapped = mapped
-        self._start = start
-        self._length = length
-        self._view = mapped.view[start : start + length]
-        self._room = COPIES * length + SMALL
-        self._storages: dict[str, torch.UntypedStorage] = {}
-        with ZipFile(_Bytes(self._view)) as archive:
-            self._infos = {info.filename: info for info in archive.infolist()}
-        pickles = [name for name in self._infos if name.endswith("/data.pkl") and name.count("/") == 1]
-        if len(pickles) != 1:
-            raise ValueError("it has the format of torch 1.5 and older" if not pickles else "it has several pickles")
-        self._folder = pickles[0].partition("/")[0]
-
-    def load(self) -> Any:
-        """Return what was saved."""
-        if f"{self._folder}/byteorder" in self._infos and self._record("byteorder") != b"little":
-            raise ValueError("it was written on a machine with another order of bytes")
-        return RestrictedUnpickler(self._record("data.pkl"), tensors=self).load()
-
-    def count(self, size: int) -> None:
-        """Count a tensor's bytes."""
-        self._room -= size
-        if self._room < 0:
-            raise ValueError(
-                f"its tensors together are more than {COPIES} times as large as its {self._length:,} bytes"
-            )
-
-    def storage(self, name: Any) -> _Stored:
-        """Return the storage of a persistent id."""
-        word, kind, key, _, elements = name
-        if word not in ("storage", b"storage") or not isinstance(kind, StorageType) or type(elements) is not int:
-            raise ValueError("it names a storage otherwise than torch does")
-        at, size = self._place(f"data/{key}")
-        if elements * kind.dtype.itemsize != size:
-            raise ValueError(f"a storage of {elements:,} x {kind.dtype.itemsize} bytes has {size:,} in the file")
-        if key not in self._storages:
-            start = self._start + at
-            stored = self._mapped.storage[start : start + size]
-            self._storages[key] = stored if not start % 16 else stored.clone()  # aligned for every dtype
-        return _Stored(self, self._storages[key], kind.dtype)
-
-    def _record(self, name: str) -> bytes:
-        at, size = self._place(name)
-        return bytes(self._view[at : at + size])
-
-    def _place(self, name: str) -> tuple[int, int]:
-        """Return where a record's bytes begin, and how many there are."""
-        info = self._infos[f"{self._folder}/{name}"]
-        header = self._view[info.header_offset : info.header_offset + HEADER]
-        if len(header) < HEADER or bytes(header[:4]) != b"PK\3\4":
-            raise ValueError(f"its record {short(name)} has no header")
-        at = info.header_offset + HEADER + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        if info.compress_type != ZIP_STORED or at + info.file_size > self._length:
-            raise ValueError(f"its record {short(name)} is packed, or longer than the file")
-        return at, info.file_size
+def _check_tensors(found: Any, size: int) -> None:
+    """Raise ValueError for tensors of other kinds, or that show too much; all of them are made to need no gradients."""
+    room, seen, waiting = COPIES * size + SMALL, set(), [found]
+    while waiting:
+        if id(value := waiting.pop()) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.device.type != "cpu" or value.is_conj() or value.is_neg():
+                raise ValueError(f"it has a tensor that is {value.layout} on {value.device}, conjugate or negated")
+            value.requires_grad_(False)
+            room -= value.numel() * value.itemsize
+            if room < 0:
+                raise ValueError(f"its tensors together are more than {COPIES} times as large as its {size:,} bytes")
+        elif isinstance(value, (list, tuple, dict)):
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 class _Bytes(io.RawIOBase):

@@ -1,8 +1,9 @@
 """Reading pickles of other trainers without running anything that is in them.
 
-A pickle names functions and classes to be called. Here it may name what tensors, numbers and containers are made of,
-each as a function of ours that makes no more than the pickle has bytes for; everything else becomes an `Inert`, which
-keeps its attributes and does nothing. `check_pickle` looks at the instructions before any is followed:
+A pickle names functions and classes to be called. In a bare one, such as DCP's `.metadata`, it may name dtypes, and
+containers as functions of ours that make no more than the pickle has bytes for. Everything else becomes an `Inert`,
+which keeps its attributes and does nothing. Pickles in archives are read by torch.load (archives.py): there, too, the
+classes here stand in for all that it refuses. `check_pickle` looks at the instructions before any is followed:
 
     nested deeper than DEEPEST   hashing a tuple recurses in C, and ends the process where its stack ends
     places of the memo           a number of four bytes makes the unpickler allocate as many places
@@ -15,44 +16,14 @@ import io
 import pickle
 import pickletools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero3d.errors import CheckpointError, short
 
 DEEPEST = 200  # levels of containers; DeepSpeed's and torch's have fewer than 20
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-STORAGES = {
-    "UntypedStorage": torch.uint8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
-
-
-class Tensors(Protocol):
-    """The part of a file that is behind its pickle: what persistent ids stand for."""
-
-    def storage(self, name: Any) -> Stored:
-        """Return the storage that a persistent id names. Raises ValueError."""
-
-
-class Stored(Protocol):
-    """A storage of a file, of which tensors are made."""
-
-    def tensor(self, offset: int, size: Any, stride: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor whose elements all lie in it. Raises ValueError."""
 
 
 class Inert:
@@ -93,61 +64,26 @@ class Maker:
         raise ValueError("it changes a function")
 
 
-class StorageType:
-    """Stands for one of torch's classes of storages: the dtype of its elements."""
+class InertMapping:
+    """Stands for a class whose objects a pickle fills by keys: torch.load does that with mappings of its own alone."""
 
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it changes a class")
+    def __new__(cls, *given: Any) -> Any:
+        """Return a mapping."""
+        return collections.OrderedDict()
 
 
-def _tensor(storage: Stored, offset: int, size: Any, stride: Any, *others: Any) -> Tensor:
-    if len(others) > 2 and others[2]:
-        raise ValueError("it has a tensor that is conjugate or negated")
-    return storage.tensor(offset, size, stride)
+class InertList:
+    """Stands for a class whose objects a pickle fills as lists: torch.load does that with lists alone."""
 
-
-def _tensor_of_dtype(
-    storage: Stored, offset: int, size: Any, stride: Any, trained: bool, hooks: Any, dtype: torch.dtype, *others: Any
-) -> Tensor:
-    return storage.tensor(offset, size, stride, dtype)
-
-
-def _values(data: Tensor, *given: Any) -> Tensor:
-    """Return a parameter's values, without what was saved with it."""
-    return data
-
-
-def _of_type(make: Any, kind: Any, given: tuple[Any, ...], *state: Any) -> Any:
-    """Return a tensor of a class of its own as an ordinary one; `make` comes from `find_class`, too."""
-    return make(*given)
-
-
-def _text(*given: Any) -> bytearray:
-    if given and not isinstance(given[0], (bytes, str)):
-        raise ValueError("it makes bytes of something else")
-    return bytearray(*given)
+    def __new__(cls, *given: Any) -> Any:
+        """Return a list."""
+        return []
 
 
 def _default(make: Any = None, *given: Any) -> dict[Any, Any]:
     return dict(*given)
 
 
-MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
-    **{("builtins", kind.__name__): kind for kind in (int, float, bool)},
-    ("builtins", "bytearray"): _text,
-    ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
-    ("torch._utils", "_rebuild_parameter"): _values,
-    ("torch._utils", "_rebuild_parameter_with_state"): _values,
-    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-}
 CONTAINERS: dict[tuple[str, str], Callable[..., Any]] = {
     **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple)},
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -157,37 +93,24 @@ CONTAINERS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Makes tensors, numbers and containers of a pickle; all else is `Inert`. Raises ValueError for a hostile one.
+    """Makes numbers, texts and containers of a pickle; all else is `Inert`. Raises ValueError for a hostile one.
 
-    known    classes that stand for further ones, by module and name: subclasses of Inert
-    tensors  what persistent ids stand for
+    known  classes that stand for further ones, by module and name: subclasses of Inert
     """
 
-    def __init__(
-        self, data: bytes, known: dict[tuple[str, str], type[Inert]] | None = None, tensors: Tensors | None = None
-    ) -> None:
+    def __init__(self, data: bytes, known: dict[tuple[str, str], type[Inert]]) -> None:
         check_pickle(data)
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._known, self._tensors = known or {}, tensors
+        self._known = known
         self._room = len(data)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a pickle may name, and `Inert` for the rest."""
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return StorageType(STORAGES[name])
-        if (module, name) in MAKERS:
-            return Maker(MAKERS[module, name])
         if (module, name) in CONTAINERS:
             return Maker(lambda *given: self._collected(CONTAINERS[module, name], given))
         return self._known.get((module, name), Inert)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return a storage."""
-        if self._tensors is None:
-            raise ValueError("it names a storage")
-        return self._tensors.storage(pid)
 
     def _collected(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """Return a container: of an ordinary pickle each element takes a byte of it at least."""
@@ -212,21 +135,26 @@ PUSHES = {code.name for code in pickletools.opcodes if code.stack_after}
 GETS = {"GET", "BINGET", "LONG_BINGET"}
 PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 LEAVES = {code.name for code in pickletools.opcodes if not code.stack_before} & PUSHES - GETS - {"MARK"}
+MAKES = {"REDUCE", "NEWOBJ"}
+FILLS = {"APPEND": InertList, "APPENDS": InertList, "SETITEM": InertMapping, "SETITEMS": InertMapping}
 GROW = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # their first value is what stays
 
 
-def check_pickle(data: bytes) -> None:
-    """Raise ValueError for a pickle that nests too deeply, or whose memo would be larger than itself.
+def check_pickle(data: bytes) -> dict[str, type]:
+    """Return what stands for the classes whose objects are filled after they were made, by their names.
 
-    The stack holds depths in place of values: 0 for a number or a text, one more than its elements for all else.
+    Raises ValueError for a pickle that nests too deeply, or whose memo would be larger than itself. The stack holds
+    depths in place of values, 0 for a number or a text and one more than its elements for all else; and beside a
+    function, a class and what it makes, its name.
     """
-    stack: list[int] = []
+    stack: list[tuple[int, str]] = []
     marks: list[int] = []
-    memo: dict[int, int] = {}
+    memo: dict[int, tuple[int, str]] = {}
+    filled: dict[str, type] = {}
     for code, argument, _ in pickletools.genops(data):
         name = code.name
         if name in LEAVES:
-            stack.append(0)
+            stack.append((0, str(argument).replace(" ", ".") if name == "GLOBAL" else ""))
         elif name in PUTS:
             place = argument if isinstance(argument, int) else len(memo)
             if place > len(data):
@@ -246,11 +174,15 @@ def check_pickle(data: bytes) -> None:
             inner = stack[at:]
             del stack[at:]
             if name in GROW:
-                stack.append(max(inner[0], 1 + max(inner[1:], default=0)))
+                (depth, made_by), *elements = inner
+                stack.append((max(depth, 1 + max((each for each, _ in elements), default=0)), made_by))
+                if name in FILLS:
+                    filled[made_by] = FILLS[name]
             elif name in PUSHES:
-                stack.append(1 + max(inner, default=0))
-            if stack and stack[-1] > DEEPEST:
+                stack.append((1 + max((each for each, _ in inner), default=0), inner[0][1] if name in MAKES else ""))
+            if stack and stack[-1][0] > DEEPEST:
                 raise ValueError(f"it nests more than {DEEPEST} levels of containers")
+    return filled
 
 
 def read_pickle(path: object, data: bytes, known: dict[tuple[str, str], type[Inert]]) -> Any:
@@ -268,6 +200,11 @@ def told(path: object, load: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or short(str(error))}.") from error
     except Exception as error:  # a pickle can fail in any way
         raise CheckpointError(
-            f"{path} is damaged, or nothing that torch has saved ({type(error).__name__}: {short(str(error))}): "
+            f"{path} is damaged, or nothing that torch has saved ({type(error).__name__}: {short(_reason(error))}): "
             "copy it again."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, without the advice that torch.load puts around it."""
+    return str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
