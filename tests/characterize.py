@@ -143,8 +143,8 @@ class Told:
 
     def listen(self):
         """Write a line for each call of these methods."""
-        from zero3d.distributed.ledger import Ledger
         from zero3d import Engine
+        from zero3d.distributed.ledger import Ledger
         from zero3d.memory.arena import Arena
 
         self.hear(Ledger, ("record", "widen", "reset"), lambda ledger: "ledger")
