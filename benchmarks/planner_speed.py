@@ -1,4 +1,4 @@
-"""CPU seconds of the planner's commands and of others: `python benchmarks/planner_speed.py [--base COMMIT] [--json OUT]`.
+"""CPU seconds of commands that plan or say: `python benchmarks/planner_speed.py [--base COMMIT] [--json OUT]`.
 
     case            command                                          target
     --------------  -----------------------------------------------  ------
