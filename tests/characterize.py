@@ -214,9 +214,11 @@ def compare(before, again, after):
     """Print what differs after the change and did not between two runs before it; return how many commands differ."""
     names = [{path.stem for path in folder.glob("*.json")} for folder in (before, again, after)]
     differing = 0
-    for name in sorted(set.union(*names)):
+    if missing := len((names[0] | names[1]) - names[2]):
+        print(f"{missing} commands were not run after the change")
+    for name in sorted(names[2]):
         if not all(name in found for found in names):
-            print(f"{name}: not in all three")
+            print(f"{name}: was not run twice before the change")
             differing += 1
             continue
         first, second, third = (
