@@ -465,7 +465,7 @@ def plans_in_seconds() -> str:
         [
             f"`zero3d {' '.join(cases[row['case']].words)}`", f"{row['first']:.1f} s", f"{row['again']:.2f} s",
             f"{row['target']:g} s: {verdict([row['again']], row['target'])}",
-            f"{row['of_base']:.3f}x of {row['base']:.0f} s",
+            f"{row['of_base']:.3f}x of {row['base']:.2g} s",
         ]
         for row in found
     ]  # fmt: skip

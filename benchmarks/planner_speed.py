@@ -1,4 +1,4 @@
-"""CPU seconds of the planner's commands: `python benchmarks/planner_speed.py [--base COMMIT] [--json OUT]`.
+"""CPU seconds of commands that plan or say: `python benchmarks/planner_speed.py [--base COMMIT] [--json OUT]`.
 
     case            command                                          target
     --------------  -----------------------------------------------  ------
@@ -7,6 +7,8 @@
     plan mixture    zero3d plan deepseek-v3 --gpus 256                  8 s
     explain         zero3d plan explain, 72B over tp and pp           1.5 s
     wrong name      zero3d plan qwen2.5-71b                           0.8 s
+    simulate        zero3d simulate, Llama 3.2 1B on 8 ranks           20 s
+    help ...        verbs that import no torch                        0.5 s
 
 Seconds are user and system time of the process, all of it: on a busy machine they change less than the clock does.
 first: the model is traced; again: its spec is read (cli/kept_specs.py), which the targets are of. With a base, each
@@ -30,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 LARGE = ("--gpu", "a100-80", "--gpus")
 RUN = "model: {path: qwen2.5-72b}\ndata: {train: rows.npy, length: 4096}\ntrain: {batch: 512, micro_batch: 1}\n"
 MESH = ("mesh.tp=8", "mesh.pp=4", "zero.stage=1", "activations=full")
+SIMULATED = ("model.path=llama-3-1b", "train.batch=8", "activations=full")
 
 
 class Case(NamedTuple):
@@ -47,6 +50,11 @@ CASES = (
     Case("plan mixture", ("plan", "deepseek-v3", "--gpu", "h100", "--gpus", "256"), 8.0),
     Case("explain", ("plan", "explain", "run.yaml", *MESH, *LARGE, "128"), 1.5),
     Case("wrong name", ("plan", "qwen2.5-71b"), 0.8, code=2),
+    Case("simulate", ("simulate", "run.yaml", *SIMULATED, "--ranks", "8"), 20.0),
+    Case("help", ("--help",), 0.5),
+    Case("theory", ("plan", "--theory", "--params", "7.5e9", "--gpus", "64"), 0.5),
+    Case("config", ("config", "explain"), 0.5),
+    Case("help of launch", ("launch", "--help"), 0.5),
 )
 
 
