@@ -4,5 +4,6 @@ layout       where each parameter lies in its unit, and where shards are cut
 stages       the stage table, and what it allows
 policy       settings in which nothing is open any more, and the ranks that units are shared out among
 unit         what a unit is: what of it is kept, what comes and goes, what travels and in which dtype
+units        which units there are, their names, and the layout of each
 state_spans  where which optimizer states lie in what a rank updates
 """

@@ -12,7 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from zero3d.blueprint.layout import GROUP
 from zero3d.blueprint.stages import Stage, resolve_policies, splits_master, stage_row
+from zero3d.distributed.block_bytes import BLOCK
 from zero3d.distributed.choice import NATIVE, PAIRWISE, sends_terms, travels
 from zero3d.spec.dtypes import BY_NAME, FP32, FP64, Dtype
 from zero3d.spec.mesh import EXACT
@@ -59,6 +61,7 @@ class Policy(NamedTuple):
     held       dtype in which they wait there
     slow       the form in which sums travel between copies of shards
     apart      gradients of each rank whose tokens came to experts are kept apart
+    block      elements of which what travels in blocks allows no shard a part
     poison     released storages are filled with NaN: finds early releases
     """
 
@@ -77,6 +80,7 @@ class Policy(NamedTuple):
     held: Dtype = FP32
     slow: str = SAME
     apart: bool = True
+    block: int = GROUP
     poison: bool = False
 
     @classmethod
@@ -119,6 +123,7 @@ def _resolve(zero: Zero, offload: Offload, precision: str, pp: int, accumulate: 
         held=BY_NAME["bf16"] if offload.gradient_dtype == "bf16" else master,
         slow=zero.slow_wire,
         apart=apart,
+        block=BLOCK if zero.gather_wire != SAME or zero.sums_in_blocks else GROUP,
     )
 
 

@@ -26,7 +26,7 @@ from zero3d.account.transients import coded_messages, record_scratch, ring_bytes
 from zero3d.blueprint.stages import WINDOW
 from zero3d.blueprint.unit import UnitPlan
 from zero3d.distributed.mesh import Mesh
-from zero3d.engine.foundation import Foundation, lay_out
+from zero3d.engine.foundation import Foundation
 from zero3d.memory.budget import host_budget
 from zero3d.memory.scratch import update_bucket
 from zero3d.models.blocks import UnitSpec
@@ -157,7 +157,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
             reduced[spec.name] = plan.sources * size
         held, record = _of_unit(base, spec, plan, kinds)
         states, longest = states + held.states, max(longest, record)
-    messages = coded_messages(max(lay_out(base, spec).total for spec in specs), device) if policy.coded else 0
+    messages = coded_messages(max(base.layout(spec).total for spec in specs), device) if policy.coded else 0
     others = {
         "weights": ceil(states.parameters),
         "gradients": ceil(states.gradients),
@@ -170,7 +170,7 @@ def bytes_needed(base: Foundation, specs: Sequence[UnitSpec]) -> Need:
 
 def _of_unit(base: Foundation, spec: UnitSpec, plan: UnitPlan, kinds: StateKinds) -> tuple[Held, int]:
     """Return what this rank holds of a unit, and the bytes of its longest record."""
-    policy, layout = base.policy, lay_out(base, spec)
+    policy, layout = base.policy, base.layout(spec)
     if not spec.trainable:
         return unit_bytes(plan, layout, OptimizerBytes(0)), 0
     whole = not policy.row.shards_optimizer

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from zero3d.activations.compilation import compile_blocks, compile_options
-from zero3d.blueprint.layout import GROUP, UnitLayout
+from zero3d.blueprint.layout import UnitLayout
 from zero3d.blueprint.policy import Group, Policy, Ranks
-from zero3d.blueprint.unit import Kind, UnitPlan, decide
-from zero3d.distributed.block_bytes import BLOCK
+from zero3d.blueprint.unit import UnitPlan, decide
+from zero3d.blueprint.units import lay_out
 from zero3d.distributed.collectives import Comm
 from zero3d.distributed.degrees import EXPERT_SHARD, FOLDS
 from zero3d.distributed.ledger import Ledger
@@ -30,13 +30,11 @@ from zero3d.models.blocks import UnitSpec
 from zero3d.models.experts import compute_in_fp64
 from zero3d.models.fp8 import use_fp8
 from zero3d.models.written_numbers import numbers_in
-from zero3d.precision import dtype_of
 from zero3d.sequence.group import SequenceGroup
 from zero3d.sequence.positions import Positions
 from zero3d.sequence.shares import Sharing
 from zero3d.spec.offload import Offload
 from zero3d.spec.sizes import parse_size
-from zero3d.spec.zero import SAME
 from zero3d.zero.initial_weights import hollow
 
 
@@ -183,7 +181,13 @@ class Foundation:
 
     def plan(self, spec: UnitSpec) -> UnitPlan:
         """Return what a unit is."""
-        return decide(Kind(dtype_of(spec.dtype), spec.trainable, spec.experts), self.policy, self.ranks)
+        return decide(spec.kind, self.policy, self.ranks)
+
+    def layout(self, spec: UnitSpec) -> UnitLayout:
+        """Return the layout of a unit's parameters."""
+        groups, owner = self.resolved.groups, self.partition.full_model.owner
+        parameters = [(name, tuple(p.shape), groups.group_of.get(owner(name), 0)) for name, p in spec.params.items()]
+        return lay_out(parameters, spec.kind, self.policy, self.ranks, groups.block)
 
 
 def _share_sequences(
@@ -194,19 +198,6 @@ def _share_sequences(
     masked = parse_size(mesh.sp_mask_budget, "mesh.sp_mask_budget")
     sharing = Sharing(sp.size, mesh.sp_kind, options.zero.exact, masked)
     return SequenceGroup(partition.chunks.values(), sp, sharing, speaks, positions)
-
-
-def lay_out(base: Foundation, spec: UnitSpec) -> UnitLayout:
-    """Return the layout of a unit's parameters."""
-    groups, owner = base.resolved.groups.group_of, base.partition.full_model.owner
-    parameters = [(name, tuple(p.shape), groups.get(owner(name), 0)) for name, p in spec.params.items()]
-    zero = base.options.zero
-    coded = zero.gather_wire != SAME or zero.sums_in_blocks
-    block = max(base.resolved.groups.block, BLOCK if coded else GROUP)
-    if spec.experts:
-        dp, ep = base.axes.dp.size, base.axes.ep.size
-        return UnitLayout.for_experts(parameters, dp, ep, block, base.axes.replicate.size)
-    return UnitLayout(parameters, base.axes.dp.size, block, base.axes.replicate.size)
 
 
 def host_share(base: Foundation) -> HostBudget:

@@ -13,7 +13,7 @@ from zero3d.activations.kept_inputs import recorders_of
 from zero3d.blueprint.layout import UnitLayout
 from zero3d.distributed.block_codec import BlockCodec
 from zero3d.distributed.collectives import Comm
-from zero3d.engine.foundation import Foundation, lay_out
+from zero3d.engine.foundation import Foundation
 from zero3d.engine.slots import Slots
 from zero3d.engine.tiers import open_tiers
 from zero3d.models.bases import sees_images
@@ -62,7 +62,7 @@ def build_units(
     base: Foundation, specs: Sequence[UnitSpec], source: Source | None
 ) -> tuple[list[Unit], Tiers | None, Slots | None]:
     """Build all units, and before them what holds their records where states leave the device."""
-    layouts = {spec.name: lay_out(base, spec) for spec in specs}
+    layouts = {spec.name: base.layout(spec) for spec in specs}
     tiers, slots = open_tiers(base, specs, layouts)
     axes = base.axes
     policy, zero = base.policy, base.options.zero

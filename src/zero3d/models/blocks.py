@@ -14,40 +14,48 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zero3d.blueprint.layout import ROOT
+from zero3d.blueprint.unit import Kind
+from zero3d.blueprint.units import Member, group_parameters
 from zero3d.errors import ConfigError
 from zero3d.models.placeholders import Placeholder, kind_of
 from zero3d.models.tiles import LookupTile, RowTile
-from zero3d.precision import NAMES
+from zero3d.precision import dtype_of, torch_dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class UnitSpec:
     """One unit that is to be built.
 
-    params    name -> parameter, in model order; one dtype after the cast, all trainable or all frozen
-    users     modules whose forward needs them
+    kind      what decides about it: one dtype after the cast, all trainable or all frozen, experts or not
+    params    name -> parameter, in model order
     deferred  whether gradients may come one by one: the root unit and units with tied parameters
-    experts   whether they are experts [experts, ...], which ep shares out
     """
 
     name: str
-    dtype: torch.dtype
-    params: dict[str, nn.Parameter] = field(default_factory=dict)
-    users: list[nn.Module] = field(default_factory=list)
-    deferred: bool = False
-    experts: bool = False
+    kind: Kind
+    params: dict[str, nn.Parameter]
+    deferred: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of its weights."""
+        return torch_dtype(self.kind.dtype)
 
     @property
     def trainable(self) -> bool:
         """Return whether its parameters get gradients."""
-        return next(iter(self.params.values())).requires_grad
+        return self.kind.trainable
+
+    @property
+    def experts(self) -> bool:
+        """Return whether they are experts [experts, ...], which ep shares out."""
+        return self.kind.experts
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -160,33 +168,30 @@ def find_units(
         name: m for name, m in model.named_modules() if isinstance(m, (RowTile, LookupTile))
     }
     owners |= find_owners(model, units)  # behind them: the first owner that a name begins with counts
-    cast_of = computed_in(model, dtype)
-    specs: dict[_Kind, UnitSpec] = {}
-    spec_of: dict[nn.Parameter, UnitSpec] = {}
-    uses: dict[nn.Module, list[UnitSpec]] = {}
+    cast_of, entered = computed_in(model, dtype), _input_embeddings(model)
+    members: dict[nn.Parameter, Member[tuple[str, nn.Parameter]]] = {}
+    deferred: set[nn.Parameter] = set()
+    needed: dict[nn.Module, list[nn.Parameter]] = {}
     for module_name, module in model.named_modules():
         owner = next((o for o in owners if module_name == o or module_name.startswith(o + ".")), ROOT)
         for local, p in module.named_parameters(recurse=False):
             name = f"{module_name}.{local}" if module_name else local
-            tied = p in spec_of
-            if not tied:
-                cast = cast_of(name, p)
-                kind = _Kind(owner, p.requires_grad, cast, p in experts)
-                spec_of[p] = specs.setdefault(kind, UnitSpec(owner, cast, experts=kind.experts))
-                spec_of[p].params[name] = p
-            spec = spec_of[p]
-            spec.deferred |= tied or owner == ROOT
-            for user in [owners.get(owner, module)] + ([model] if spec.name == ROOT else []):
-                if spec not in uses.setdefault(user, []):
-                    uses[user].append(spec)
+            if p in members or owner == ROOT:
+                deferred.add(p)
+            if p not in members:
+                kind = Kind(dtype_of(cast_of(name, p)), p.requires_grad, p in experts)
+                members[p] = Member((name, p), owner, kind, p in entered)
+            for user in [owners.get(owner, module)] + ([model] if members[p].owner == ROOT else []):
+                needed.setdefault(user, []).append(p)
     for user, p in _used_elsewhere(model, owners):
-        spec_of[p].deferred = True
-        if spec_of[p] not in uses.setdefault(user, []):
-            uses[user].append(spec_of[p])
-    _rename(specs)
-    entered = _input_embeddings(model)
-    order = sorted(specs.values(), key=lambda spec: entered.isdisjoint(spec.params.values()))
-    return order, {user: [s.name for s in sorted(needed, key=order.index)] for user, needed in uses.items()}
+        deferred.add(p)
+        needed.setdefault(user, []).append(p)
+    found = [(unit.name, unit.kind, dict(unit.parameters)) for unit in group_parameters(members.values())]
+    specs = [UnitSpec(name, kind, own, not deferred.isdisjoint(own.values())) for name, kind, own in found]
+    unit_of = {p: number for number, spec in enumerate(specs) for p in spec.params.values()}
+    return specs, {
+        user: [specs[number].name for number in sorted({unit_of[p] for p in own})] for user, own in needed.items()
+    }
 
 
 def _used_elsewhere(model: nn.Module, owners: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -241,26 +246,6 @@ def find_all_units(
         specs += root_specs
         uses |= root_uses
     return specs, uses
-
-
-class _Kind(NamedTuple):
-    """What parameters of one unit have in common."""
-
-    owner: str
-    trainable: bool
-    dtype: torch.dtype
-    experts: bool
-
-
-def _rename(specs: Mapping[_Kind, UnitSpec]) -> None:
-    """Name units of one owner by what they differ in: experts or not, trainable or frozen, and the dtype."""
-    for kind, spec in specs.items():
-        siblings = [other for other in specs if other[:1] + other[3:] == kind[:1] + kind[3:]]
-        if kind.experts:
-            spec.name = f"{kind.owner}/experts"
-        if len(siblings) > 1:
-            trained = "trainable" if kind.trainable else "frozen"
-            spec.name = f"{spec.name}/{trained}-{NAMES.get(kind.dtype, str(kind.dtype).removeprefix('torch.'))}"
 
 
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Parameter], torch.dtype]:

@@ -12,11 +12,12 @@ that tokens are sent to: each ep rank has some of them, whole on every tp rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from zero3d.blueprint.layout import Piece, UnitLayout
+from zero3d.blueprint.layout import ALIGN, GROUP, Piece, Shape, UnitLayout
 from zero3d.blueprint.unit import Kind, UnitPlan, decide
+from zero3d.blueprint.units import FoundUnit, Member, group_parameters, lay_out
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.balance import TOKENS, Weights, chain_costs, cut
@@ -25,6 +26,7 @@ from zero3d.plan.decided import policy_of, ranks_of
 from zero3d.plan.spec import ModelSpec, ParallelPlan, Part, Weight
 from zero3d.spec.dtypes import BF16, BY_NAME, FP32, FP64, Dtype
 from zero3d.spec.mesh import Mesh
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.zero import Zero
 
 BY_WIDTH = {1: Dtype("uint8", 1), 2: BF16, 4: FP32, 8: FP64}  # of weights in another dtype than the run's
@@ -34,6 +36,7 @@ BLOCKS = "the model's list"  # as messages name what pipelines cut
 class RankUnit(NamedTuple):
     """A unit of one rank's, as the planner needs it.
 
+    name      as the engine names it
     owner     the module (or the root) whose parameters these are
     kind      what decides about it
     largest   elements of its largest parameter
@@ -41,6 +44,7 @@ class RankUnit(NamedTuple):
     degrees   of these, over how many tp ranks each is cut
     """
 
+    name: str
     owner: str
     layout: UnitLayout
     kind: Kind
@@ -61,7 +65,7 @@ class RankUnit(NamedTuple):
     @property
     def alike(self) -> tuple[Any, ...]:
         """Return what units have in common that are alike in all but names: the key of their bytes."""
-        return self.layout.shape, *self[2:]
+        return self.layout.shape, *self[3:]
 
     def plan(self, plan: ParallelPlan) -> UnitPlan:
         """Return what the unit is under a plan."""
@@ -206,35 +210,39 @@ def _unlike_stages(model: ModelSpec, plan: ParallelPlan) -> list[int]:
 def units_of(parts: Sequence[Part], plan: ParallelPlan) -> list[RankUnit]:
     """Return the units that the engine makes of one chunk. Raises ConfigError where tp does not divide a weight."""
     names = {unit.name for part in parts for unit in part.units if unit.copy_of is None}
-    groups: dict[tuple[str, Kind], list[Weight]] = {}
-    for part in parts:
-        for unit in part.units:
-            if unit.copy_of not in names:
-                for weight in unit.weights:
-                    apart = weight.stacked and plan.dispatches
-                    kind = Kind(dtype_of(weight, plan.precision), weight.trainable, apart)
-                    groups.setdefault((unit.name.partition("/")[0], kind), []).append(weight)
-    return [
-        (_experts if kind.experts else _unit)(owner, kind, weights, plan) for (owner, kind), weights in groups.items()
+    members = [
+        Member(weight, unit.name.partition("/")[0], _kind(weight, plan))
+        for part in parts
+        for unit in part.units
+        if unit.copy_of not in names
+        for weight in unit.weights
     ]
+    return [_unit(found, plan) for found in group_parameters(members)]
 
 
-def _experts(owner: str, kind: Kind, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
-    for weight in weights:
-        check_experts(weight, plan.ep)
-    local = [(weight.name, (weight.shape[0] // plan.ep, *weight.shape[1:]), weight.group) for weight in weights]
-    layout = UnitLayout.for_experts(local, plan.dp, plan.ep, plan.block, plan.replicate)
+def _kind(weight: Weight, plan: ParallelPlan) -> Kind:
+    return Kind(dtype_of(weight, plan.precision), weight.trainable, weight.stacked and plan.dispatches)
+
+
+def _unit(found: FoundUnit[Weight], plan: ParallelPlan) -> RankUnit:
+    """Lay a unit out. Of experts each tp rank has the whole."""
+    weights, tp = found.parameters, 1 if found.kind.experts else plan.tp
+    shape_of = partial(_some_experts, ep=plan.ep) if found.kind.experts else partial(_slice, tp=tp)
+    local = [(weight.name, shape_of(weight), weight.group) for weight in weights]
+    block = ALIGN if OPTIMIZERS[plan.optimizer].coded else GROUP
+    layout = lay_out(local, found.kind, policy_of(plan), ranks_of(plan), block)
     largest = max(slot.numel for slot in layout.slots)
-    return RankUnit(owner, layout, kind, largest, *_matrices(layout, weights, 1))
+    return RankUnit(found.name, found.owner, layout, found.kind, largest, *_matrices(layout, weights, tp))
 
 
-def _unit(owner: str, kind: Kind, weights: Sequence[Weight], plan: ParallelPlan) -> RankUnit:
-    for weight in weights:
-        check_cut(weight, plan.tp)
-    local = [(weight.name, weight.local(plan.tp), weight.group) for weight in weights]
-    layout = UnitLayout(local, plan.dp, plan.block, plan.replicate)
-    largest = max(slot.numel for slot in layout.slots)
-    return RankUnit(owner, layout, kind, largest, *_matrices(layout, weights, plan.tp))
+def _some_experts(weight: Weight, ep: int) -> Shape:
+    check_experts(weight, ep)
+    return weight.shape[0] // ep, *weight.shape[1:]
+
+
+def _slice(weight: Weight, tp: int) -> Shape:
+    check_cut(weight, tp)
+    return weight.local(tp)
 
 
 def _matrices(

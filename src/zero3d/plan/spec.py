@@ -19,14 +19,13 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any
 
-from zero3d.blueprint.layout import ALIGN, GROUP
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.optim.matrices import Form
 from zero3d.pipeline.schedules import DEFAULT
 from zero3d.plan.constants import constant
 from zero3d.spec.mesh import Mesh
-from zero3d.spec.optimizer import ADAMW, OPTIMIZERS
+from zero3d.spec.optimizer import ADAMW
 from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
 from zero3d.spec.tiers import HOST, TIERS, Figure
 
@@ -407,12 +406,6 @@ class ParallelPlan(Spec):
     def schedule(self) -> str:
         """Return the order of a pipeline's forwards and backwards."""
         return self.mesh.schedule or DEFAULT
-
-    @property
-    def block(self) -> int:
-        """Return of how many elements together no shard has a part."""
-        in_blocks = self.zero.gather_wire != "same" or self.zero.sums_in_blocks
-        return ALIGN if OPTIMIZERS[self.optimizer].coded or in_blocks else GROUP
 
     @property
     def averages(self) -> int:

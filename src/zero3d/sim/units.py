@@ -123,7 +123,8 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
     }
     stacked = {layer.module._parameters[key] for layer in find_experts(model) for key in layer.parameters}
     matrices = _matrices(model)
-    exempt = {model.get_parameter(name) for name in norms_and_biases(model)}  # without weight decay: the first group
+    undecayed = {model.get_parameter(name) for name in norms_and_biases(model)}
+    exempt = {p for p in undecayed if p.requires_grad}  # the first group of the optimizer
     parts: list[dict[tuple[str, str | None], list[Weight]]] = [{} for _ in range(len(part_names.blocks) + 2)]
     unit_of: dict[nn.Parameter, tuple[str, int, Weight]] = {}
     for spec in specs:
@@ -131,9 +132,9 @@ def units_by_part(model: nn.Module, part_names: PartNames, cuts: Mapping[str, Cu
         for name, p in spec.params.items():
             cut = cuts.get(name)
             dim, blocks = (None, 1) if cut is None else (cut.dim, cut.blocks)
-            group = int(bool(exempt) and p.requires_grad and p not in exempt)
+            group = int(bool(exempt) and spec.trainable and p not in exempt)
             form = matrices.get(name)
-            of_run = Weight(name, tuple(p.shape), p.requires_grad, group, dim, kept, blocks, p in stacked, form)
+            of_run = Weight(name, tuple(p.shape), spec.trainable, group, dim, kept, blocks, p in stacked, form)
             weight = replace(of_run, matrix=packed.get(p))
             part = part_names.part_of(name)
             unit_of[p] = spec.name, part, weight

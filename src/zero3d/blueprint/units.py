@@ -1,0 +1,77 @@
+"""Which units there are, and the layout of each, from facts of parameters: an engine's and a plan's are the same.
+
+model.layers.0                  all parameters of a module, where they are alike in dtype and in being trained
+model.layers.0/trainable-bf16   those of one kind, where it has several: frozen ones, some that stay in fp32
+model.layers.0/experts          its experts that tokens are sent to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from zero3d.blueprint.layout import Shape, UnitLayout
+from zero3d.blueprint.policy import Policy, Ranks
+from zero3d.blueprint.unit import Kind
+
+T = TypeVar("T")
+
+
+class Member(NamedTuple, Generic[T]):
+    """A parameter, and the facts that decide in which unit it is.
+
+    owner  name of the module whose parameters make units together, or ROOT
+    first  token ids are looked up in it: whatever its place in the model, its unit is the first
+    """
+
+    parameter: T
+    owner: str
+    kind: Kind
+    first: bool = False
+
+
+class FoundUnit(NamedTuple, Generic[T]):
+    """The parameters of a unit, in model order."""
+
+    name: str
+    owner: str
+    kind: Kind
+    parameters: list[T]
+
+
+def group_parameters(members: Iterable[Member[T]]) -> list[FoundUnit[T]]:
+    """Divide parameters, given in model order, into units: these are in the order of their first parameters."""
+    found: dict[tuple[str, Kind], list[Member[T]]] = {}
+    for member in members:
+        found.setdefault((member.owner, member.kind), []).append(member)
+    kinds: dict[str, list[Kind]] = {}
+    for owner, kind in found:
+        kinds.setdefault(owner, []).append(kind)
+    ordered = sorted(found.items(), key=lambda item: not any(member.first for member in item[1]))
+    return [
+        FoundUnit(_name(owner, kind, kinds[owner]), owner, kind, [member.parameter for member in own])
+        for (owner, kind), own in ordered
+    ]
+
+
+def _name(owner: str, kind: Kind, kinds: Sequence[Kind]) -> str:
+    """Name a unit by what its owner's units differ in: experts or not, trainable or frozen, and the dtype."""
+    name = f"{owner}/experts" if kind.experts else owner
+    if sum(other.experts == kind.experts for other in kinds) == 1:
+        return name
+    return f"{name}/{'trainable' if kind.trainable else 'frozen'}-{kind.dtype.name}"
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, Shape, int]], kind: Kind, policy: Policy, ranks: Ranks, block: int
+) -> UnitLayout:
+    """Return the layout of a unit.
+
+    parameters  (name, shape on this rank, optimizer group) in model order
+    block       elements of which the optimizer allows no shard a part
+    """
+    dp, copies = ranks.shard.size * ranks.copies.size, ranks.copies.size
+    block = max(block, policy.block)
+    if kind.experts:
+        return UnitLayout.for_experts(parameters, dp, ranks.ep, block, copies)
+    return UnitLayout(parameters, dp, block, copies)
