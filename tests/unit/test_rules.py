@@ -1,13 +1,15 @@
 """Settings that cannot be together: a case for each rule, in the words of files, engines and plans."""
 
+import json
 from dataclasses import asdict, fields, replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from models import build
 
 import zero3d
-from zero3d.config import load
+from zero3d.cli.main import parse
 from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError
 from zero3d.plan.estimate import evaluate
@@ -91,8 +93,16 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "model.quantize=nf4-double scales its scales", "type model.quantize=nf4, or mesh.tp=1."),
     (Spec(Zero(2), Offload(params="host")),
      "offload.params=host needs stage 3, and zero.stage=2", "type zero.stage=3, or offload.params=none."),
+    (Spec(Zero(release="every_step"), Offload(params="host")),
+     "offload.params=host is for weights that are released after every use, and zero.release=every_step", "type zero.release=every_use, or offload.params=none."),
     (Spec(Zero(1), Offload("host", gradients="host")),
      "offload.gradients=host needs stage 2 or 3, and zero.stage=1", "type zero.stage=2 or 3, or offload.gradients=device."),
+    (Spec(Zero(exact=True), Offload("host", gradients="host")),
+     "offload.gradients=host takes gradients that are reduced after every micro-batch, and zero.exact=true keeps", "type zero.exact=false, or offload.gradients=device."),
+    (Spec(Zero(2, reduce="every_step"), Offload("host", gradients="host")),
+     "offload.gradients=host takes gradients that are reduced after every micro-batch, and zero.reduce=every_step keeps", "type zero.reduce=every_micro_batch, or offload.gradients=device."),
+    (Spec(offload=Offload("host", gradients="host"), mesh=Mesh(pp=2)),
+     "offload.gradients=host takes gradients that are reduced after every micro-batch, and zero.reduce=auto in a pipeline (mesh.pp=2) keeps", "type zero.reduce=every_micro_batch, or offload.gradients=device."),
     (Spec(offload=Offload("disk")),
      "offload.optimizer=disk needs a folder", "type offload.directory=FOLDER on a local disk."),
     (Spec(offload=Offload(params="disk")),
@@ -101,14 +111,18 @@ TABLE = [  # for each rule in its place: what breaks it and no other, and how a 
      "offload.moments=bf16 is for", "type offload.optimizer=host, or leave offload.moments out."),
     (Spec(offload=Offload(executor="host")),
      "offload.executor=host is for", "type offload.optimizer=host, or leave offload.executor out."),
+    (Spec(offload=Offload("host", executor="host"), optimizer="muon"),
+     "offload.executor=host updates states of AdamW alone, and the optimizer is optimizer.name=muon", "type offload.executor=device, or leave it out."),
+    (Spec(offload=Offload("host", executor="host"), precision="fp64"),
+     "offload.executor=host updates fp32 states, and those of precision=fp64", "type offload.executor=device, or leave it out."),
     (Spec(offload=Offload(gradients="host")),
      "offload.gradients=host moves gradients", "type offload.optimizer=host, or offload.gradients=device."),
     (Spec(offload=Offload("auto", moments="bf16")),
      "offload.moments=bf16 does not work with offload.optimizer=auto", "Type offload.optimizer=host, or offload.moments=fp32."),
+    (Spec(offload=replace(NARROW, optimizer="auto")),
+     "offload.gradient_dtype=bf16 does not work with offload.optimizer=auto", "Type offload.optimizer=host, or offload.gradient_dtype=fp32."),
     (Spec(offload=Offload("host", gradient_dtype="bf16")),
      "offload.gradient_dtype=bf16 is for gradients", "type offload.gradients=host, or offload.gradient_dtype=fp32."),
-    (Spec(Zero(exact=True), NARROW),
-     "offload.gradient_dtype=bf16 rounds sums", "type offload.gradient_dtype=fp32."),
     (Spec(offload=NARROW, precision="fp64"),
      "offload.gradient_dtype=bf16 keeps 8 of the 53", "type offload.gradient_dtype=fp32, which keeps them all."),
     (Spec(offload=NARROW, mesh=Mesh(tp=2)),
@@ -156,19 +170,64 @@ def test_every_rule_has_its_case_and_the_defaults_break_none():
         assert not list(refusals(Spec(activations="none", optimizer=optimizer)))
 
 
-@pytest.mark.parametrize(("spec", "begins", "_"), OF_FILES)
-def test_a_file_is_refused_in_these_words(spec, begins, _):
-    tree = {name: asdict(getattr(spec, name)) for name in ("zero", "offload", "mesh")}
-    tree |= {"precision": spec.precision, "activations": spec.activations or "full"}
-    tree |= {
+VERBS = {
+    "train": ["train"], "plan": ["plan", "explain"], "launch": ["launch", "torchrun"], "config": ["config", "show"],
+}  # fmt: skip
+
+
+def file_of(spec):
+    """What a run's file says of settings: those that are not as by default."""
+    tree = {
+        name: {key: value for key, value in asdict(section).items() if value != getattr(type(section)(), key)}
+        for name, section in (("zero", spec.zero), ("offload", spec.offload), ("mesh", spec.mesh))
+    }
+    return tree | {
+        "precision": spec.precision,
+        "activations": spec.activations or "full",
         "optimizer": {"name": spec.optimizer or "adamw"},
         "train": {"ema": spec.ema, "accumulate": spec.accumulate},
         "health": {"replay": spec.replay},
         "model": {"linear": spec.linear, "quantize": spec.quantize},
     }
+
+
+def refused_by(arguments):
+    """What a verb says when it refuses."""
     with pytest.raises(ConfigError) as refused:
-        load(tree)
-    assert str(refused.value).startswith(told(spec, in_file))
+        import_module(f"zero3d.cli.{arguments.verb}").run(arguments)
+    return str(refused.value)
+
+
+def test_verbs_refuse_a_file_in_these_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parsed = [parse([*words, "run.yaml"]) for words in VERBS.values()]
+    for spec, *_ in OF_FILES:
+        Path("run.yaml").write_text(json.dumps(file_of(spec)))
+        said = {refused_by(arguments) for arguments in parsed}
+        assert len(said) == 1
+        assert said.pop().startswith(f"run.yaml: {told(spec, in_file)}")
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["mesh.shard=2", "offload.optimizer=host", "offload.gradients=host", "offload.gradient_dtype=bf16"],
+         "offload.gradient_dtype=bf16 does not work with tp or pp above 1 or mesh.shard below dp"),
+        (["mesh.shard=4", "zero.slow_wire=int8"], "zero.slow_wire=int8 says how sums travel between copies"),
+        (["mesh.sp=2", "zero.exact=true", "zero.stage=1", "train.batch=4", "train.micro_batch=1"],
+         "zero.exact=true with mesh.sp=2 and train.accumulate=2 needs"),
+    ],
+)  # fmt: skip
+def test_verbs_refuse_in_these_words_what_follows_from_the_number_of_ranks(words, begins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zero3d.cli.train.run_job", lambda *_: pytest.fail("ranks were started"))
+    Path("run.yaml").write_text("{model: {path: demo}, data: {train: stdlib, tokenizer: bytes, length: 64}, output: a}")
+    ranks = {"train": ["--ranks=4"], "plan": ["--gpus=4"], "launch": ["--nodes=1", "--gpus-per-node=4"]}
+    asked = {verb: parse([*VERBS[verb], "run.yaml", *words, *of_verb]) for verb, of_verb in ranks.items()}
+    said = {verb: refused_by(arguments) for verb, arguments in asked.items()}
+    assert said["train"].startswith(begins)
+    assert said["plan"] == said["train"]
+    assert said["launch"] == f"nodes x GPUs = 1 x 4 = 4 processes: {said['train']}"
 
 
 @pytest.mark.parametrize(("spec", "begins", "_"), OF_ENGINES)

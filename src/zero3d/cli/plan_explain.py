@@ -24,6 +24,7 @@ from zero3d.plan.search import Row, resized, tp_refused
 from zero3d.plan.spec import ClusterSpec, Estimate, ModelSpec, ParallelPlan
 from zero3d.plan.what_if import what_if
 from zero3d.spec.offload import AUTO
+from zero3d.spec.sections import planned
 from zero3d.spec.tiers import OPTIMIZER, TIERS, tiers_of
 
 OF_A_SEARCH = {  # options of zero3d plan that one given run has no use for -> what to type instead
@@ -105,8 +106,7 @@ def run(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             raise
     cluster = resized(cluster, plan.world)
     limit = limit_of(arguments, cluster)
-    places = PLACES if config.offload.optimizer == AUTO else (plan.offload.optimizer,)
-    row = _first_that_fits([plan.replace(offload=place) for place in places], model, cluster, limit)
+    row = _first_that_fits(_with_places(plan, config), model, cluster, limit)
     if config.zero.gather_budget is not None:
         row = row._replace(estimate=replace(row.estimate, notes=(*row.estimate.notes, TILES)))
     parts = None if rollout is None else split(model, row.plan, cluster, row.estimate, rollout)
@@ -127,6 +127,14 @@ def _refuse_search(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) != arguments.parser.get_default(name):
             instead = f": type {word}" if word else ", and one plan is explained: leave it out"
             raise ConfigError(f"--{name.replace('_', '-')} is an option of a search{instead}.")
+
+
+def _with_places(plan: ParallelPlan, config: Config) -> list[ParallelPlan]:
+    """Return the plan with states at each place that its file leaves open."""
+    asked = planned(config.offload)
+    if asked.optimizer != AUTO:
+        return [plan]
+    return [plan.replace(offload=replace(asked, optimizer=place).settled) for place in PLACES]
 
 
 def _first_that_fits(plans: Sequence[ParallelPlan], model: ModelSpec, cluster: ClusterSpec, limit: float) -> Row:

@@ -19,13 +19,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from zero3d.config import Config, Model, asked_degrees, fitting_ranks, resolve_batch
+from zero3d.config import Config, Model, fitting_ranks, settle
 from zero3d.config.own_code import check_module
 from zero3d.config.sources import Part
 from zero3d.data.files import check_paths as check_data_paths, find_sources, function_of, named_formats, parts_of_data
 from zero3d.data.records import has_chats
 from zero3d.data.tokenizers import check_length, check_template, check_tokenizer
-from zero3d.distributed.degrees import Degrees
 from zero3d.errors import ConfigError, short
 from zero3d.models.places import (
     HEADS,
@@ -57,8 +56,7 @@ def check_world(config: Config, world: int) -> None:
 
     Under health.min_ranks those of them count that can form a dp.
     """
-    degrees = Degrees.resolve(fitting_ranks(config, world), **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
+    degrees, batch = settle(config, fitting_ranks(config, world))
     if degrees.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, degrees.pp)
 

@@ -10,6 +10,7 @@ read        load and check: a YAML file or a dict, and overrides such as zero.st
 retired     keys of an earlier version, and what to type now
 batch       batch = micro_batch x accumulate x dp
 problems    what keys cannot be together; sections optimizer and offload, as an engine takes them
+settled     the degrees and the batch on so many ranks, and what cannot be together then
 own_code    what module:name names, imported; an error of it in one line
 shrinking   the degrees that ranks must form, and how many of those that are there train, under health.min_ranks
 deepspeed_schedules   DeepSpeed's schedules of the learning rate: names, options, defaults
@@ -36,6 +37,7 @@ from zero3d.config.sections import (
     Schedule,
     Train,
 )
+from zero3d.config.settled import settle
 from zero3d.config.shrinking import EXACT_DP, asked_degrees, degrees_of, fitting_dp, fitting_ranks, zero_of
 from zero3d.config.sources import DataSource
 from zero3d.spec.mesh import Mesh
@@ -77,6 +79,7 @@ __all__ = [
     "offload_of",
     "resolve_batch",
     "schema",
+    "settle",
     "split_words",
     "to_dict",
     "to_yaml",

@@ -69,7 +69,7 @@ def problems_across(config: Config) -> Iterator[tuple[str, str]]:
     yield from optimizer_problems(config)
     yield from offload_problems(config)
     yield from url_problems(config)
-    yield from refusals(_spec_of(config))
+    yield from refusals(spec_of(config))
 
 
 def adapter_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -203,7 +203,7 @@ def url_problems(config: Config) -> Iterator[tuple[str, str]]:
         yield "checkpoint.to", f"{text}; output=FOLDER names a folder of this host."
 
 
-def _spec_of(config: Config) -> Spec:
+def spec_of(config: Config) -> Spec:
     """Return what rules are about. A run gets a folder later; what only an axis has counts where there is one."""
     mesh = config.mesh
     for axis, degree in degrees_of(mesh).items():

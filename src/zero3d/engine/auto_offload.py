@@ -71,7 +71,7 @@ def decide_place(base: Foundation, specs: Sequence[UnitSpec]) -> tuple[Foundatio
         return base, ()
     placed = _furthest(base, bytes_needed(base, specs), _room_for(base, specs))
     why = f"offload.optimizer=auto: {placed.optimizer}, fraction {placed.fraction:g}: {placed.why}"
-    offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction)
+    offload = replace(offload, optimizer=placed.optimizer, fraction=placed.fraction).settled
     return base.leaving(offload), (why,)
 
 

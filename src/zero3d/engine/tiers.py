@@ -28,7 +28,6 @@ def open_tiers(
     offload, axes, mesh = base.options.offload, base.axes, base.resolved.mesh
     if not offload.states:
         return None, None
-    _check(base)
     kinds = state_kinds(base)
     records = list(placement(base, kinds).records(in_turn(specs), layouts))
     owner = f"rank {axes.world.rank} of {mesh.degrees}"
@@ -53,22 +52,6 @@ def placement(base: Foundation, kinds: StateKinds) -> Placement:
     return Placement(
         base.options.offload, base.policy, kinds, lambda spec: axes.shard(spec.experts).rank, axes.arena.device.type
     )
-
-
-def _check(base: Foundation) -> None:
-    """Refuse what cannot leave the device together with other settings of this engine."""
-    offload, policy, exact = base.options.offload, base.policy, base.options.zero.exact
-    if offload.params != "none" and policy.release == "every_step":
-        raise ConfigError(
-            f"offload.params={offload.params} with release='every_step', which keeps all parameters gathered: pass "
-            "release='every_use', or offload.params=none."
-        )
-    if offload.gradients_leave and (not policy.often or exact):
-        why = "exact=True sums" if exact else "reduce='every_step' keeps"
-        raise ConfigError(
-            f"offload.gradients={offload.gradients}, and {why} gradients on the device until the last micro-batch: "
-            "pass offload.gradients=device."
-        )
 
 
 def _executor(base: Foundation, kinds: StateKinds, measure: Callable[[], MeasuredRates]) -> ExecutorChoice:

@@ -17,8 +17,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from zero3d.config import Config, asked_degrees, degrees_of, resolve_batch, zero_of
-from zero3d.distributed.degrees import FOLDS, Degrees, least_dp
+from zero3d.config import Config, degrees_of, settle, zero_of
+from zero3d.distributed.degrees import FOLDS, least_dp
 from zero3d.errors import ConfigError
 from zero3d.pipeline.schedules import Schedule
 from zero3d.plan.inputs import without_effect
@@ -90,8 +90,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     """
     mesh = config.mesh
     world = gpus or (mesh.dp or least_dp(degrees_of(mesh))) * (mesh.tp or 1) * (mesh.pp or 1)
-    degrees = Degrees.resolve(world, **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
+    degrees, batch = settle(config, world)
     schedule = Schedule.of(mesh.schedule)
     if degrees.pp > 1:
         schedule.check(batch.accumulate, degrees.pp)
@@ -100,7 +99,7 @@ def plan_of(config: Config, gpus: int | None) -> ParallelPlan:
     place = "none" if config.offload.optimizer == AUTO else config.offload.optimizer
     return ParallelPlan(
         zero=planned(zero_of(config, degrees)),
-        offload=replace(planned(config.offload), optimizer=place),
+        offload=replace(planned(config.offload), optimizer=place).settled,
         mesh=replace(planned(mesh), **known),
         precision=config.precision,
         activations=config.activations,

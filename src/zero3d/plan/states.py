@@ -111,11 +111,6 @@ def _tiers(plan: ParallelPlan) -> Offload:
     """Return what leaves the device, whoever updates it. Raises ConfigError for what an engine refuses."""
     tiers = replace(plan.offload, executor="auto")
     check_rules(plan)
-    if tiers.params != "none" and policy_of(plan).release == "every_step":
-        raise ConfigError(
-            f"offload.params={tiers.params} with release every_step: weights leave the device that are released after "
-            "every use. Pass zero.release=every_use, or offload.params=none."
-        )
     return tiers
 
 
@@ -156,12 +151,6 @@ def _states(model: ModelSpec, plan: ParallelPlan, tiers: Offload, bucket: int, p
     device = sum((on_device(unit, plan, tiers, dp_rank).times(many) for unit, many in rank.unlike), NOTHING)
     if not tiers.states:
         return States(device)
-    if tiers.gradients_leave and (not policy_of(plan).often or plan.zero.exact):
-        raise ConfigError(
-            f"offload.gradients={tiers.gradients} with stage {plan.zero.stage}, reduce {policy_of(plan).reduce} and "
-            f"exact {plan.zero.exact}: those leave the device that are reduced after every micro-batch. Pass "
-            "zero.stage=2 or 3 with zero.reduce=every_micro_batch and without zero.exact, or offload.gradients=device."
-        )
     copies = {str(unit.copy_of).partition("/")[0] for part in model.parts for unit in part.units if unit.copy_of}
     late = {ROOT, *(copies if plan.pp == 1 else ())}  # a forward needs the root first, and tied weights
     late_last = sorted(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero3d.checkpoint.hub_names import has_adapters
-from zero3d.config import Batch, Config, asked_degrees, resolve_batch
+from zero3d.config import Batch, Config, asked_degrees, settle
 from zero3d.data.batches import steps_of
 from zero3d.data.dataset import DataSet, needs_tokenizer, open_data
 from zero3d.data.fetched import Fetched, fetch_data
@@ -110,7 +110,7 @@ def _fetch(config: Config, mesh: Mesh, comm: Comm) -> Fetched:
 
 def _open(config: Config, mesh: Mesh) -> tuple[Batch, Opened, Tokenizer | None]:
     """Return the batch, the model without weights and its tokenizer. Raises ConfigError, DataError."""
-    batch = resolve_batch(config.train, mesh.dp, mesh.sp)
+    _, batch = settle(config, mesh.world)
     if mesh.pp > 1:
         Schedule.of(config.mesh.schedule).check(batch.accumulate, mesh.pp)
     check_packages(config)

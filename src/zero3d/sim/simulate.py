@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zero3d import errors
-from zero3d.config import Config, asked_degrees, resolve_batch, to_dict
+from zero3d.config import Config, settle, to_dict
 from zero3d.distributed.degrees import Degrees, Place
 from zero3d.errors import ConfigError, Zero3dError
 from zero3d.offload.auto_place import PLACES
@@ -60,8 +60,7 @@ def simulate(
     Raises ConfigError and MeshError for what `train` could not run, and for a rank that is not there; Interrupted
     where Ctrl-C comes and a rank is done.
     """
-    degrees = Degrees.resolve(world, **asked_degrees(config))
-    batch = resolve_batch(config.train, degrees.dp, degrees.sp)
+    degrees, batch = settle(config, world)
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is not there: {degrees} has ranks 0 to {world - 1}.")
     if backend not in BACKENDS:

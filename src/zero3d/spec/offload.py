@@ -148,6 +148,14 @@ class Offload:
         """Return whether optimizer states or weights leave the device."""
         return self.optimizer != "none" or self.params != "none"
 
+    @property
+    def settled(self) -> Offload:
+        """Return the section once `auto` is a place: where no optimizer states leave, gradients and updates stay."""
+        if self.optimizer != "none":
+            return self
+        executor = DEVICE if self.executor == HOST else self.executor
+        return replace(self, executor=executor, gradients=DEVICE if self.gradients_leave else self.gradients)
+
     def release(self, asked: str) -> str:
         """Return when gathered parameters are given back: "auto" is every_use where they have a place to go to."""
         return "every_use" if asked == "auto" and self.params != "none" else asked

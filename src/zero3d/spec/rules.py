@@ -22,6 +22,7 @@ from zero3d.spec.declaring import KEYWORDS, Write, as_keyword, check_choices, in
 from zero3d.spec.formats import NF4_DOUBLE
 from zero3d.spec.mesh import FAST, SPLIT_BACKWARDS
 from zero3d.spec.offload import AUTO
+from zero3d.spec.optimizer import OPTIMIZERS
 from zero3d.spec.sections import SECTIONS, Spec
 from zero3d.spec.tiers import HOST, TIERS
 from zero3d.spec.zero import NODE, SAME
@@ -80,6 +81,20 @@ def _of_stage_3(key: str, asked: Callable[[Spec], bool], without: str) -> tuple[
             f"type {{zero.release=every_use}}, or {without}.",
         ),
     )
+
+
+def _of_gradients_in_turn(asked: Callable[[Spec], bool], keeps: str, without: str) -> Rule:
+    """Return what is refused of gradients that leave as soon as a micro-batch has made them."""
+    return Rule(
+        "offload.gradients",
+        lambda s: s.offload.gradients_leave and asked(s),
+        "{offload.gradients} takes gradients that are reduced after every micro-batch, and "
+        f"{keeps} keeps them on the device until the last one: type {without}, or {{offload.gradients=device}}.",
+    )
+
+
+def _updates_on_host(spec: Spec) -> bool:
+    return spec.offload.executor == HOST and spec.offload.optimizer != "none"
 
 
 def _is_number_or_node(asked: object) -> bool:
@@ -268,15 +283,45 @@ RULES = (
         "{zero.stage=3}, or {offload.params=none}.",
     ),
     Rule(
+        "offload.params",
+        lambda s: s.offload.params != "none" and s.zero.stage == 3 and s.zero.release == "every_step",
+        "{offload.params} is for weights that are released after every use, and {zero.release} keeps all of them "
+        "gathered on the device: type {zero.release=every_use}, or {offload.params=none}.",
+    ),
+    Rule(
         "offload.gradients",
         lambda s: s.offload.gradients_leave and s.zero.stage in (0, 1),
         "{offload.gradients} needs stage 2 or 3, and {zero.stage} sums gradients on the device once a step: type "
         "{zero.stage=2} or 3, or {offload.gradients=device}.",
     ),
+    _of_gradients_in_turn(lambda s: s.zero.exact, "{zero.exact}", "{zero.exact=false}"),
+    _of_gradients_in_turn(
+        lambda s: s.zero.stage in (2, 3) and s.zero.reduce == "every_step",
+        "{zero.reduce}",
+        "{zero.reduce=every_micro_batch}",
+    ),
+    _of_gradients_in_turn(
+        lambda s: s.zero.stage in (2, 3) and s.zero.reduce == "auto" and s.pp > 1 and not s.zero.exact,
+        "{zero.reduce} in a pipeline ({mesh.pp})",
+        "{zero.reduce=every_micro_batch}",
+    ),
     _in_files("optimizer"),
     _in_files("params"),
     _of_states_that_stay("moments", "bf16"),
     _of_states_that_stay("executor", HOST),
+    Rule(
+        "offload.executor",
+        lambda s: _updates_on_host(s) and s.row is not None and not s.row.on_host,
+        "{offload.executor} updates states of "
+        f"{' and '.join(row.title for row in OPTIMIZERS.values() if row.on_host)} alone, and the optimizer is "
+        "{optimizer.name}: type {offload.executor=device}, or leave it out.",
+    ),
+    Rule(
+        "offload.executor",
+        lambda s: _updates_on_host(s) and s.precision == "fp64",
+        "{offload.executor} updates fp32 states, and those of {precision} are wider: type {offload.executor=device}, "
+        "or leave it out.",
+    ),
     Rule(
         "offload.gradients",
         lambda s: s.offload.gradients_leave and s.offload.optimizer == "none",
@@ -291,15 +336,16 @@ RULES = (
     ),
     Rule(
         "offload.gradient_dtype",
-        lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
-        "{offload.gradient_dtype} is for gradients on the host, and {offload.gradients} may keep them on the device: "
-        "type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
+        lambda s: s.offload.optimizer == AUTO and s.offload.gradients_leave and s.offload.gradient_dtype == "bf16",
+        "{offload.gradient_dtype} does not work with {offload.optimizer}: where states fit, gradients stay on the "
+        "device in fp32, so losses would depend on free memory. Type {offload.optimizer=host}, or "
+        "{offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",
-        lambda s: s.offload.gradient_dtype == "bf16" and s.zero.exact,
-        "{offload.gradient_dtype} rounds sums, and {zero.exact} needs every bit of them: type "
-        "{offload.gradient_dtype=fp32}.",
+        lambda s: s.offload.gradient_dtype == "bf16" and not s.offload.gradients_leave,
+        "{offload.gradient_dtype} is for gradients on the host, and {offload.gradients} may keep them on the device: "
+        "type {offload.gradients=host}, or {offload.gradient_dtype=fp32}.",
     ),
     Rule(
         "offload.gradient_dtype",

@@ -18,7 +18,7 @@ from zero3d.errors import ConfigError, short
 from zero3d.spec.declaring import KEYWORDS
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.offload import Offload
-from zero3d.spec.optimizer import OPTIMIZERS
+from zero3d.spec.optimizer import OPTIMIZERS, OptimizerRow
 from zero3d.spec.zero import Zero
 
 SECTIONS: Mapping[str, type[Zero | Offload | Mesh]] = {"zero": Zero, "offload": Offload, "mesh": Mesh}
@@ -80,16 +80,19 @@ class Spec:
         return self.dp if self.mesh.shard is None else self.mesh.shard
 
     @property
+    def row(self) -> OptimizerRow | None:
+        """Return what is known of the optimizer; None of a builder of one's own."""
+        return OPTIMIZERS.get(self.optimizer or "")
+
+    @property
     def coded(self) -> bool:
         """Return whether the optimizer's states are codes of 8 bits."""
-        row = OPTIMIZERS.get(self.optimizer or "")
-        return row is not None and row.coded
+        return self.row is not None and self.row.coded
 
     @property
     def orthogonal(self) -> bool:
         """Return whether the optimizer makes matrices orthogonal, which travel in the gradients' place."""
-        row = OPTIMIZERS.get(self.optimizer or "")
-        return row is not None and row.orthogonal
+        return self.row is not None and self.row.orthogonal
 
 
 def keywords(spec: type[Spec]) -> Keywords:

@@ -38,7 +38,7 @@ from zero3d.plan.emit import plan_of
 from zero3d.plan.tier_time import chosen_executor, executor_note
 from zero3d.spec.offload import AUTO
 from zero3d.spec.optimizer import OPTIMIZERS
-from zero3d.spec.tiers import DEVICE, HOST, TIERS
+from zero3d.spec.tiers import DEVICE, TIERS
 from zero3d.train.folder import Folder
 from zero3d.train.loop_state import check_choice
 from zero3d.train.plan_check import PlannedRun
@@ -86,10 +86,7 @@ def choose(
 
 def with_choice(config: Config, choice: Mapping[str, Any]) -> Config:
     """Return a configuration with what was chosen in place of auto."""
-    section = replace(config.offload, **choice)
-    if section.optimizer == "none" and section.executor == HOST:  # of states that may leave, and do not
-        section = replace(section, executor=DEVICE)
-    return replace(config, offload=section)
+    return replace(config, offload=replace(config.offload, **choice).settled)
 
 
 # --- chosen by the plan -------------------------------------------------------------------------
