@@ -13,7 +13,7 @@ from zero3d.config.batch import resolve_batch
 from zero3d.config.keys import KEYS
 from zero3d.distributed.degrees import AXES, FOLDS, Degrees, Place, least_dp
 from zero3d.errors import MeshError
-from zero3d.setup.build import _axis_options
+from zero3d.setup.build import used_axes
 from zero3d.spec.bits import ALWAYS, PLAIN
 
 
@@ -212,7 +212,7 @@ def test_options_of_an_axis_that_is_not_there_are_named_and_left_out():
     config = load(None, words)
     mesh = SimpleNamespace(degrees=Degrees(1, 2, 1, ep=2), rank=0)
     with pytest.warns(UserWarning, match="has no effect") as told:
-        assert _axis_options(config, mesh) == {"ep_plan": {"experts": "grouped"}}
+        assert used_axes(config, mesh) == Mesh(**mesh.degrees._asdict(), ep_plan={"experts": "grouped"})
     assert [str(each.message).split(":")[0] for each in told] == [
         "mesh.schedule=zbv has no effect", "mesh.sequence_parallel=True has no effect"
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from zero3d.distributed.degrees import Degrees
 from zero3d.distributed.mesh import _launched
 from zero3d.errors import ConfigError, MeshError, Zero3dError
 from zero3d.plan.emit import plan_of
-from zero3d.setup.build import zero_options
+from zero3d.setup.build import fitting_zero
 from zero3d.train.start import Start
 
 HERE = Path(__file__).parents[1]
@@ -126,12 +126,10 @@ def test_a_second_shard_shrinks_with_dp_to_the_largest_number_that_divides_it(as
 def test_what_became_of_a_second_shard_is_said_once_and_without_min_ranks_it_is_refused():
     few, zero = SimpleNamespace(degrees=Degrees.resolve(6), rank=0), ["zero.stage=3", "zero.second_shard=4"]
     with pytest.warns(match=r"^zero\.second_shard=4 does not divide the 6 ranks of dp .*: it is 3\.$"):
-        assert zero_options(load(None, [*NEIGHBOURS, *zero]), few)["second_shard"] == 3
-    assert (
-        zero_options(load(None, [*NEIGHBOURS, *zero]), SimpleNamespace(degrees=few.degrees, rank=1))["second_shard"]
-        == 3
-    )
-    assert zero_options(load(None, zero), few)["second_shard"] == 4
+        assert fitting_zero(load(None, [*NEIGHBOURS, *zero]), few).second_shard == 3
+    silent = SimpleNamespace(degrees=few.degrees, rank=1)
+    assert fitting_zero(load(None, [*NEIGHBOURS, *zero]), silent).second_shard == 3
+    assert fitting_zero(load(None, zero), few).second_shard == 4
     with pytest.raises(MeshError, match=r"6 / 4 = 1\.5 is not whole"):
         few.degrees.second_shard(4, None)
 

@@ -1,59 +1,62 @@
-"""The keywords of an Engine as records; what they are refused for leaves the model as it was."""
+"""The keywords of an Engine as one record; what they are refused for leaves the model as it was."""
 
 import dataclasses
 import inspect
 import re
-from typing import get_type_hints
 
 import pytest
 import torch
 from models import build
 
 import zero3d
-from zero3d.config import Config
-from zero3d.distributed.degrees import Degrees
-from zero3d.engine.options import Options
-from zero3d.spec.declaring import KEYWORDS
+from zero3d.config.keys import KEYS
+from zero3d.engine.options import KEYWORDS, Options
+from zero3d.spec import Mesh, Zero
+from zero3d.spec.declaring import KEYWORDS as NAMES
+
+PARAMETERS = inspect.signature(zero3d.Engine).parameters
 
 
-def test_every_keyword_of_an_engine_is_a_field_of_one_record():
-    records = get_type_hints(Options)
-    assert records.pop("offload") is zero3d.Offload
-    fields = [field.name for record in records.values() for field in dataclasses.fields(record)]
-    keywords = [*inspect.signature(zero3d.Engine).parameters]
-    assert sorted([*fields, "model", "offload", "mesh"]) == sorted([*keywords, *Degrees._fields])
-
-
-def declared():
-    """The keys of a file that are keywords of an Engine, too, each as its section declares it."""
-    sections = {name: section for name, section in get_type_hints(Config).items() if dataclasses.is_dataclass(section)}
-    keys = {f"{name}.{key.name}": key for name in sections for key in dataclasses.fields(sections[name])}
-    of_engines = inspect.signature(zero3d.Engine).parameters
-    found = {name.partition(".")[2]: key for name, key in keys.items() if name.startswith(("zero.", "mesh."))}
-    apart = ("optimizer", "quantize", "accumulate")  # a file computes accumulate from its batch
-    found |= {keyword: keys[name] for name, keyword in KEYWORDS.items() if keyword not in apart}
-    found |= {name: keys[f"{section}.{name}"] for section, name in OTHERS}
-    assert set(found) - set(of_engines) == {*Degrees._fields}
-    return {name: key for name, key in found.items() if name in of_engines}
-
-
-OTHERS = (("optimizer", "clip_norm"), ("train", "expert_bias_rate"), ("train", "compile"))
-ENTRY = re.compile(r"^    (\w+) +(\S.*(?:\n {10,}\S.*)*)", re.MULTILINE)
-
-
-def test_defaults_of_an_engine_are_those_that_sections_declare():
-    parameters = inspect.signature(zero3d.Engine).parameters
-    assert {name: parameters[name].default for name in declared()} == {
-        name: key.default for name, key in declared().items()
+def test_the_signature_of_an_engine_is_what_keywords_are_declared_as():
+    records = {"": Options, "zero": Zero, "mesh": Mesh}
+    places = {name: (records[field if key else ""], key or field) for name, (field, key) in KEYWORDS.items()}
+    fields = {
+        name: next(each for each in dataclasses.fields(kind) if each.name == key)
+        for name, (kind, key) in places.items()
     }
+    assert sorted(PARAMETERS) == sorted([*fields, "model", "mesh"])
+    assert PARAMETERS["offload"].default is None
+    del fields["offload"]
+    for name, field in fields.items():
+        assert (PARAMETERS[name].default, PARAMETERS[name].annotation) == (field.default, field.type), name
 
 
-def test_an_engines_docstring_has_the_words_that_sections_allow():
-    entries = dict(ENTRY.findall(zero3d.Engine.__doc__))
-    assert set(declared()) - set(entries) == {"stage"}  # of which the first line speaks
-    for name, key in declared().items():
-        words = set(re.findall(r"[\w-]+", entries.get(name, "")))
-        assert set(key.metadata["choices"]) <= words, name
+def test_a_key_of_a_section_reaches_an_engine_by_its_keyword():
+    every = {name: parameter.default for name, parameter in PARAMETERS.items() if name in KEYWORDS}
+    assert Options.of(every) == Options()
+    options = Options.of(
+        every | {"exact": True, "tp_plan": {"*": "colwise"}, "offload": {"moments": "bf16"}, "ema": 0.9}
+    )
+    assert options == Options(
+        zero=Zero(exact=True), mesh=Mesh(tp_plan={"*": "colwise"}), offload=zero3d.Offload(moments="bf16"), ema=0.9
+    )
+
+
+def test_defaults_of_an_engine_are_those_of_files():
+    files = {keyword: KEYS[name].default for name, keyword in FILES.items()}
+    assert {name: PARAMETERS[name].default for name in files} == files
+
+
+APART = ("optimizer", "quantize", "accumulate")  # a file computes accumulate from its batch
+FILES = {name: keyword for name, keyword in NAMES.items() if keyword not in APART} | {"train.compile": "compile"}
+
+
+def test_an_engines_docstring_says_what_every_keyword_means():
+    entries = dict(re.findall(r"^    (\w+) {2,}(\S.*(?:\n {10,}\S.*)*)", zero3d.Engine.__doc__, re.MULTILINE))
+    assert entries.keys() == PARAMETERS.keys()
+    assert "what is sharded: 0 nothing" in entries["stage"]
+    assert '"auto" | "native" | "all-to-all": how they are summed' in entries["reduce_scatter"]
+    assert "zero." not in entries["slow_wire"]
 
 
 @pytest.mark.parametrize("options", [

@@ -34,8 +34,9 @@ class Key:
     above: float | None
     below: float | None
     axis: str
-    in_plan: bool | str  # `spec.declaring.key`, and the next one
+    in_plan: bool | str  # `spec.declaring.key`, and the next ones
     said: str
+    keyword: str
 
     @property
     def wants(self) -> str:

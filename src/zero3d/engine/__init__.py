@@ -2,7 +2,7 @@
 
 engine.py            `Engine`: forward, backward, step, train_batch, evaluate, generate, full_params; its public names
 checkpoints.py       `engine.checkpoints`: save, load, slots of a disk, fingerprint, export
-options.py           its keywords as records, and what they mean for a model on a mesh
+options.py           its settings as one record, and what they mean for a model on a mesh
 checks.py            what is refused before anything is allocated
 assembly.py          its parts, built in the order in which they need each other
 foundation.py        axes, this rank's share of the model, the order of sums

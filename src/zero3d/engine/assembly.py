@@ -153,7 +153,7 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     Raises ConfigError, MeshError. After a failure half-way the model is guarded, so that no other engine takes it.
     """
     model = unwrap(model)
-    targets = Targets.of(model) if options.step.loss is None else Targets.next_tokens(model)
+    targets = Targets.of(model) if options.loss is None else Targets.next_tokens(model)
     resolved = resolve(model, mesh, options)
     check_features(model, resolved.mesh, options)
     take_over(model, resolved.precision.dtype)  # for good: what is known of a model before keeps its modules alive
@@ -163,23 +163,20 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     axes, module = base.axes, base.partition.module
     kept = _keep_inputs(base)
     specs, uses = find_all_units(
-        base.partition.chunks.values(),
-        options.model.units,
-        resolved.precision.dtype,
-        base.partition.experts.parameters(),
+        base.partition.chunks.values(), options.units, resolved.precision.dtype, base.partition.experts.parameters()
     )
     base, why_there = decide_place(base, specs)
     base, why_gradients = decide_gradients(base, specs)
     why = (*why_there, *why_gradients)
     part = None if base.sequence is None else base.sequence.own_part
-    losses, only = Losses(model, options.step.loss, targets, part, rows), last_only(model)
+    losses, only = Losses(model, options.loss, targets, part, rows), last_only(model)
     unit_of: dict[nn.Parameter, Unit] = {}
     guard(module, unit_of, is_open)
     compile_by_block(module)
     if axes.pp.size > 1:
         guard_rest(model, set(module.parameters()))
     move_buffers(module, axes.dp)
-    units, tiers, slots = build_units(base, specs, options.model.weights)
+    units, tiers, slots = build_units(base, specs, options.weights)
     runtime = replace(start(base, units, uses, tiers), slots=slots)
     guard_gradients(p for unit in runtime.units for p in unit.weights.params)
     if kept is not None and kept.slots is not None and tiers is not None:
@@ -187,10 +184,10 @@ def assemble(model: nn.Module, mesh: Mesh | None, options: Options) -> Assembly:
     padded = padding_warning([unit.layout for unit in runtime.units])
     if padded is not None and axes.world.rank == 0:
         warnings.warn(padded, stacklevel=3)
-    frozen_base = _frozen_base(base, options.model.weights)
+    frozen_base = _frozen_base(base, options.weights)
     whole = WholeParameters(base.axes, runtime, partial(_note_writes, base, frozen_base), originals)
     base.axes.dp.note_steps(options.zero.stage)
-    stepper = Stepper(base, runtime, bind_scheduler(options.optimizer.scheduler, runtime.optimizer.torch))
+    stepper = Stepper(base, runtime, bind_scheduler(options.scheduler, runtime.optimizer.torch))
     features = stepper.features = open_features(Built(base, runtime, lambda: stepper.count))
     pipeline = _open_pipeline(base, runtime, losses, whole) if axes.pp.size > 1 else None
     if pipeline is None:
@@ -270,7 +267,7 @@ def _note_writes(base: Foundation, frozen_base: FrozenBase | None, written: Sequ
 def _originals(model: nn.Module, base: Foundation, options: Options) -> FrozenOriginals:
     """Keep what frozen parameters are where a model is given back whole and the engine does not load them itself."""
     dp = base.axes.dp
-    if base.resolved.mesh.degrees.cuts_model or options.model.weights is not None:
+    if base.resolved.mesh.degrees.cuts_model or options.weights is not None:
         return FrozenOriginals({}, dp)
     return FrozenOriginals.of(model, base.resolved.precision.dtype, dp)
 

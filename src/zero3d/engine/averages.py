@@ -48,7 +48,7 @@ class Averages(Feature):
 
     @classmethod
     def opened(cls, built: Built) -> Self | None:
-        decay = built.base.options.optimizer.ema
+        decay = built.base.options.ema
         return None if decay is None else cls(decay, built.runtime.optimizer, built.base.axes.arena)
 
     def refuse(self, call: str) -> None:

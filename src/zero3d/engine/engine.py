@@ -41,7 +41,7 @@ from zero3d.engine.features import find, required
 from zero3d.engine.generation import Ending, check_names, check_options, generate
 from zero3d.engine.health import Health
 from zero3d.engine.losses import Loss
-from zero3d.engine.options import ModelOptions, OptimizerOptions, Options, StepOptions
+from zero3d.engine.options import KEYWORDS, Options, with_keywords
 from zero3d.engine.partition import share_random_state
 from zero3d.engine.replay.replay import Replay
 from zero3d.engine.step import StepFigures
@@ -78,76 +78,14 @@ class Exposed(Generic[T]):
         return self if engine is None else self._of(engine._assembly)
 
 
+@with_keywords
 class Engine:
     """Train `model` with ZeRO stage `stage` over the dp axis of `mesh`.
 
     model         plain nn.Module or Hugging Face model; its parameters become views of unit storages. In a pipeline
                   this rank's layers of it become `engine.module`, and itself may not be used any more
-    precision     "fp32", "bf16", "fp16", "fp64", or a `zero3d.precision.Precision`
-    reduce_dtype  in which gradients are reduced: "fp32", "bf16", "fp16" or "fp64", none narrower than they are; they
-                  travel in a narrower one where nothing is rounded by that
-    optimizer     None (fused AdamW), a callable (parameters -> torch optimizer), or an optimizer
-                  already built on the model's parameters
-    scheduler     a callable (optimizer -> scheduler) or an object; stepped after applied steps
-    param_groups  [{"match": "*norm*|*.bias", "weight_decay": 0.0}, ...]: first match wins
-    clip_norm     largest global gradient norm, or None
-    accumulate    micro-batches per step, unless `backward(last=...)` says otherwise
-    loss          (output, batch) -> (sum of losses, weight), for `train_batch`
-    units         module classes or name patterns; None finds the repeated blocks
-    linear        "fp8": linear layers of blocks multiply in fp8, by torchao, on cards that do; weights, masters, sums
-                  and checkpoints are those of bf16. `engine.notes` says which do. None: as they are
-    compile       torch.compile each block's own forward: True (inductor), a backend's name, or torch.compile's options.
-                  Kernels that are fused round otherwise; blocks that are compiled already stay so
-    release       "auto" | "every_use" | "every_step": gathered parameters at stage 3
-    reduce        "auto" | "every_micro_batch" | "every_step": when gradients are reduced; stages that reduce at the
-                  same moments give the same bits ("auto": stages 0, 1 every step, 2, 3 every micro-batch)
-    reduce_scatter  "auto" | "native" | "all-to-all": how they are summed over dp. "native": by the backend, in
-                  `reduce_dtype`; "all-to-all": those in 16 bits, as gradients of one micro-batch may be, are sent as
-                  terms and added in rank order, others are the backend's. "auto": on NCCL all-to-all where dp is on one
-                  host, or has at most two ranks on each, else native; on gloo in rank order up to 8 ranks
-    schedule      of a pipeline (mesh.pp > 1): gpipe, 1f1b (None), interleaved, zero-bubble or zbv; for train_batch
-    master        "fp32" | "split": of bf16 weights. "split": weight and a 16-bit remainder are the fp32 master, bit for
-                  bit, which is not stored: 10 bytes of optimizer states per parameter for 12, and the same training
-    offload       what leaves the device, and where to: a `zero3d.Offload`, or a mapping of its keys such as
-                  {"optimizer": "host"}; None keeps everything on the device. The bits of training are the same at every
-                  place, but with moments="bf16". `engine.offload` has what "auto" became, `engine.offload_why` lines
-                  with its arithmetic
-    exact         the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches,
-                  numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`
-    blocks        name of the list of blocks that a pipeline cuts, such as "model.layers"; None finds it
-    tp_plan       {pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)
-    sequence_parallel  cut activations between blocks over tp, too, along the sequence
-    ep_plan       {pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)
-    sp_kind       "auto" | "heads" | "gather": how attention is shared out where ranks have parts of sequences
-                  (mesh.sp): heads of whole sequences, or rows, to which keys and values are gathered
-    sp_mask_budget  bytes, or a text such as "4GB": of one mask of whole sequences, where they are shared out and
-                  padding, packing or a window make attention need one; a larger one is refused before it is made
-    experts       exact: a product for each rank whose tokens came, with the bits of ep=1; fast: one of all (ep > 1)
-    partition_activations  keep inputs of recomputed blocks in parts over tp, and gather them before recomputation
-    gather_budget  bytes, or a text such as "64MB": a linear layer or embedding whose weight takes more is gathered and
-                  multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles
-    gather_wire   "same" | "int8": how weights travel when they are gathered at stage 3. "int8": in blocks of 256 with a
-                  scale each, 0.51 of bf16's bytes; forwards, evaluations and generation compute with what is decoded,
-                  the same on all ranks. Masters, checkpoints, exports and `full_params()` have the weights themselves
-    second_shard  so many neighbours on dp ("node": the ranks of a host) keep a second shard of gathered weights at
-                  stage 3: only the first gather of a unit after an update leaves them. The same bits
-    slow_wire     "same" | "bf16" | "int8" | "int4": how sums of gradients travel between copies of shards, where mesh
-                  has shard=; each rank's term is coded once, sums are in fp32 and equal on all ranks
-    slow_rounding "nearest" | "stochastic": how codes of int8 and int4 round
-    communicators 1 | 2: process groups of an axis. 2: one for gathers, one for reductions, which then overlap; 1: one
-                  for both, in one order on all ranks, and with less device memory: a unit is then reduced when
-                  backward has left its modules, or at its end. None: 2, and 1 on ROCm and where the environment has
-                  CUDA_DEVICE_MAX_CONNECTIONS=1, alike on all ranks. The same bits
-    replay        K: in every K-th step of `train_batch` a neighbour over dp, or this rank where it has none, computes
-                  one of its micro-batches once more, and CorruptionError names the culprit where a bit of a gradient
-                  differs; on a GPU after `zero3d.make_deterministic()`. 0: never
-    tiled_loss    compute the loss of a Hugging Face causal language model tile by tile: logits of the whole vocabulary
-                  are never there, nor in its output, in a forward with labels
-    ema           decay of an exponential moving average of the masters, which `averaged()` shows: 4 bytes more per
-                  trainable parameter and rank, over dp at stages 1 to 3. None: there is none
-    expert_bias_rate  by how much a step moves the bias of routers that have one (`expert_parallel.load`); 0: not at all
-    weights       values of parameters on the meta device (`zero3d.models.open.open_model` gives both): every
-                  rank reads only what it holds
+    mesh          the ranks, by axis: a `zero3d.Mesh`; None makes one whose ranks are all data-parallel
+    {keywords}
 
     Every rank must build it with the same arguments; rank 0's weights and buffers win, and of the ranks that
     share layers over tp the first one's random state: seed them alike afterwards, too. Over tp `engine.module`
@@ -245,46 +183,27 @@ class Engine:
         ema: float | None = None,
         expert_bias_rate: float = 0.0,
     ) -> None:
-        options = Options(
-            ModelOptions(precision, weights, units, compile, linear),
-            spec.Zero(
-                stage=stage,
-                reduce_dtype=reduce_dtype,
-                release=release,
-                reduce=reduce,
-                reduce_scatter=reduce_scatter,
-                master=master,
-                gather_budget=gather_budget,
-                gather_wire=gather_wire,
-                second_shard=second_shard,
-                slow_wire=slow_wire,
-                slow_rounding=slow_rounding,
-                communicators=communicators,
-                exact=exact,
-            ),
-            spec.Offload.of(offload),
-            spec.Mesh(
-                experts=experts,
-                sp_kind=sp_kind,
-                sp_mask_budget=sp_mask_budget,
-                ep_plan=ep_plan,
-                schedule=schedule,
-                tp_plan=tp_plan,
-                sequence_parallel=sequence_parallel,
-                partition_activations=partition_activations,
-                blocks=blocks,
-            ),
-            OptimizerOptions(optimizer, scheduler, param_groups, clip_norm, ema, expert_bias_rate),
-            StepOptions(accumulate, loss, tiled_loss, replay),
-        )
-        self._assembly = assembly = assemble(model, mesh, options)
+        given = locals()
+        options = Options.of({name: given[name] for name in KEYWORDS})
+        self._open(assemble(model, mesh, options), mesh is None)
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: Mesh, options: Options) -> Self:
+        """Build one of settings that are a record already, as those of a file are. Raises what `Engine(...)` does."""
+        engine = cls.__new__(cls)
+        engine._open(assemble(model, mesh, options), False)
+        return engine
+
+    def _open(self, assembly: Assembly, opened: bool) -> None:
+        """Begin with parts that are built. opened: the engine has made its mesh."""
+        self._assembly = assembly
         saves = open_saves(assembly.base)
         self._unsharded = Unsharded(assembly, saves)
         self.checkpoints = Checkpoints(assembly, self._unsharded, saves)
         self._streams = WeightStreams(assembly, self._unsharded)
         self._counts = Counts(assembly.base.resolved.mesh)
         self.last_step: StepResult | None = None
-        self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), mesh is None
+        self._last, self._opened = _flush_in_the_end(self, assembly.runtime.optimizer), opened
 
     def close(self) -> None:
         """End training, and give the model back as a plain one, with all memory, threads and files of the engine.

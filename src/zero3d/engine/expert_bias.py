@@ -27,11 +27,11 @@ class ExpertBias(Feature):
 
     @classmethod
     def check(cls, model: nn.Module, mesh: Mesh, options: Options) -> None:
-        check_bias(model, options.optimizer.expert_bias_rate, options.step.replay)
+        check_bias(model, options.expert_bias_rate, options.replay)
 
     @classmethod
     def opened(cls, built: Built) -> Self:
-        base, rate = built.base, built.base.options.optimizer.expert_bias_rate
+        base, rate = built.base, built.base.options.expert_bias_rate
         partition = base.partition
         load = ExpertLoad(partition.chunks, partition.expert_layers, base.axes.dp, rate)
         return cls(load, built.runtime.optimizer)

@@ -15,7 +15,7 @@
                            traffic         what it sends in a step
 
 Every method does nothing unless a feature overrides it. `features.py` has the rows, and what their order means. To add
-a feature: its file, its option (options.py, and the section of a file that has it), its row.
+a feature: its file, its keyword (options.py, or the section of a file that has it), its row.
 
 No feature: what a step cannot do without (gradients, the norm, the loss scale, the schedule, recomputed inputs,
 states off the device), since each takes part in the order of collectives or buffers at more moments than these; and

@@ -144,21 +144,21 @@ class Foundation:
             keep_parameters(model)
         if resolved.precision.name == "fp64":
             compute_in_fp64(model)
-        notes = () if options.model.linear is None else (str(use_fp8(model)),)
-        if (compiles := compile_options(options.model.compile)) is not None:
+        notes = () if options.linear is None else (str(use_fp8(model)),)
+        if (compiles := compile_options(options.compile)) is not None:
             compile_blocks(model, **compiles)
         partition = partition_model(model, resolved, options, axes.tp, axes.ep, axes.ledger)
-        if options.model.weights is not None:
+        if options.weights is not None:
             for root in (model, *partition.chunks.values()):
                 hollow(root)
         order = choose_order(
-            resolved, options.zero.exact, options.step.accumulate, axes.dp, axes.world, partition.experts.anywhere
+            resolved, options.zero.exact, options.accumulate, axes.dp, axes.world, partition.experts.anywhere
         )
         speaks = resolved.mesh.rank == 0
         sequence = None
         if resolved.mesh.sp > 1:
             sequence = _share_sequences(partition, axes.folds["sp"], options, resolved.positions, speaks)
-        done = replace(options, model=replace(options.model, weights=None))  # a source keeps the last weights it made
+        done = replace(options, weights=None)  # a source keeps the last weights it made
         return cls(done, resolved, axes, partition, order, sequence, notes, numbers)
 
     @property

@@ -28,7 +28,7 @@ def _exchanges(base: Foundation, optimizer: ShardedOptimizer, torch_optimizer: M
 
     Raises ConfigError for matrices that are gathered in tiles.
     """
-    rule = base.options.optimizer.optimizer
+    rule = base.options.optimizer
     assert isinstance(rule, MuonRule)
     full = base.partition.full_model
     torch_optimizer.table = describe(full.shapes, full.trainable, base.resolved.matrices)

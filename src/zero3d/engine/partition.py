@@ -82,7 +82,7 @@ def partition_model(
         places |= {name: places[tile.owner] for name, tile in tiles.items()}
         cuts |= {name: cuts[tile.owner] for name, tile in tiles.items() if tile.owner in cuts}
         partial |= {name for name, tile in tiles.items() if tile.owner in partial}
-    if options.step.tiled_loss:
+    if options.tiled_loss:
         install_tiled_loss(chunks, mesh.axis("tp"), ledger, cuts)
     share_random_state(tp)
     regions = [region for one in sharded for region in one.regions]
@@ -106,7 +106,7 @@ def _cut_over_tp(
 ) -> list[Sharded]:
     """Replace parameters by this tp rank's slices of them; experts that ep shares out stay whole."""
     plan, sequence = dict(options.mesh.tp_plan or {}) | whole_over_tp(whole), options.mesh.sequence_parallel
-    local_logits, parts = options.step.loss is None, parts_activations(options.mesh)
+    local_logits, parts = options.loss is None, parts_activations(options.mesh)
     return [
         parallelize(chunk, axis, ledger, plan, sequence=sequence, local_logits=local_logits, parts=parts)
         for chunk in (chunks.values() if axis.size > 1 else ())

@@ -132,7 +132,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
         resolved.groups.groups,
         axes.dp,
         axes.arena,
-        base.options.optimizer.clip_norm,
+        base.options.clip_norm,
         model_group,
     )
     if tiers is not None:
@@ -147,7 +147,7 @@ def start(base: Foundation, units: list[Unit], uses: Uses, tiers: Tiers | None) 
     reductions.updates, reductions.applied = optimizer.updates, lambda: optimizer.applied
     loss_scale = LossScale(precision)
     per_micro_batch, draw = policy.often, None if pipelined else order.draw
-    accumulation = Accumulation(base.options.step.accumulate, per_micro_batch, precision.scales_loss, draw)
+    accumulation = Accumulation(base.options.accumulate, per_micro_batch, precision.scales_loss, draw)
     by_name = {unit.name: unit for unit in units}
     used = {module: [by_name[name] for name in names] for module, names in uses.items()}
     for module, needed in used.items():

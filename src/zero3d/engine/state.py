@@ -76,11 +76,11 @@ def _about(assembly: Assembly) -> dict[str, Any]:
     about: dict[str, Any] = {
         "stage": policy.row.number,
         "reduce": policy.reduce,
-        "accumulate": options.step.accumulate,
+        "accumulate": options.accumulate,
         MICRO_BATCHES: assembly.runtime.accumulation.usual,
         **mesh.degrees._asdict(),
         "chunks": _chunks(base.resolved.schedule, mesh.pp),
-        "units": None if options.model.units is None else ", ".join(sorted(map(name_of, options.model.units))),
+        "units": None if options.units is None else ", ".join(sorted(map(name_of, options.units))),
         "precision": base.resolved.precision.name,
         "wire": dtype_name(torch_dtype(policy.wire)),
         "algorithm": base.axes.dp.algorithm,
@@ -91,14 +91,14 @@ def _about(assembly: Assembly) -> dict[str, Any]:
         LEAVES: None if summands is None else summands.per_batch,
         "moments": options.offload.moments if base.resolved.groups.block == GROUP else "int8",
         "updates": _updates(assembly),
-        "tiled_loss": options.step.tiled_loss,
+        "tiled_loss": options.tiled_loss,
         "gather_budget": options.gather_budget,
         "attention": _attention(assembly),
         "sp_kind": "heads" if base.sequence is None or base.sequence.by_heads(mesh.tp) else "gather",
         "sp_masks": USUAL["sp_masks"] if base.sequence is None else base.sequence.masks,
         "compiled": any(map(is_compiled, base.partition.module.modules())),
         "groups": _groups(base.resolved),
-        "loss": None if options.step.loss is None else name_of(options.step.loss),
+        "loss": None if options.loss is None else name_of(options.loss),
         "loss_scale": _loss_scaling(base.resolved.precision),
         OPTIONS: options_of(optimizer.torch.param_groups),
         SCHEDULER: schedule_of(assembly.stepper.scheduler),
@@ -124,9 +124,9 @@ def _values(options: Options, mesh: Mesh, clip_norm: float | None) -> dict[str, 
                 values[noted_as(section, each.name)] = getattr(record, each.name) if there else each.default
     if mesh.ep == 1:
         values["experts"] = USUAL["experts"]
-    rate = float(options.optimizer.expert_bias_rate)
+    rate = float(options.expert_bias_rate)
     norm = None if clip_norm is None else float(clip_norm)  # 1 is 1.0
-    values |= {"clip_norm": norm, "linear": options.model.linear, "expert_bias_rate": rate}
+    values |= {"clip_norm": norm, "linear": options.linear, "expert_bias_rate": rate}
     return {name: as_noted(value) for name, value in values.items()}
 
 

@@ -26,7 +26,7 @@ from zero3d.pipeline.schedules import DEFAULT
 from zero3d.plan.constants import constant
 from zero3d.spec.mesh import Mesh
 from zero3d.spec.optimizer import ADAMW
-from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords
+from zero3d.spec.sections import SECTIONS, Spec, by_section, keywords, placed
 from zero3d.spec.tiers import HOST, TIERS, Figure
 
 KINDS = ("embedding", "block", "head")
@@ -379,7 +379,7 @@ class ParallelPlan(Spec):
             raise ConfigError(
                 "dataclasses.replace(plan, ...) takes whole sections: plan.replace(...) changes single keys."
             )
-        made = {**plain, **by_section(settings, PLAN_KEYWORDS, plain)}
+        made = {**plain, **by_section(placed(settings, PLAN_KEYWORDS), plain)}
         unknown = [key for key in (*Degrees._fields, "schedule") if getattr(made["mesh"], key) is None]
         if unknown:
             made["mesh"] = replace(made["mesh"], **{key: getattr(plain["mesh"], key) for key in unknown})
@@ -399,7 +399,7 @@ class ParallelPlan(Spec):
         made = object.__new__(ParallelPlan)
         now = {**vars(self)}
         now.pop("_hash", None)  # of this plan
-        vars(made).update(now | by_section(settings, PLAN_KEYWORDS, now))
+        vars(made).update(now | by_section(placed(settings, PLAN_KEYWORDS), now))
         return made
 
     @property

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from zero3d import spec
 from zero3d.activations import prepare_blocks
 from zero3d.config import Config, load, offload_of, resolve_batch, to_dict, zero_of
 from zero3d.distributed.degrees import FOLDS
 from zero3d.distributed.mesh import Mesh
 from zero3d.engine.engine import Engine
+from zero3d.engine.options import Options
 from zero3d.models.open import Opened
 from zero3d.models.trained import open_trained
 from zero3d.precision import LossScaling, Precision
@@ -31,13 +33,10 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
     model = opened.module
     torch.manual_seed(config.seed * 1_000_003 + mesh.rank // mesh.tp)  # dropout differs but between tp ranks
     prepare_blocks(model, config.activations, compile="inductor" if config.train.compile else None)
-    return Engine(
-        model,
-        mesh=mesh,
-        **zero_options(config, mesh),
-        **_axis_options(config, mesh),
-        experts=config.mesh.experts,
-        partition_activations=config.mesh.partition_activations,
+    options = Options(
+        zero=fitting_zero(config, mesh),
+        offload=offload_of(config),
+        mesh=used_axes(config, mesh),
         precision=precision_of(config),
         optimizer=optimizer_of(config.optimizer),
         scheduler=scheduler(config.schedule, steps, config.optimizer.lr),
@@ -45,18 +44,18 @@ def build_engine(config: Config, opened: Opened, mesh: Mesh, accumulate: int, st
         clip_norm=config.optimizer.clip_norm,
         accumulate=accumulate,
         loss=own_loss(model),
-        offload=offload_of(config),
         linear=config.model.linear,
+        weights=opened.weights,
         tiled_loss=choose_loss(config, model, mesh).tiled,
         replay=config.health.replay,
         ema=config.train.ema,
         expert_bias_rate=config.train.expert_bias_rate,
-        weights=opened.weights,
     )
+    return Engine.of(model, mesh, options)
 
 
-def zero_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Return the options of section `zero`; what became of a second shard when dp shrank is said in a line."""
+def fitting_zero(config: Config, mesh: Mesh) -> spec.Zero:
+    """Return section `zero`; what became of a second shard when dp shrank is said in a line."""
     asked, zero = config.zero.second_shard, zero_of(config, mesh.degrees)
     if zero.second_shard != asked and mesh.rank == 0:
         axis = mesh.degrees.group("shard")
@@ -65,25 +64,26 @@ def zero_options(config: Config, mesh: Mesh) -> dict[str, Any]:
             f"health.min_ranks goes on with: it is {zero.second_shard or 'left out'}.",
             stacklevel=3,
         )
-    return vars(zero)
+    return zero
 
 
-def _axis_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Return the options of the axes that the mesh has; a file may have those of others, too."""
-    options: dict[str, Any] = {}
+def used_axes(config: Config, mesh: Mesh) -> spec.Mesh:
+    """Return section `mesh` without the settings of axes that the mesh does not have, which a file may have, too."""
+    section, default = config.mesh, spec.Mesh()
     names = {"pp": "pipeline", "tp": "tensor-parallel axis", **{fold.name: fold.what for fold in FOLDS}}
     for axis, what in names.items():
-        of_axis, default = config.mesh.options(axis), type(config.mesh)().options(axis)
-        unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value != default[key]]
         if mesh.degrees.size(axis) > 1:
-            options |= of_axis
-        elif unused and mesh.rank == 0:
+            continue
+        of_axis, usual = config.mesh.options(axis), default.options(axis)
+        unused = [f"mesh.{key}={value}" for key, value in of_axis.items() if value != usual[key]]
+        section = replace(section, **usual)
+        if unused and mesh.rank == 0:
             warnings.warn(
                 f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect: mesh.{axis} is 1, so there is "
                 f"no {what}; pass mesh.{axis}=2 or more for one.",
                 stacklevel=3,
             )
-    return options
+    return replace(section, **mesh.degrees._asdict())
 
 
 def precision_of(config: Config) -> Precision:

@@ -3,7 +3,7 @@
 zero      what data-parallel ranks shard, and how gradients are reduced
 mesh      degrees, and how pipeline, tensor and expert parallelism divide a model
 offload   what leaves the device
-sections  all of them as one record, and the section that a keyword of a plan belongs to
+sections  all of them as one record, and settings put into the section that declares them
 rules     what settings cannot be together, once for files, engines and plans
 tiers     a row for each place off the device: what may be kept there, its records, where it counts, how fast it is
 optimizer a row for each that a file may ask for: states, options, bytes that a step touches, what builds it

@@ -34,6 +34,7 @@ def key(
     axis: str = "",
     in_plan: bool | str = True,
     said: str = "",
+    keyword: str = "",
     **bounds: float,
 ) -> Any:
     """Declare a field: its default, what it means, what is allowed, and whether bits change with it.
@@ -44,13 +45,14 @@ def key(
     axis        without which (degree 1) it has no effect
     in_plan     whether a plan has it, or its keyword there if that is not the field's name
     said        in a few words, for tables of plans: what it is where it is not by default, with {} for the value
+    keyword     what it means as a keyword of an Engine, where the text speaks to those who write files
     bounds      least, most: closed; above, below: open
     """
     assert bounds.keys() <= set(BOUNDS), f"bounds are {', '.join(BOUNDS)}, not {', '.join(bounds)}"
     limits = dict.fromkeys(BOUNDS) | bounds
     reason = Bits(bits, usual=default) if isinstance(bits, str) else bits
     metadata = {"text": text, "bits": reason, "choices": choices, **limits}
-    metadata |= {"axis": axis, "in_plan": in_plan, "said": said}
+    metadata |= {"axis": axis, "in_plan": in_plan, "said": said, "keyword": keyword}
     return field(default=default, metadata=metadata)
 
 

@@ -73,6 +73,7 @@ class Mesh:
         bits="other modules are experts",
         axis="ep",
         in_plan=False,
+        keyword="{pattern: style} over the model's own plan of experts (mesh.ep > 1; `expert_parallel.plan`)",
     )
     schedule: str | None = key(
         None,
@@ -80,6 +81,7 @@ class Mesh:
         bits=FACTS["chunks"],
         choices=SCHEDULES,
         axis="pp",
+        keyword="of a pipeline (mesh.pp > 1), by default 1f1b; for `train_batch`",
     )
     tp_plan: Mapping[str, str] | None = key(
         None,
@@ -87,6 +89,7 @@ class Mesh:
         bits="matrix products have other shapes",
         axis="tp",
         in_plan=False,
+        keyword="{pattern: style} over the model's own tensor-parallel plan (mesh.tp > 1; `tensor_parallel.plan`)",
     )
     sequence_parallel: bool = key(
         False,

@@ -1,10 +1,12 @@
 """Puts the sections of a run into one record, and each setting into the section that declares it. No torch.
 
-as in a file         keyword of a plan   field of the record
-zero.stage           stage               zero.stage
-offload.optimizer    offload             offload.optimizer, whose declaration says the keyword (`declaring.key`)
-zero.gather_budget   -                   zero.gather_budget, which no plan prices, as its declaration says
-optimizer.name       optimizer           optimizer: it has no section here
+as in a file         keyword of a plan   keyword of an Engine   field of the record
+zero.stage           stage               stage                  zero.stage
+offload.optimizer    offload             -                      offload.optimizer, whose declaration says the keyword
+offload              -                   offload                offload, whole
+zero.gather_budget   -                   gather_budget          zero.gather_budget, which no plan prices, as its
+                                                                declaration says
+optimizer.name       optimizer           optimizer              optimizer: it has no section here
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from zero3d.spec.zero import Zero
 
 SECTIONS: Mapping[str, type[Zero | Offload | Mesh]] = {"zero": Zero, "offload": Offload, "mesh": Mesh}
 Section = TypeVar("Section", Zero, Offload, Mesh)
-Keywords = Mapping[str, tuple[str, str]]  # by keyword of a plan: a field, and the key of the section that it is, or ""
+Place = tuple[str, str]  # of a setting in a record: a field, and a key of the section that the field is, or ""
+Keywords = Mapping[str, Place]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Spec:
 
 def keywords(spec: type[Spec]) -> Keywords:
     """Return the keywords of a plan that is such a record: for each the field, and the key of a section (or "")."""
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Place] = {}
     for each in fields(spec):
         for key in fields(SECTIONS[each.name]) if each.name in SECTIONS else ():
             in_plan = key.metadata["in_plan"]
@@ -110,33 +113,41 @@ def keywords(spec: type[Spec]) -> Keywords:
     return found
 
 
-def by_section(settings: Mapping[str, Any], known: Keywords, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as fields of a plan: keys change the section that is given beside them, or else that of `now`.
+def by_section(settings: Mapping[Place, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by field: keys change the section that is given beside them, or else that of `now`."""
+    found: dict[str, Any] = {}
+    changed: dict[str, dict[str, Any]] = {}
+    for (name, key), value in settings.items():
+        if key:
+            changed.setdefault(name, {})[key] = value
+        else:
+            found[name] = value
+    return found | {name: replace(found.get(name, now[name]), **keys) for name, keys in changed.items()}
+
+
+def placed(settings: Mapping[str, Any], known: Keywords) -> dict[Place, Any]:
+    """Return the settings of a plan by their places.
 
     settings  fields, sections whole, and keys of sections as keywords or as in a file
     known     `keywords`
 
     Raises ConfigError for what a plan does not have.
     """
-    found: dict[str, Any] = {}
-    changed: dict[str, dict[str, Any]] = {}
+    found: dict[Place, Any] = {}
     for name, value in settings.items():
         if name in SECTIONS and isinstance(value, SECTIONS[name]):
-            found[name] = value
+            found[name, ""] = value
             continue
-        field, key = known[name] if name in known else _as_in_a_file(name, known)
+        place = known[name] if name in known else _as_in_a_file(name, known)
         if not isinstance(value, (str, int, float)) and isinstance(value, Mapping):
             raise ConfigError(
                 f"{name}={short(value)!r} is a mapping: pass a zero3d.spec record, or each key by itself."
             )
-        if key:
-            changed.setdefault(field, {})[key] = value
-        else:
-            found[field] = value
-    return found | {name: replace(found.get(name, now[name]), **keys) for name, keys in changed.items()}
+        found[place] = value
+    return found
 
 
-def _as_in_a_file(name: str, known: Keywords) -> tuple[str, str]:
+def _as_in_a_file(name: str, known: Keywords) -> Place:
     section, _, last = name.rpartition(".")
     keyword = KEYWORDS.get(name, last)
     if section in SECTIONS and (section, last) in known.values():

@@ -23,12 +23,24 @@ class Zero:
         least=0,
         most=3,
     )
-    reduce_dtype: str = key("fp32", "dtype in which gradients are reduced", bits=FACTS["wire"], choices=PRECISIONS)
+    reduce_dtype: str = key(
+        "fp32",
+        "dtype in which gradients are reduced",
+        bits=FACTS["wire"],
+        choices=PRECISIONS,
+        keyword="in which gradients are reduced, none narrower than they are; they travel in a narrower one where "
+        "nothing is rounded by that",
+    )
     release: str = key(
         "auto", "when gathered parameters are released", bits=None, choices=("auto", "every_use", "every_step")
     )
     reduce: str = key(
-        "auto", "when gradients are reduced", bits=FACTS["reduce"], choices=("auto", "every_micro_batch", "every_step")
+        "auto",
+        "when gradients are reduced",
+        bits=FACTS["reduce"],
+        choices=("auto", "every_micro_batch", "every_step"),
+        keyword="when gradients are reduced; stages that reduce at the same moments give the same bits (auto: stages "
+        "0, 1 every step, 2, 3 every micro-batch)",
     )
     reduce_scatter: str = key(
         "auto",
@@ -36,6 +48,10 @@ class Zero:
         "the backend; auto: all-to-all if it sends no more bytes between hosts",
         bits=FACTS["algorithm"],
         choices=("auto", "native", "all-to-all"),
+        keyword="how they are summed over dp. native: by the backend, in `reduce_dtype`; all-to-all: those in 16 bits, "
+        "as gradients of one micro-batch may be, are sent as terms and added in rank order, others are the backend's. "
+        "auto: on NCCL all-to-all where dp is on one host, or has at most two ranks on each, else native; on gloo in "
+        "rank order up to 8 ranks",
     )
     master: str = key(
         "fp32",
@@ -50,6 +66,8 @@ class Zero:
         "gathered and multiplied in tiles; by default none",
         bits=FACTS["gather_budget"],
         in_plan=False,
+        keyword="bytes, or a text such as 64MB: a linear layer or embedding whose weight takes more is gathered and "
+        "multiplied in tiles of its rows, none of them larger. `named_parameters()` then has tiles",
     )
     gather_wire: str = key(
         "same",
@@ -58,6 +76,9 @@ class Zero:
         bits="weights are rounded differently on their way",
         choices=("same", "int8"),
         said="{} gathers",
+        keyword="how weights travel when they are gathered at stage 3. int8: in blocks of 256 with a scale each, 0.51 "
+        "of bf16's bytes; forwards, evaluations and generation compute with what is decoded, the same on all ranks. "
+        "Masters, checkpoints, exports and `full_params()` have the weights themselves",
     )
     second_shard: int | str | None = key(
         None,
@@ -95,6 +116,8 @@ class Zero:
         False,
         "the same bits at every dp that is a power of two up to 64; needs train.batch and train.micro_batch",
         bits=FACTS["leaves"],
+        keyword="the same bits at every dp (a power of two), stage and `reduce`, of one global list of micro-batches, "
+        "numbered as `exact.Summands` says; on a GPU after `zero3d.make_deterministic()`",
     )
 
     @property

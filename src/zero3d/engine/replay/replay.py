@@ -98,11 +98,11 @@ class Replay(Feature):
 
     @classmethod
     def check(cls, model: nn.Module, mesh: Mesh, options: Options) -> None:
-        check_replay(options.step.replay, mesh)
+        check_replay(options.replay, mesh)
 
     @classmethod
     def opened(cls, built: Built) -> Self | None:
-        every = built.base.options.step.replay
+        every = built.base.options.replay
         return cls(every, built) if every else None
 
     def _unlike(self) -> str | None:

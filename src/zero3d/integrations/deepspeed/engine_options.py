@@ -9,13 +9,6 @@ from zero3d.setup.build import precision_of
 
 
 def engine_options(settings: Config) -> dict[str, Any]:
-    """Return stage, precision, dtype of reductions, gathers, tiers and compilation as options of `zero3d.Engine`."""
-    return {
-        "stage": settings.zero.stage,
-        "precision": precision_of(settings),
-        "reduce_dtype": settings.zero.reduce_dtype,
-        "gather_wire": settings.zero.gather_wire,
-        "second_shard": settings.zero.second_shard,
-        "slow_wire": settings.zero.slow_wire,
-        "offload": offload_of(settings),
-    } | ({"compile": True} if settings.train.compile else {})
+    """Return section `zero`, precision, tiers and compilation as options of `zero3d.Engine`."""
+    compiled = {"compile": True} if settings.train.compile else {}
+    return {**vars(settings.zero), "precision": precision_of(settings), "offload": offload_of(settings)} | compiled
