@@ -5,8 +5,9 @@
 The model is that of dispatches.py: blocks so small that their step is what an engine's host does. A checkout has its
 ranks, in processes of their own, which sleep while those of another one have their turn.
 
-    seconds  of a rank's process, all its threads: the median over ranks and steps; waits take none
-    calls    Python functions of the engine that rank 0 enters: the same in every run
+    seconds  of a rank's process, all its threads: the median over turns of that over ranks and steps; waits take none
+    ratio    the median over turns of both checkouts' seconds: what else a machine does slows both
+    calls    Python functions of the engine that rank 0 enters: the same in every run but for which rank comes first
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class Rank:
             torch.manual_seed(0)
             self._variants[name] = build(name, dist.get_world_size(), Llama(blocks), peers=True)
         self._ids, self._targets = (torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device) for _ in range(2))
-        gc.disable()
 
     def source(self) -> str:
         """Return the folder of the engine's source."""
@@ -92,13 +92,17 @@ class Rank:
         return list(counted.values())
 
     def _step(self, name: str, around: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """Take one step of a variant, each phase of which is run by `around`."""
+        """Take one step of a variant, each phase of which is run by `around`; garbage is collected between steps."""
         trained = self._variants[name]
         gc.collect()
         dist.barrier()
-        loss: Tensor = around("forward", lambda: trained.forward(self._ids, self._targets))
-        around("backward", lambda: trained.backward(loss))
-        around("step", trained.step)
+        gc.disable()
+        try:
+            loss: Tensor = around("forward", lambda: trained.forward(self._ids, self._targets))
+            around("backward", lambda: trained.backward(loss))
+            around("step", trained.step)
+        finally:
+            gc.enable()
 
 
 @contextmanager
@@ -121,35 +125,49 @@ def ranks_of(checkout: Path, ranks: int, variants: Sequence[str], blocks: int) -
 def measure(
     variants: Sequence[str], ranks: int = 2, blocks: int = 32, against: Path | None = None, rounds: int = 30
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Return the median CPU seconds and the calls of each phase, by variant and checkout (`here`, `against`)."""
+    """Return the median CPU seconds and the calls of each phase and of all, by variant and checkout.
+
+    The other checkout is `against`; `ratio` is the median over turns of this one's seconds over that one's.
+    """
     checkouts = {"here": HERE} if against is None else {"here": HERE, "against": against}
     with ExitStack() as stack:
         crews = {
             place: stack.enter_context(ranks_of(folder, ranks, variants, blocks)) for place, folder in checkouts.items()
         }
-        steps: dict[tuple[str, str], list[list[float]]] = {(name, place): [] for name in variants for place in crews}
+        turns: dict[str, dict[str, list[list[float]]]] = {name: {place: [] for place in crews} for name in variants}
         for turn in range(rounds):
             for name in variants:
                 for place in list(crews)[:: -1 if turn % 2 else 1]:
-                    steps[name, place] += [step for each in crews[place].ask("seconds", name) for step in each]
-        return {
-            name: {
-                place: {
-                    "seconds": [median(phase) for phase in zip(*steps[name, place], strict=True)],
-                    "calls": crews[place].ask("calls", name)[0],
-                }
-                for place in crews
+                    steps = [[*step, sum(step)] for each in crews[place].ask("seconds", name) for step in each]
+                    turns[name][place].append(_medians(steps))
+        found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        for name, places in turns.items():
+            calls = {place: crews[place].ask("calls", name)[0] for place in crews}
+            found[name] = {
+                place: {"seconds": _medians(of_turns), "calls": [*calls[place], sum(calls[place])]}
+                for place, of_turns in places.items()
             }
-            for name in variants
-        }
+            if against is not None:
+                pairs = zip(places["here"], places["against"], strict=True)
+                ratios = [[a / b for a, b in zip(here, there, strict=True)] for here, there in pairs]
+                found[name]["ratio"] = {"seconds": _medians(ratios)}
+        return found
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [median(column) for column in zip(*rows, strict=True)]
 
 
 def show(found: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     """Return the figures as a table."""
-    lines = [f"{'':17} {'forward':>15} {'backward':>15} {'step':>15} {'all':>15}", f"{'':17}" + " ms CPU   calls" * 4]
+    phases = "".join(f"{phase:>16}" for phase in (*PHASES, "all"))
+    lines = [f"{'':17}{phases}", f"{'':17}" + "  ms CPU   calls" * 4]
     for name, places in found.items():
         for place, row in places.items():
-            columns = zip([*row["seconds"], sum(row["seconds"])], [*row["calls"], sum(row["calls"])], strict=True)
-            cells = (f"{1e3 * seconds:7.2f} {calls:7,}" for seconds, calls in columns)
-            lines.append(f"{name:8} {place:8} " + " ".join(cells))
-    return "\n".join(lines)
+            if place == "ratio":
+                cells = [f"{ratio:8.3f}{'':8}" for ratio in row["seconds"]]
+            else:
+                pairs = zip(row["seconds"], row["calls"], strict=True)
+                cells = [f"{1e3 * seconds:8.2f}{calls:8,}" for seconds, calls in pairs]
+            lines.append(f"{name:8} {place:8}" + "".join(cells))
+    return "\n".join(line.rstrip() for line in lines)
