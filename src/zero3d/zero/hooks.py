@@ -192,8 +192,11 @@ class Hooks:
                 self._reductions.arrivals.unheard.update(units)
                 return None
             given = args, kwargs
-            args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
-            if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
+            inputs = [t for t in tensors_in(given) if t.requires_grad]
+            if any(t.is_leaf for t in inputs):  # Note 1
+                args, kwargs = map_tensors(given, _unleaf)
+                inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            if inputs:
                 self._expect_end(units, call, inputs, given)
             else:
                 self._reductions.arrivals.unheard.update(units)
