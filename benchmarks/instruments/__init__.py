@@ -11,4 +11,6 @@ planted_between_ranks  faults that are put into zero3d, to see which instrument 
 races              streams, and whether what they do to the same memory is in an order
 traffic            bytes that a step moves between memory and a cache
 step_syncs         what a step of an engine costs in waits, in a process of its own
+dispatches         what a step has torch dispatch, beside FSDP2's and plain PyTorch's
+step_seconds       what a step takes of the host in CPU seconds and own calls, in turns with another checkout
 """

@@ -7,6 +7,8 @@ fake one of `dp` ranks, whose peers are not there, so this runs anywhere in seco
 taken for NCCL's: the engine sends 16-bit gradients as terms, and adds them up itself. Not counted are views,
 allocations, reads of the host and marks of the profiler, which launch nothing. What torch does in one multi-tensor call
 (`_foreach`, `_fused`) and a collective count once each.
+
+With --seconds it measures what the phases take of the host, on two gloo ranks: step_seconds.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+BENCHMARKS = Path(__file__).resolve().parents[1]
 VARIANTS = ("plain", "fsdp2", "stage0", "stage1", "stage2", "stage3")
 HIDDEN, VOCABULARY, BATCH, LENGTH, STEPS = 64, 512, 2, 16, 3
 LAUNCH_NOTHING = {
@@ -119,10 +123,10 @@ def count(variant: str, dp: int = 8, blocks: int = 32) -> Step:
         gc.collect()
 
 
-def build(variant: str, dp: int, model: nn.Module) -> Trained:
-    """Return a variant's phases."""
+def build(variant: str, dp: int, model: nn.Module, peers: bool = False) -> Trained:
+    """Return a variant's phases. peers: its process group has them, and an engine reduces as it does on that."""
     if variant.startswith("stage"):
-        engine = _engine(model, int(variant[-1]))
+        engine = (_engine if peers else _peerless_engine)(model, int(variant[-1]))
         return Trained(engine, engine.backward, engine.step)
     if variant == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -135,6 +139,8 @@ def build(variant: str, dp: int, model: nn.Module) -> Trained:
         for block in model.inner.model.layers:  # type: ignore[union-attr]
             fully_shard(block, **shared)
         fully_shard(model, reshard_after_forward=False, **shared)
+    elif variant == "ddp":
+        model = nn.parallel.DistributedDataParallel(model.bfloat16())
     else:
         model = model.bfloat16()
     optimizer = adamw(model.parameters())
@@ -148,8 +154,13 @@ def build(variant: str, dp: int, model: nn.Module) -> Trained:
 
 
 def _engine(model: nn.Module, stage: int) -> Any:
-    """Return an engine that reduces as it does on NCCL; terms of absent peers are zeros."""
     from zero3d import Engine, Mesh
+
+    return Engine(model, stage=stage, mesh=Mesh(device="cpu"), precision="bf16", optimizer=adamw, clip_norm=1.0)
+
+
+def _peerless_engine(model: nn.Module, stage: int) -> Any:
+    """Return an engine that reduces as it does on NCCL; terms of absent peers are zeros."""
     from zero3d.distributed import algorithms, collectives
 
     class Peerless(algorithms.AllToAll):
@@ -172,7 +183,7 @@ def _engine(model: nn.Module, stage: int) -> Any:
         return algorithms.Fake(axis, arena)
 
     with mock.patch.object(collectives, "open_algorithm", open_algorithm):
-        return Engine(model, stage=stage, mesh=Mesh(device="cpu"), precision="bf16", optimizer=adamw, clip_norm=1.0)
+        return _engine(model, stage)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -181,18 +192,25 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    """Print a table, and write what was counted if asked."""
+    """Print a table, and write what was counted or measured if asked."""
     parser = argparse.ArgumentParser(description="Count what a training step has torch dispatch.")
-    parser.add_argument("--dp", type=int, default=8, help="ranks of the fake process group (default 8)")
+    parser.add_argument("--dp", type=int, help="ranks of the process group (default 8, with --seconds 2)")
     parser.add_argument("--blocks", type=int, default=32, help="blocks of the Llama (default 32)")
     parser.add_argument(
-        "--variants", type=lambda text: text.split(","), default=VARIANTS, help=f"some of {','.join(VARIANTS)}"
+        "--variants", type=lambda text: text.split(","), help=f"some of {','.join(VARIANTS)}; with --seconds ddp, too"
     )
+    parser.add_argument("--seconds", action="store_true", help="measure CPU seconds and own calls on gloo ranks")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="--seconds: of that checkout, too, in turns")
+    parser.add_argument("--rounds", type=int, default=30, help="--seconds: turns of each (default 30)")
     parser.add_argument("--json", type=Path, help="write the counts of every operation there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {variant: count(variant, options.dp, options.blocks) for variant in options.variants}
-    print(f"{'dp ' + str(options.dp):8} {'forward':>8} {'backward':>8} {'step':>6} {'all':>6}")
+    if options.seconds:
+        _measure(options)
+        return
+    dp = options.dp or 8
+    found = {variant: count(variant, dp, options.blocks) for variant in options.variants or VARIANTS}
+    print(f"{'dp ' + str(dp):8} {'forward':>8} {'backward':>8} {'step':>6} {'all':>6}")
     for variant, counted in found.items():
         print(
             f"{variant:8} {counted.forward.total:8,} {counted.backward.total:8,} {counted.step.total:6,} "
@@ -203,8 +221,19 @@ def main() -> None:
             variant: {phase: dict(getattr(counted, phase).by_name) for phase in Step._fields}
             for variant, counted in found.items()
         }
-        record = {"dp": options.dp, "blocks": options.blocks, "torch": torch.__version__, "dispatches": rows}
+        record = {"dp": dp, "blocks": options.blocks, "torch": torch.__version__, "dispatches": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    sys.path.append(str(BENCHMARKS))
+    from instruments.step_seconds import measure, show
+
+    dp = options.dp or 2
+    found = measure(options.variants or ("stage3", "ddp"), dp, options.blocks, options.against, options.rounds)
+    print(f"{dp} gloo ranks, {options.blocks} blocks, {options.rounds} turns\n{show(found)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"dp": dp, "blocks": options.blocks, "measured": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import adamw, batch, build, loss_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero3d
+from zero3d.distributed.axis import Axis, Call
 from zero3d.distributed.collectives import Comm
+from zero3d.watchdog.heartbeat import Heartbeat
 from zero3d.zero.optimizer import multiply, piece_norms
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from instruments.dispatches import Dispatches, count
+from instruments.dispatches import Dispatches, Step, count
+from instruments.step_seconds import Rank, show
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,40 @@ def test_terms_of_8_ranks_are_added_up_in_8_launches_a_unit(stage3):
 def test_all_phases_but_the_sums_of_terms_are_fewer_launches_than_fsdp2_s(stage3):
     """On NCCL its sums are the backend's, of 4 bytes a gradient for 2."""
     assert stage3.total - 8 * (32 + 3) <= count("fsdp2").total
+
+
+def test_the_seconds_and_own_calls_of_a_step_are_told_by_phase():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        rank = Rank(torch.device("cpu"), ["stage3"], 1)
+        rank.warm_up()
+        calls, seconds = rank.calls("stage3"), rank.seconds("stage3")
+    finally:
+        dist.destroy_process_group()
+    assert len(calls) == len(Step._fields)
+    assert min(calls) > 50
+    assert [len(step) for step in seconds] == [len(Step._fields)] * len(seconds)
+    row = {"seconds": [*seconds[0], sum(seconds[0])], "calls": [*calls, sum(calls)]}
+    told = show({"stage3": {"here": row, "ratio": {"seconds": [1.0] * 4}}})
+    assert f"{sum(calls):,}" in told.splitlines()[-2]
+
+
+def test_what_guards_a_collective_is_one_function_and_two_of_the_heartbeat():
+    """A step makes several hundred of them on the host: what each enters is what they cost."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(Path(zero3d.__file__).parent)):
+            entered.append(frame.f_code.co_name)
+
+    call = Call(Axis("dp", 0, 2, heartbeat=Heartbeat(None)), None, "all_gather", "a", 1)
+    call.run(int)  # names are packed once
+    sys.setprofile(note)
+    try:
+        call.run(int)
+    finally:
+        sys.setprofile(None)
+    assert entered == ["run", "enter", "leave"]
 
 
 def counted(engine, run):

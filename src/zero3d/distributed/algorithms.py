@@ -63,7 +63,7 @@ class Native:
         received = self._borrow(full, full.numel(), full.dtype)
 
         def finish() -> None:
-            take(list(received.view(self._size, -1)))
+            take(list(received.view(self._size, -1).unbind()))
             self._give_back([received])
 
         raw = received.view(torch.uint8), full.view(torch.uint8)
@@ -161,7 +161,7 @@ class Pairwise(Native):
 
     def all_gather(self, call: Call, full: Tensor, shard: Tensor | None = None) -> Pending:
         """Send this rank's slot to all others and receive theirs in place."""
-        slots = list(full.view(self._size, -1))
+        slots = list(full.view(self._size, -1).unbind())
         if shard is not None:
             slots[self._rank].copy_(shard)
         return Pending(self._swap(call, [slots[self._rank]] * self._size, slots))
@@ -173,7 +173,7 @@ class Pairwise(Native):
         sends, staged = self._cast(full, wire)
         slot = full.view(self._size, -1)[self._rank]
         received = self._borrow(full, full.numel() - slot.numel(), wire)
-        terms = list(received.view(self._size - 1, -1))
+        terms = list(received.view(self._size - 1, -1).unbind())
         terms.insert(self._rank, slot if wire.itemsize >= slot.dtype.itemsize else slot.to(wire))
         arrived = self._swap(call, sends, terms)
 
@@ -217,7 +217,7 @@ class Pairwise(Native):
 
     def _cast(self, full: Tensor, wire: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Return the slots as they travel, and the buffer that holds them if they had to be cast."""
-        slots = list(full.view(self._size, -1))
+        slots = list(full.view(self._size, -1).unbind())
         if full.dtype == wire:
             return slots, []
         buffer = self._borrow(full, full.numel() - slots[0].numel(), wire)

@@ -119,30 +119,34 @@ class Axis:
 
     def call(self, op: str, unit: str, call: Callable[[], Any], number: int = 0, peer: int | None = None) -> Any:
         """Run a torch.distributed call; a timeout or a lost peer becomes an error that says where."""
-        with self.inside(op, unit, number, peer):
-            return self.guarded(op, unit, call, peer)
+        return Call(self, None, op, unit, number).run(call, peer)
 
     def guarded(self, op: str, unit: str, call: Callable[[], Any], peer: int | None = None) -> Any:
-        """Run what makes torch.distributed calls, among others, with the same errors."""
+        """Run what makes torch.distributed calls, among others, with the same errors; the heartbeat is not told."""
         begun = time.monotonic()
         try:
             return call()
         except RuntimeError as error:
-            waited = time.monotonic() - begun
-            whom = "" if peer is None else f" for rank {peer} of that axis"
-            phase = "" if self.heartbeat is None else self.heartbeat.long_phase
-            what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}" * bool(phase)
-            rank = f"rank {self.rank} of axis {self.name}"
-            early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
-            where = f"{self._waited(waited)}{whom} in {what}"
-            lost = _lost(where, error, early, phase)
-            if lost is None:
-                raise
-            if (known := self.out_of_order(f"{rank} waited{whom} in {what}")) is not None:
-                raise known from error
-            if isinstance(lost, OrderError) and (told := self._peers(op)):
-                lost.args = (f"{lost} {told}",)
-            raise lost from error
+            self.raise_if_lost(error, begun, op, unit, peer)
+            raise
+
+    def raise_if_lost(self, error: RuntimeError, begun: float, op: str, unit: str, peer: int | None) -> None:
+        """Raise the error that says where, if a call that began at a moment of `time.monotonic` has lost a peer."""
+        waited = time.monotonic() - begun
+        whom = "" if peer is None else f" for rank {peer} of that axis"
+        phase = "" if self.heartbeat is None else self.heartbeat.long_phase
+        what = (op if unit == "-" else f"{op} of unit {unit!r}") + f", in phase {phase}" * bool(phase)
+        rank = f"rank {self.rank} of axis {self.name}"
+        early = f"{rank} began {what} after a peer had given up waiting" if waited < AT_ONCE else ""
+        where = f"{self._waited(waited)}{whom} in {what}"
+        lost = _lost(where, error, early, phase)
+        if lost is None:
+            return
+        if (known := self.out_of_order(f"{rank} waited{whom} in {what}")) is not None:
+            raise known from error
+        if isinstance(lost, OrderError) and (told := self._peers(op)):
+            lost.args = (f"{lost} {told}",)
+        raise lost from error
 
     def out_of_order(self, where: str = "") -> OrderError | None:
         """Return the error of ranks that can never meet, if that is known; where: what this rank did, to ask others."""
@@ -246,8 +250,22 @@ class Call(NamedTuple):
     number: int = 0
 
     def run(self, call: Callable[[], Any], peer: int | None = None) -> Any:
-        """Run a torch.distributed call, perhaps for one peer; a timeout or a lost peer becomes an error."""
-        return self.axis.call(self.op, self.unit, call, self.number, peer)
+        """Run a torch.distributed call, perhaps for one peer; a timeout or a lost peer becomes an error.
+
+        All that guards a call is in this one frame: a step makes several hundred.
+        """
+        axis, op, unit, number = self.axis, self.op, self.unit, self.number
+        heartbeat, begun = axis.heartbeat, time.monotonic()
+        if heartbeat is not None:
+            heartbeat.enter(axis.name, op, unit, number, peer)
+        try:
+            return call()
+        except RuntimeError as error:
+            axis.raise_if_lost(error, begun, op, unit, peer)
+            raise
+        finally:
+            if heartbeat is not None:
+                heartbeat.leave()
 
     def wait(self, call: Callable[[], Any], peer: int | None = None) -> Any:
         """Run one that ends when peers have come to the same operation, on gloo, where the host waits in it."""

@@ -32,8 +32,9 @@ class Ledger:
         """Add one call that moves `elements` of `width` bytes."""
         self.last[axis] = op, unit
         row = self._rows.setdefault((op, axis, unit), [0, 0, 0])
-        for i, change in enumerate((1, elements, elements * width)):
-            row[i] += change
+        row[0] += 1
+        row[1] += elements
+        row[2] += elements * width
 
     def widen(self, op: str, axis: str, unit: str, elements: int, width: int) -> None:
         """Add what the same call moves in another width."""

@@ -74,8 +74,8 @@ class Arena:
     def __init__(self, device: torch.device, place: str = "device") -> None:
         self.device = device
         self.place = place
-        self._live: dict[str, Fraction] = {}
-        self._peak: dict[str, Fraction] = {}
+        self._live: dict[str, Fraction | int] = {}  # a transient buffer's are whole: Fractions take longer to add
+        self._peak: dict[str, Fraction | int] = {}
         self._stuck: set[int] = set()
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self.stream: AbstractContextManager[object] = (
@@ -84,10 +84,10 @@ class Arena:
         self.used: GivenBack | None = None  # what a side stream gives back goes here
 
     def _account(self, category: str, change: Fraction | int) -> None:
-        live = self._live.get(category, Fraction(0)) + change
+        live = self._live.get(category, 0) + change
         assert live >= 0, f"arena: {category} fell below zero"
         self._live[category] = live
-        self._peak[category] = max(self._peak.get(category, Fraction(0)), live)
+        self._peak[category] = max(self._peak.get(category, 0), live)
 
     def allocate(self, category: str, elements: int, used: Fraction | int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed flat buffer for model states, `used` of its `elements` standing for parameters."""
@@ -169,11 +169,11 @@ class Arena:
 
     def live(self, category: str) -> Fraction:
         """Return the bytes held now."""
-        return self._live.get(category, Fraction(0))
+        return Fraction(self._live.get(category, 0))
 
     def peak(self, category: str) -> Fraction:
         """Return the most bytes held at any instant since the last `reset_peaks`."""
-        return self._peak.get(category, Fraction(0))
+        return Fraction(self._peak.get(category, 0))
 
     def reset_peaks(self) -> None:
         """Start measuring peaks anew."""

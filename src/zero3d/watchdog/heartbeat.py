@@ -104,13 +104,23 @@ class Heartbeat:
 
     def inside(self, axis: str, op: str, unit: str, number: int = 0, peer: int | None = None) -> Self:
         """Say that this rank begins a call that may wait for peers, or for one; leaving the context says it is over."""
+        self.enter(axis, op, unit, number, peer)
+        return self
+
+    def enter(self, axis: str, op: str, unit: str, number: int, peer: int | None) -> None:
+        """Say that this rank begins such a call."""
         memory, key = self._memory, (axis, op, unit)
         names = self._names.get(key) or self._named(key)
         sequence, depth = _HEAD.unpack_from(memory, 0)
         _HEAD.pack_into(memory, 0, sequence | 1, depth + 1)
         _OF_CALL.pack_into(memory, _CALL, number, ALL if peer is None else peer, names)
         _NUMBER.pack_into(memory, 0, (sequence | 1) + 1)
-        return self
+
+    def leave(self) -> None:
+        """Say that the call is over that began last."""
+        sequence, depth = _HEAD.unpack_from(self._memory, 0)
+        _HEAD.pack_into(self._memory, 0, sequence | 1, depth - 1)
+        _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
 
     def __enter__(self) -> Self:
         return self
@@ -118,9 +128,7 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sequence, depth = _HEAD.unpack_from(self._memory, 0)
-        _HEAD.pack_into(self._memory, 0, sequence | 1, depth - 1)
-        _NUMBER.pack_into(self._memory, 0, (sequence | 1) + 1)
+        self.leave()
 
     def next_message(self, axis: str, op: str, what: str, peer: int) -> None:
         """Say which message of a peer comes next; whether this rank waits for it, its stack tells."""

@@ -24,8 +24,8 @@ Note 3, embeddings. Their backward needs indices only, so they take no backward 
 Note 4, the end-of-backward callback is queued from the root's output: queued elsewhere it would
 fire at the end of a reentrant checkpoint's inner backward.
 Note 5, graphs that no backward goes through to its end (a replay's, one of split backwards). torch's hook on all of
-several tensors holds their nodes, which hold it: such a graph would stay, with its activations. Its hook on any does
-not, and for one tensor, as most blocks have, it is the same.
+several tensors holds their nodes, which hold it: such a graph would stay, with its activations. A hook on one tensor,
+as most blocks have, does not.
 Note 6, gradients of inputs (torch.autograd.grad, as for a penalty on them) reach no parameter: they count no
 micro-batch and reduce nothing. A schedule of a pipeline makes whole backwards of them, and says itself what they are.
 Note 7, torch's recomputation. Where no gradient came through the module's outputs, the weights that its second forward
@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -192,10 +192,11 @@ class Hooks:
                 self._reductions.arrivals.unheard.update(units)
                 return None
             given = args, kwargs
-            args, kwargs = map_tensors((args, kwargs), _unleaf)  # Note 1
-            if inputs := [t for t in tensors_in((args, kwargs)) if t.requires_grad]:
-                mode: Literal["any", "all"] = "any" if len(inputs) == 1 else "all"  # Note 5
-                register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode=mode)
+            inputs = [t for t in tensors_in(given) if t.requires_grad]
+            if any(t.is_leaf for t in inputs):  # Note 1
+                args, kwargs = map_tensors(given, _unleaf)
+                inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+            if inputs:
                 self._expect_end(units, call, inputs, given)
             else:
                 self._reductions.arrivals.unheard.update(units)
@@ -215,7 +216,7 @@ class Hooks:
                 self._gathers.release(unit, ("forward", call))
             outputs = [t for t in tensors_out(output) if t.requires_grad]
             if torch.is_grad_enabled() and needed_in_backward and outputs:
-                register_multi_grad_hook(outputs, lambda _: self._backward_needs(units, call), mode="any")
+                _on_gradient_of_any(outputs, lambda _: self._backward_needs(units, call))
 
         module.register_forward_pre_hook(untraced(begins), with_kwargs=True)
         module.register_forward_hook(untraced(ends), always_call=True)  # Note 2
@@ -225,8 +226,18 @@ class Hooks:
 
         inputs  that have gradients; given: what they are made of, where leaves are still leaves
         """
-        end = inputs[0] if len(inputs) == 1 else _latest(t for t in tensors_in(given) if t.requires_grad)
-        register_multi_grad_hook([inputs[0] if end is None else end], lambda _: self._left(units, call), mode="any")
+        if len(inputs) == 1:
+
+            def done_and_left(_: Tensor) -> None:
+                self._backward_done(units, call)
+                self._left(units, call)
+
+            end: Tensor | None = inputs[0]
+            _on_gradient_of_any(inputs, done_and_left)
+        else:
+            end = _latest(t for t in tensors_in(given) if t.requires_grad)
+            register_multi_grad_hook(inputs, lambda _: self._backward_done(units, call), mode="all")
+            _on_gradient_of_any([inputs[0] if end is None else end], lambda _: self._left(units, call))
         if end is None:
             self._reductions.arrivals.unclear.update(units)
         elif self.aside is None and torch._C._current_graph_task_id() == -1:
@@ -387,7 +398,7 @@ class Hooks:
             else:
                 self._through_root(fresh)
 
-        register_multi_grad_hook(outputs, begins, mode="any")
+        _on_gradient_of_any(outputs, begins)
 
     def _computes_gradients_of_inputs(self) -> bool:
         """Return whether what is under way are gradients of inputs: by torch.autograd.grad, or all else is frozen."""
@@ -525,6 +536,14 @@ def _is_torchs_recomputation() -> bool:
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module).forward is nn.Embedding.forward and len(list(module.parameters())) == 1
+
+
+def _on_gradient_of_any(tensors: Sequence[Tensor], call: Callable[[Tensor], None]) -> None:
+    """Call once in a backward, at the first gradient of these tensors: one tensor, as most blocks have, gets one."""
+    if len(tensors) == 1:
+        tensors[0].register_hook(call)  # type: ignore[no-untyped-call]
+    else:
+        register_multi_grad_hook(tensors, call, mode="any")
 
 
 def _latest(inputs: Iterable[Tensor]) -> Tensor | None:

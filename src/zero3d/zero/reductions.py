@@ -139,7 +139,8 @@ class Reductions:
                 "was summed (a block called twice in reentrant checkpoints): pass use_reentrant=False, or exact=False."
             )
         if grad is not None:
-            self._finish(unit)
+            if unit in self._in_flight:
+                self._finish(unit)
             unit.gradients.take(index, grad)
         ends_only = self.arrivals.at_module_ends
         if self.arrivals.take(unit, index) and self.due and not ends_only and self._next_is_not(unit):
@@ -191,7 +192,7 @@ class Reductions:
             unit = self._order[self._next]
             if unit.deferred:
                 return
-            if unit.trained and unit not in self._completed:  # of frozen ones nothing comes
+            if unit not in self._completed and unit.trained:  # of frozen ones nothing comes
                 if not self.arrivals.ends_elsewhere(unit):
                     return
                 self._completed.append(unit)
@@ -222,7 +223,7 @@ class Reductions:
             self._finish_oldest()
 
     def _finish(self, unit: Unit) -> None:
-        """Finish the sums up to a unit's, if that is under way; in a shared group they are gathered in their turns."""
+        """Finish the sums up to a unit's, which is under way; in a shared group they are gathered in their turns."""
         while unit in self._in_flight and not (self._shared and self._gathered):
             self._finish_oldest()
         for place in range(self._in_flight.index(unit) + 1 if unit in self._in_flight else 0):

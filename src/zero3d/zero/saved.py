@@ -162,7 +162,8 @@ class SavedWeights:
 
     def _unpack(self, saved: tuple[Tensor, int, Unit | None]) -> Tensor:
         value, version, unit = saved
-        self._gathered(value, unit)
+        if unit is not None:
+            self._gathered(value, unit)
         if value._version != version:  # Note 1
             raise RuntimeError(
                 f"one of the tensors needed for gradient computation has been modified by an inplace operation: "

@@ -56,29 +56,29 @@ class SideStream:
         """Whether there is a stream."""
         return self._stream is not None
 
-    @contextmanager
-    def issue(self, unit: str, *others: str) -> Iterator[None]:
-        """Enqueue on the side stream, after everything compute has enqueued so far.
+    def issue(self, unit: str, *others: str) -> AbstractContextManager[None]:
+        """Enqueue on the side stream inside, after everything compute has enqueued so far; on the CPU do nothing.
 
         others  units for which something is enqueued, too: who joins them waits for all of this
         """
         self.note("issue", unit)
-        if self._stream is None:
-            yield
-            return
+        return nullcontext() if self._stream is None else self._entered(self._stream, (unit, *others))
+
+    @contextmanager
+    def _entered(self, stream: torch.Stream, units: Sequence[str]) -> Iterator[None]:
         compute = torch.accelerator.current_stream(self._arena.device)
         self._issued += 1
         self._used.number = self._issued
         self._arena.stream, self._arena.used = Pool(compute), self._used
-        self._stream.wait_stream(compute)
+        stream.wait_stream(compute)
         try:
-            with self._stream:
+            with stream:
                 yield
         finally:
             self._arena.stream, self._arena.used = nullcontext(), None
             event = torch.Event(self._arena.device)
-            event.record(self._stream)
-            self._ends.update(dict.fromkeys((unit, *others), (self._issued, event)))
+            event.record(stream)
+            self._ends.update(dict.fromkeys(units, (self._issued, event)))
 
     def join(self, unit: str) -> None:
         """Let compute wait for what was enqueued for a unit, and what came before that, but for nothing behind it."""
