@@ -21,7 +21,7 @@ class Gradients:
         self._name, self._log, self.state, self.taken = name, log, State.EMPTY, []
         self.differs_on_copies = False
 
-    def take(self, index, grad):
+    def hold(self, index, grad):
         self.taken.append(index)
         self.differs_on_copies = self.has_copies
         self.state = State.FILLING

@@ -11,7 +11,7 @@ those before it. At most WINDOW are in flight.
 Shards of which others have copies are summed over these in that order, too, at most WINDOW at a time: each from when
 its reduction in the step's last backward is over, or at the boundary where no such backward was told of. The last
 WINDOW are waited for at the end of that backward. Gradients that come behind it are reduced and summed by themselves,
-and added (gradients.py, Note 4).
+and added (gradient_shards.py, Note 3).
 
 At stage 0 a sum is gathered when it has been waited for: when the window is full, or at the end. Sums end in the order
 in which they began, also where more gradients of a unit come while its sum is under way: ranks on which they come at
@@ -140,7 +140,7 @@ class Reductions:
             )
         if grad is not None:
             self._finish(unit)
-            unit.gradients.take(index, grad)
+            unit.gradients.hold(index, grad)
         ends_only = self.arrivals.at_module_ends
         if self.arrivals.take(unit, index) and self.due and not ends_only and self._next_is_not(unit):
             self._drain()
