@@ -124,8 +124,8 @@ class Reductions:
         self._completed.clear()
         self._done.clear()
 
-    def take(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
-        """Take one parameter's gradient, which autograd has finished; None where there is none.
+    def receive(self, unit: Unit, index: int, grad: torch.Tensor | None) -> None:
+        """Receive one parameter's gradient, which autograd has finished; None where there is none.
 
         index  of the parameter; those of a unit's second source follow those of its first
         """
@@ -142,7 +142,7 @@ class Reductions:
             self._finish(unit)
             unit.gradients.hold(index, grad)
         ends_only = self.arrivals.at_module_ends
-        if self.arrivals.take(unit, index) and self.due and not ends_only and self._next_is_not(unit):
+        if self.arrivals.count(unit, index) and self.due and not ends_only and self._next_is_not(unit):
             self._drain()
         if self.due and ends_only and self.arrivals.have_come(unit):
             self._make_room()  # before backward gathers the next unit, as where its reduction began now
@@ -269,7 +269,7 @@ class Reductions:
             for index, p in enumerate(unit.weights.params):
                 if p.grad is not None:
                     grad, p.grad = p.grad, None
-                    self.take(unit, index, grad)
+                    self.receive(unit, index, grad)
 
     @property
     def pending(self) -> bool:
